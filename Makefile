@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make demo` and `make test` set up what they use.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PACKAGES := core protos runtime engine kv_transfer router prefill_worker decode_worker simulator cli
+.DEFAULT_GOAL := help
+
+.PHONY: help setup check test demo bench bench-transfer soak protos clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
+
+setup: $(INSTALLED)  ## Create .venv with the pinned dependencies
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet 'pip==26.3'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ucxx]'
+	@touch $@
+
+check: setup  ## Lint, format, types, and the floors of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+
+test: setup  ## All tests, in under ten minutes
+	$(BIN)/tandem pull
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+demo: setup  ## Three questions through two pools, with a waterfall of each
+	$(BIN)/tandem demo
+
+bench: setup  ## Latency and throughput of a fleet on this machine
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.serving
+
+soak: setup  ## 10,000 requests while one transport operation in ten fails
+	$(BIN)/python -m benchmarks.soak
+
+bench-transfer: setup  ## Speed of the hand-off beside memcpy, process_vm_readv and ucx_perftest
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.transfer
+
+protos: setup  ## Generate the checked-in stubs again
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. $$(grep -l '^service ' protos/*.proto)
+
+clean:  ## Remove what the targets made
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,156 @@
+"""Requests without end through a transport that fails one operation in ten: `make soak`.
+
+Two prefill and two decode workers in one process: real gRPC, agents and machines, the fake runner (whose tokens are
+wrong as soon as one byte of KV is), and a memory transport whose faults come from a seed. An operation fails with the
+given rate; half of the failures are errors of the call (one in four of them says that the peer is gone), the other half
+are what no call returns: a notification lost, doubled or late, a read with a wrong bit.
+
+It fails where a token is wrong, a request has no end, or a block is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cli import compose
+from core.errors import PeerDisconnected, TransportError
+from kv_transfer.plan import Run
+from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
+from kv_transfer.transports.transport import PoolMemory
+from protos import inference_pb2
+from tests.support.deployment import Deployment, deploy
+from tests.support.faults import Stream, expected, fault_config, prompt_of, settle, transfers
+
+NUM_PROMPTS = 400  # some requests share a prefix with others
+TIMEOUT_S = 30.0
+ODD_FATES: tuple[tuple[str, Sequence[int]], ...] = (("lost", ()), ("doubled", (0, 0)), ("late", (20,)))
+
+
+class UnreliableFabric(MemoryFabric):
+    """Called by the transports with the fabric's lock held, so one generator serves all threads."""
+
+    def __init__(self, fault_rate: float, seed: int) -> None:
+        super().__init__()
+        self.fault_rate = fault_rate
+        self.num_operations = 0
+        self._random = random.Random(seed)
+        self.fate = self._odd_fate
+
+    def _strikes(self) -> bool:
+        return self._random.random() < self.fault_rate / 2
+
+    def reach(self, name: str) -> MemoryTransport:
+        """Every connect, read and notification begins here."""
+        self.num_operations += 1
+        if not self._strikes():
+            return super().reach(name)
+        if self._random.random() < 0.25:
+            self.faults_done["peer gone"] += 1
+            raise PeerDisconnected(f"{name} is said to be gone")
+        self.faults_done["error"] += 1
+        raise TransportError("this operation fails")
+
+    def _odd_fate(self, _sender: str, _receiver: str, _payload: bytes) -> Sequence[int]:
+        if not self._strikes():
+            return (0,)
+        name, fate = self._random.choice(ODD_FATES)
+        self.faults_done[name] += 1
+        return fate
+
+    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[Run]) -> None:
+        super().copy(source, target, runs)
+        if self._strikes():
+            run = self._random.choice(runs)
+            assert target.view is not None
+            target.view[run.target + self._random.randrange(run.num_bytes)] ^= 1 << self._random.randrange(8)
+            self.faults_done["flipped bit"] += 1
+
+
+@dataclass
+class Tally:
+    right: int = 0
+    wrong: int = 0
+    endless: int = 0
+    typed: Counter[str] = field(default_factory=Counter)  # by gRPC code
+    paths: Counter[str] = field(default_factory=Counter)
+    attempts: Counter[int] = field(default_factory=Counter)
+
+    def count(self, stream: Stream) -> None:
+        answer, wanted = stream.answer, expected(stream.prompt, stream.num_output)
+        if answer.token_ids != wanted[: stream.num_tokens] or answer.indices != list(range(stream.num_tokens)):
+            self.wrong += 1
+        elif stream.code is not None:
+            self.typed[stream.code.name] += 1
+        elif answer.finished is None or stream.num_tokens != stream.num_output:
+            self.wrong += 1
+        else:
+            self.right += 1
+            self.paths[inference_pb2.RequestPath.Name(answer.finished.path)] += 1
+            self.attempts[answer.finished.attempts] += 1
+
+
+async def one_client(deployment: Deployment, tally: Tally, generator: random.Random, num_requests: int) -> None:
+    for _ in range(num_requests):
+        prompt = prompt_of(generator.randrange(NUM_PROMPTS), generator.randrange(1, 100))
+        stream = Stream(deployment.inference, prompt, generator.randrange(1, 12), TIMEOUT_S)
+        try:
+            await stream.end()
+        except TimeoutError:
+            tally.endless += 1
+        else:
+            tally.count(stream)
+
+
+async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int = 16) -> tuple[Tally, Counter[str]]:
+    """The tally, and the faults that were made. Raises `AssertionError` where a block is left behind."""
+    compose.FABRIC = fabric = UnreliableFabric(fault_rate, seed)
+    tally = Tally()
+    async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
+        shares = [num_requests // num_clients + (n < num_requests % num_clients) for n in range(num_clients)]
+        clients = (
+            one_client(deployment, tally, random.Random(seed * 997 + n), share) for n, share in enumerate(shares)
+        )
+        await asyncio.gather(*clients)
+        fabric.fault_rate = 0.0
+        await settle(deployment)
+        ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
+        del fabric.faults_done["fate"]  # the transport's own sum of what was lost, doubled and late
+        fabric.faults_done["(operations)"] = fabric.num_operations
+        fabric.faults_done.update({f"(pulls {state})": count for state, count in ended.items()})
+    return tally, fabric.faults_done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--fault-rate", type=float, default=0.1, help="share of the transport's operations that fail")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=16, help="requests at one time")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    try:
+        tally, faults = asyncio.run(soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients))
+    except AssertionError as error:
+        sys.exit(f"blocks were left behind, or a request: {error}")
+    seconds = time.monotonic() - start
+    print(
+        f"{arguments.requests} requests in {seconds:.0f} s, seed {arguments.seed}, fault rate {arguments.fault_rate:g}"
+    )
+    print(f"right {tally.right}, wrong {tally.wrong}, without an end {tally.endless}, leaked blocks 0")
+    print(
+        f"typed errors {dict(tally.typed)}, paths {dict(tally.paths)}, attempts {dict(sorted(tally.attempts.items()))}"
+    )
+    print("faults made: " + ", ".join(f"{name} {count}" for name, count in sorted(faults.items())))
+    if tally.wrong or tally.endless:
+        sys.exit("the soak failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""How fast KV moves from one process to another, and what of it a request feels: `make bench-transfer`.
+
+Everything is measured side by side, in one run: each repeat copies the same cold blocks by memcpy, reads them by
+process_vm_readv, and hands them off through plan, machines, agents and transport. Medians are printed, and written to
+build/bench/transfer.json, one object for each line. A goal that is missed is printed as missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.transfer_peer import Cost, Spec, start_pair
+from core.config import EngineConfig, TransferConfig
+from core.errors import TandemError
+from core.kv_layout import KVLayout
+
+OUTPUT = Path("build/bench/transfer.json")
+POOL_BYTES = 134_217_728
+SHARE_IN_USE = 0.9  # of a pool; the rest keeps the order of its blocks from repeating
+LAYOUTS = {
+    "360 KB": KVLayout("m", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64),
+    "2 MiB": KVLayout("m", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128),
+}
+LANES = {"shared memory": {}, "TCP": {"UCX_TLS": "tcp,self"}}
+MIN_SHARE_OF_READV = {False: 0.95, True: 0.6}  # by whether digests are verified
+MAX_EXPOSED_SHARE = 0.05  # of the prefill time, for prompts of at least 1,024 tokens
+MAX_IDLE_CORES = 0.02
+MAX_STALL_S = 0.005
+STALL_BYTES = 1_000_000_000
+PROMPTS = (256, 1024, 4096)
+CHUNK_TOKENS = 512
+PARTS = ("bandwidth", "hidden", "missing", "idle")
+OWNER_CORE, PULLER_CORE = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    measure: str
+    goal: str
+    value: float
+    unit: str
+    peer: str = ""  # what the value is compared with
+    ratio: float | None = None  # value / peer's value
+    holds: bool | None = None  # None: there is no goal
+
+
+class Report:
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.lines: list[Line] = []
+
+    def add(self, line: Line) -> None:
+        self.lines.append(line)
+        verdict = {None: "", True: "[green]holds[/]", False: "[red]MISSED[/]"}[line.holds]
+        ratio = f"  {line.ratio:.3f} of {line.peer}" if line.ratio is not None else ""
+        goal = f"  goal: {line.goal}" if line.goal else ""
+        text = f"{line.measure:64s} {line.value:10.3f} {line.unit}{ratio}{goal}"
+        self.console.print(f"{escape(text)}  {verdict}".rstrip(), highlight=False, soft_wrap=True)
+
+    def write(self) -> None:
+        OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+        OUTPUT.write_text(json.dumps([asdict(line) for line in self.lines], indent=1) + "\n")
+        missed = sum(line.holds is False for line in self.lines)
+        self.console.print(f"{len(self.lines)} lines in {OUTPUT}, {missed} goals missed; {load()}")
+
+
+def load() -> str:
+    """What else this machine does: a figure that depends on it is worth little."""
+    return f"load average {', '.join(f'{value:.2f}' for value in os.getloadavg())} on {os.cpu_count()} cores"
+
+
+def pinned(config: TransferConfig, layout: KVLayout, environment: dict[str, str]) -> tuple[Spec, Spec]:
+    cores = sorted(os.sched_getaffinity(0))
+    num_blocks = POOL_BYTES // layout.block_bytes
+    owner, puller = [
+        Spec(config, layout, num_blocks, cores[core % len(cores)], environment) for core in (OWNER_CORE, PULLER_CORE)
+    ]
+    return owner, puller
+
+
+def bandwidth(report: Report, transport: str, lane: str, size: str, verify: bool, repeats: int) -> float:
+    """Lines for one path; returns its bytes per second."""
+    config, layout = TransferConfig(transport=transport, verify_digests=verify), LAYOUTS[size]
+    seconds: dict[str, list[float]] = {"memcpy": [], "process_vm_readv": [], "path": []}
+    with start_pair(*pinned(config, layout, LANES[lane])) as pair:
+        count = int(POOL_BYTES // layout.block_bytes * SHARE_IN_USE)
+        pair.move(count)  # connects
+        for _ in range(repeats):
+            seconds["memcpy"].append(pair.puller.call("copy_memory", count))
+            read = pair.puller.call("read_process", pair.owner_pid, pair.owner_address, count)
+            seconds["process_vm_readv"].append(read)
+            seconds["path"].append(pair.move(count).total_s)
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    per_s = {name: count * layout.block_bytes / value for name, value in middle.items()}
+    what = f"{transport}, {lane}, {size}, verify {'on' if verify else 'off'}"
+    share, least = per_s["path"] / per_s["process_vm_readv"], MIN_SHARE_OF_READV[verify]
+    goal = f"at least {least} of process_vm_readv" if lane == "shared memory" else ""
+    report.add(
+        Line(what, goal, per_s["path"] / 1e9, "GB/s", "process_vm_readv", share, share >= least if goal else None)
+    )
+    report.add(Line(f"{what}: share of memcpy", "", per_s["path"] / 1e9, "GB/s", "memcpy",
+                    per_s["path"] / per_s["memcpy"]))  # fmt: skip
+    report.add(Line(f"{what}: each block", "", middle["path"] / count * 1e6, "us"))
+    return per_s["path"]
+
+
+def perftest_bytes_per_s() -> float | None:
+    """Cold ucx_perftest: messages of 64 MB, larger than the caches. The better of its tag and get tests."""
+    package = importlib.util.find_spec("libucx")
+    root = Path(next(iter(package.submodule_search_locations or []))) if package else Path()
+    program = root / "bin" / "ucx_perftest"
+    if not program.exists():
+        return None
+    environment = os.environ | {"LD_LIBRARY_PATH": str(root / "lib"), "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    best = 0.0
+    for number, test in enumerate(("tag_bw", "ucp_get")):
+        port = str(23_000 + number + os.getpid() % 5000)
+        options = ["-t", test, "-s", "67108864", "-n", "30", "-w", "3", "-p", port]
+        there, here = [["taskset", "-c", str(core), str(program)] for core in (OWNER_CORE, PULLER_CORE)]
+        quiet = subprocess.DEVNULL
+        server = subprocess.Popen([*there, "-p", port], env=environment, stdout=quiet, stderr=quiet)
+        try:
+            for _ in range(20):  # until the server listens
+                command = [*here, "127.0.0.1", *options]
+                said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+                if said.returncode == 0:
+                    break
+                time.sleep(0.1)
+            final = re.search(r"Final:\s+(.*)", said.stdout)
+            if final:
+                best = max(best, float(final.group(1).split()[-3]) * 1_048_576)
+        finally:
+            server.kill()
+            server.wait()
+    return best or None
+
+
+def compare_with_perftest(report: Report, paths: dict[str, float]) -> None:
+    theirs = perftest_bytes_per_s()
+    if theirs is None:
+        report.console.print("ucx_perftest was not found; it comes with the extra `ucxx`")
+        return
+    report.add(Line("ucx_perftest, 64 MB messages", "", theirs / 1e9, "GB/s"))
+    for what, ours in paths.items():
+        report.add(Line(f"{what}, verify off, against ucx_perftest", "more than cold ucx_perftest", ours / 1e9, "GB/s",
+                        "ucx_perftest", ours / theirs, ours > theirs))  # fmt: skip
+
+
+def hidden(report: Report, model: str, prompts: list[int]) -> None:
+    """What a request feels of its transfer, when the prompt is really computed."""
+    config = TransferConfig()
+    engine = EngineConfig(model=model, num_threads=1, kv_memory_mb=256 if max(prompts) <= 1024 else 768)
+    owner, puller = pinned(config, LAYOUTS["360 KB"], {})
+    blocks = max(prompts) // engine.block_size + 16
+    owner = Spec(config, owner.layout, blocks, owner.core, {}, engine)
+    puller = Spec(config, owner.layout, blocks, puller.core, {})
+    with start_pair(owner, puller) as pair:
+        pair.prefill(64, CHUNK_TOKENS, False)  # connects, and warms the model
+        for num_tokens in prompts:
+            seconds, exposed = pair.prefill(num_tokens, CHUNK_TOKENS, False)
+            late_seconds, late_exposed = pair.prefill(num_tokens, CHUNK_TOKENS, True)
+            share, late_share = exposed / seconds, late_exposed / late_seconds
+            goal = f"at most {MAX_EXPOSED_SHARE:.0%} of the prefill" if num_tokens >= 1024 else ""
+            what = f"{num_tokens} tokens, prefill {seconds * 1e3:.0f} ms, not hidden"
+            report.add(Line(f"{what}, chunk by chunk", goal, exposed * 1e3, "ms", "prefill", share,
+                            share <= MAX_EXPOSED_SHARE if goal else None))  # fmt: skip
+            report.add(Line(f"{what}, all at the end", "", late_exposed * 1e3, "ms", "prefill", late_share))
+
+
+def only_missing(report: Report) -> None:
+    layout = LAYOUTS["360 KB"]
+    with start_pair(*pinned(TransferConfig(), layout, {})) as pair:
+        first, second = pair.move(64), pair.move(80, num_cached=64)
+    needed = 16 * layout.block_bytes
+    report.add(Line("second request with 64 of its 80 blocks cached", "only its 16 new blocks move",
+                    second.num_bytes / 1e6, "MB", "the first request's bytes", second.num_bytes / first.num_bytes,
+                    second.num_bytes == needed))  # fmt: skip
+
+
+def idle_and_stall(report: Report, transport: str) -> None:
+    config, layout = TransferConfig(transport=transport), LAYOUTS["360 KB"]
+    num_blocks = POOL_BYTES // layout.block_bytes
+    spec = Spec(config, layout, num_blocks, None, {})
+    with start_pair(spec, spec) as pair:
+        pair.move(64)
+        for name, side in (("owner", pair.owner), ("puller", pair.puller)):
+            time.sleep(0.5)
+            idle: Cost = side.call("idle", 3.0)
+            cores = idle.cpu_seconds / idle.seconds
+            report.add(Line(f"{transport}: the {name}, connected and idle", f"under {MAX_IDLE_CORES:.0%} of a core",
+                            100 * cores, "% of a core", holds=cores < MAX_IDLE_CORES))  # fmt: skip
+        count = int(num_blocks * SHARE_IN_USE)
+        ids = [secrets.randbits(128) for _ in range(-(-STALL_BYTES // (count * layout.block_bytes)))]
+        pair.owner.start("offer_often", pair.puller_address, ids, count)
+        cost: Cost = pair.puller.call("pull_often", pair.owner_address, ids, count)
+        pair.owner.end()
+        report.add(Line(f"{transport}: longest stall of the event loop while 1 GB moves", "under 5 ms",
+                        cost.longest_stall_s * 1e3, "ms", holds=cost.longest_stall_s < MAX_STALL_S))  # fmt: skip
+
+
+def paths(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, bool]]:
+    for transport in arguments.transports:
+        for lane in LANES:
+            for size in LAYOUTS:
+                for verify in (False, True):
+                    yield transport, lane, size, verify
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transports", nargs="+", default=["nixl", "ucxx"], choices=["nixl", "ucxx"])
+    parser.add_argument("--repeats", type=int, default=9, help="of each path (default 9)")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), help="in tokens")
+    parser.add_argument("--model", default="smollm2-135m", help="whose prefill hides the transfer")
+    arguments = parser.parse_args()
+    report = Report(Console())
+    report.console.print(
+        f"medians of {arguments.repeats} interleaved repeats, pools of {POOL_BYTES >> 20} MB; {load()}"
+    )
+    shared: dict[str, float] = {}
+    for transport, lane, size, verify in paths(arguments) if "bandwidth" in arguments.parts else ():
+        try:
+            per_s = bandwidth(report, transport, lane, size, verify, arguments.repeats)
+        except (RuntimeError, TandemError) as error:
+            report.console.print(f"{transport}, {lane}, {size}: {error}", style="red", markup=False)
+            continue
+        if lane == "shared memory" and not verify:
+            shared[f"{transport}, {lane}, {size}"] = per_s
+    if "bandwidth" in arguments.parts:
+        compare_with_perftest(report, shared)
+    if "hidden" in arguments.parts:
+        hidden(report, arguments.model, arguments.prompts)
+    if "missing" in arguments.parts:
+        only_missing(report)
+    for transport in arguments.transports if "idle" in arguments.parts else ():
+        idle_and_stall(report, transport)
+    report.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

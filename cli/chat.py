@@ -1,0 +1,88 @@
+"""`tandem chat`: a conversation. Ctrl-C stops the answer, twice quits."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from rich.console import Console
+
+from cli.client import Client, Connection
+from protos import inference_pb2
+
+HELP = "Ctrl-C stops the answer, twice quits; /new starts over."
+
+
+class Conversation:
+    """The messages so far and how to ask for the next one."""
+
+    def __init__(self, template: inference_pb2.GenerateRequest, system: str, timeout_s: float) -> None:
+        """`template` carries the sampling and stop options of every turn."""
+        self._template = template
+        self._system = system
+        self._timeout_s = timeout_s
+        self.messages: list[inference_pb2.ChatMessage] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.messages = []
+        if self._system:
+            self.messages.append(inference_pb2.ChatMessage(role="system", content=self._system))
+
+    async def answer(self, client: Client, text: str) -> inference_pb2.Finished | None:
+        """Ask and print. What has arrived of an answer that is stopped stays part of the conversation."""
+        self.messages.append(inference_pb2.ChatMessage(role="user", content=text))
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._template)
+        request.chat.messages.extend(self.messages)
+        pieces: list[str] = []
+        finished = None
+        try:
+            async for response in client.generate(request, self._timeout_s):
+                if response.HasField("finished"):
+                    finished = response.finished
+                else:
+                    pieces.append(response.tokens.text)
+                    print(response.tokens.text, end="", flush=True)
+        finally:
+            if pieces:
+                self.messages.append(inference_pb2.ChatMessage(role="assistant", content="".join(pieces)))
+            else:
+                self.messages.pop()
+            print()
+        return finished
+
+
+def chat(connection: Connection, conversation: Conversation, console: Console) -> None:
+    """Until the end of input, or two Ctrl-C with nothing between them."""
+    with asyncio.Runner() as runner:
+        client = runner.run(connection.__aenter__())
+        try:
+            model = runner.run(client.model())
+            console.print(f"[dim]{model.name} at {client.address}. {HELP}[/dim]")
+            _converse(runner, client, conversation, console)
+        finally:
+            runner.run(connection.__aexit__(None, None, None))
+
+
+def _converse(runner: asyncio.Runner, client: Client, conversation: Conversation, console: Console) -> None:
+    interrupted = False
+    while True:
+        try:
+            line = input("you> " if sys.stdin.isatty() else "").strip()
+            interrupted = False
+            if line == "/new":
+                conversation.restart()
+            elif line:
+                finished = runner.run(conversation.answer(client, line))
+                if finished is not None:
+                    rate = finished.usage.completion_tokens / max(finished.timings.total_ms, 1e-9) * 1e3
+                    first_ms = finished.timings.first_token_ms
+                    console.print(f"[dim]first token {first_ms:.0f} ms, {rate:.1f} tokens/s[/dim]")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                return
+            interrupted = True
+            console.print(f"\n[dim]{HELP}[/dim]")

@@ -1,0 +1,132 @@
+"""The composition root: the only place that names concrete runners, transports and services.
+
+A factory is a module-level function, so that `functools.partial(factory, config)` travels to other processes by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from core.block_pool import BlockPool
+from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
+from core.errors import ConfigError, TransportError
+from core.lifecycle import WorkerRole
+from core.scheduler import Scheduler
+from core.worker import WorkerCore
+from kv_transfer.agent import AgentIdentity, TransferAgent
+from kv_transfer.events import AgentEvent, AgentFailed
+from kv_transfer.machine import TransferMachine
+from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
+from kv_transfer.transports.transport import PoolMemory, Transport
+from runtime.security import load_credentials
+from runtime.service_host import Placement
+from runtime.telemetry import Telemetry
+from runtime.worker_service import BuildParts, WorkerMachine, WorkerParts, WorkerService
+
+# Workers that share one process (tests) reach each other's pools through it; `transport = "memory"`.
+FABRIC = MemoryFabric()
+
+
+def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
+    """A `runtime.service.RouterControl`."""
+    from engine.tokenizer import load_tokenizer
+    from router.service import RouterService
+
+    router = replace(config.router, host=_listen_on(config.router.host, RouterConfig().host, placement))
+    if placement.address:  # it died: come back where the clients know it
+        router = replace(router, port=int(placement.address.rpartition(":")[2]))
+    load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
+    return RouterService(router, load, config.telemetry, placement.scale, config.security)
+
+
+def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
+    from prefill_worker.machine import PrefillMachine
+    from prefill_worker.servicer import PrefillServicer
+
+    credentials = load_credentials(config.security)
+    telemetry = Telemetry(config.telemetry, "tandem-prefill-worker")
+    servicer = PrefillServicer(config.worker.default_timeout_s, telemetry)
+    build = _worker_parts(WorkerRole.PREFILL, config, placement, PrefillMachine, cache_dir)
+    return WorkerService(WorkerRole.PREFILL, _worker_config(config, placement), build, servicer, telemetry, credentials)
+
+
+def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
+    from decode_worker.machine import DecodeMachine
+    from decode_worker.servicer import DecodeServicer
+
+    machine = functools.partial(DecodeMachine, max_pulls_waiting=config.worker.max_pulls_waiting)
+    credentials = load_credentials(config.security)
+    telemetry = Telemetry(config.telemetry, "tandem-decode-worker")
+    servicer = DecodeServicer(config.worker.default_timeout_s, telemetry)
+    build = _worker_parts(WorkerRole.DECODE, config, placement, machine, cache_dir)
+    return WorkerService(WorkerRole.DECODE, _worker_config(config, placement), build, servicer, telemetry, credentials)
+
+
+def open_transport(config: TransferConfig, name: str) -> Transport:
+    if config.transport == "memory":
+        return MemoryTransport(name, FABRIC)
+    if config.transport == "nixl":
+        from kv_transfer.transports.nixl_transport import NixlTransport
+
+        return NixlTransport(name)
+    if config.transport == "ucxx":
+        try:
+            from kv_transfer.transports.ucxx_transport import UcxxTransport
+        except ImportError as error:
+            raise ConfigError(f"transport ucxx needs `pip install 'tandem-serve[ucxx]'`: {error}") from error
+        return UcxxTransport(name, config.connect_timeout_s)
+    raise ConfigError(f"transport {config.transport!r} is not built in")
+
+
+def _worker_config(config: TandemConfig, placement: Placement) -> WorkerConfig:
+    return replace(config.worker, host=_listen_on(config.worker.host, WorkerConfig().host, placement))
+
+
+def _listen_on(configured: str, default: str, placement: Placement) -> str:
+    """In a joined cluster the machine's own address, unless the operator named another one."""
+    return placement.host if placement.host and configured == default else configured
+
+
+def _worker_parts(
+    role: WorkerRole,
+    config: TandemConfig,
+    placement: Placement,
+    make_machine: Callable[[WorkerCore, TransferMachine], WorkerMachine],
+    cache_dir: Path | None,
+) -> BuildParts:
+    """What builds a worker's inside: runner, pool, transfer agent, machine. Called in a thread."""
+
+    def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
+        from engine.executor import StepExecutor
+        from engine.factory import build_runner
+
+        engine = replace(config.engine, num_threads=config.engine.num_threads or placement.num_threads)
+        runner = build_runner(engine, cache_dir)
+        # The worker's name carries the incarnation: a restarted worker is another one to everybody.
+        identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
+        memory = PoolMemory(
+            runner.pool_address(), runner.num_blocks, runner.layout, runner.pool_memory(), runner.pool_device()
+        )
+
+        def on_events(events: list[AgentEvent]) -> None:
+            for event in events:
+                if isinstance(event, AgentFailed):
+                    fail(TransportError(event.detail))
+                else:
+                    post(event)
+
+        agent = TransferAgent(
+            config.transfer, identity, memory, functools.partial(open_transport, config.transfer), on_events
+        )
+        address = agent.start()
+        pool = BlockPool(runner.num_blocks)
+        scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
+        machine = make_machine(WorkerCore(scheduler, pool), TransferMachine(config.transfer, pool, address))
+        return WorkerParts(identity.name, machine, StepExecutor(runner), agent)
+
+    return build

@@ -1,0 +1,73 @@
+"""The cluster's credentials on the command line: nobody types a token, and none ever stands in an argument.
+
+`serve` makes a random token where the config has none, and leaves it for this user's other commands in a file that
+only this user can read, named after the router's address, for as long as the fleet runs. Everybody else names a config
+file (`--config`) whose [security] table says where token and certificates are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cli.config_file import load_config
+from core.config import TandemConfig
+from core.errors import ConfigError
+from engine.catalogue import default_cache_dir
+from runtime.security import Credentials, load_credentials, read_token
+
+TOKEN_BYTES = 32
+THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", "")
+
+
+def with_cluster_token(config: TandemConfig) -> TandemConfig:
+    """`config` with the token itself in it: read from its file on this machine, or made here. Raises `ConfigError`."""
+    token = read_token(config.security) or secrets.token_urlsafe(TOKEN_BYTES)
+    return replace(config, security=replace(config.security, cluster_token=token, cluster_token_file=""))
+
+
+def find_credentials(config: Path | None, address: str) -> Credentials:
+    """For the router at `address`: those of the config file, completed with the token left on this machine."""
+    found = load_credentials(load_config(config, {}).security)
+    if found.token:
+        return found
+    try:
+        return replace(found, token=_token_path(address).read_text(encoding="ascii"))
+    except OSError:
+        return found
+
+
+@contextlib.contextmanager
+def left_for_this_user(address: str, token: str) -> Iterator[None]:
+    """While this lasts, `find_credentials` finds the token. Raises `ConfigError` where it cannot be written.
+
+    For a token made here, which ends with its fleet; empty = the config names a lasting one, and no copy is left.
+    """
+    if not token:
+        yield
+        return
+    path = _token_path(address)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a fleet that was killed
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+            out.write(token)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path} ({error.strerror}), which `tandem scale` needs: set [security] cluster_token_file"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _token_path(address: str) -> Path:
+    """One file per router; the loopback names are one machine, and no other machine is ever sent its token."""
+    host, _, port = address.rpartition(":")
+    name = "local" if host in THIS_MACHINE else host.replace("/", "_")
+    return default_cache_dir() / "tokens" / f"{name}_{port.replace('/', '_')}"

@@ -1,0 +1,126 @@
+"""`tandem demo`: the whole path on this machine, and where the time went.
+
+It starts Ray, a router and one worker of each pool, asks three questions over the public gRPC API, and stops all of it.
+Short prompts would be computed on the decode worker; here each goes through both pools, because that is what there is
+to see.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from cli.client import Client, connect
+from cli.pull import pull_if_named
+from cli.serve import fleet, run_to_end
+from cli.waterfall import draw
+from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
+from core.errors import TandemError
+from protos import inference_pb2
+from runtime import cluster as ray_cluster
+from runtime.supervisor import FleetSpec
+
+MODEL = "smollm2-135m"
+TIMEOUT_S = 60.0
+MAX_TOKENS = 64
+
+STORY = (
+    "For two hundred years the lighthouse on the northern cape was kept by one family. Every evening somebody climbed "
+    "the hundred and twelve steps, trimmed the wick, polished the lens and wrote the weather into a book. When the "
+    "electric lamp came, the last keeper stayed on, although nobody paid him any more. He said that a light which is "
+    "not watched is only a lamp. After his death the village found the books: seventy thousand evenings, not one "
+    "missing, and on the first page of each the same sentence: somebody is out there."
+)
+
+Chat = tuple[tuple[str, str], ...]  # (role, content) of each message
+
+CHATS: tuple[Chat, ...] = (
+    (("user", "What is the capital of France?"),),
+    (("user", f"Summarize this story in one sentence.\n\n{STORY}"),),
+    (
+        ("system", "You are a patient teacher. Answer in two or three short sentences."),
+        ("user", "Why is the sky blue?"),
+        ("assistant", "Because air scatters blue light more strongly than red light."),
+        ("user", "And why is it red at sunset?"),
+    ),
+)
+FIRST_ANSWER_SAYS = "Paris"
+
+
+def demo_config() -> TandemConfig:
+    return TandemConfig(
+        engine=EngineConfig(model=MODEL, kv_memory_mb=256, max_context=2048),
+        router=RouterConfig(port=0, local_prefill_tokens=0),
+        cluster=ClusterConfig(max_workers=4),
+    )
+
+
+async def ask(
+    client: Client, messages: tuple[tuple[str, str], ...], console: Console
+) -> tuple[str, inference_pb2.Finished]:
+    """Stream one greedy answer to the terminal. Returns (text, Finished)."""
+    request = inference_pb2.GenerateRequest()
+    for role, content in messages:
+        request.chat.messages.add(role=role, content=content)
+    request.sampling.temperature = 0.0
+    request.stop.max_tokens = MAX_TOKENS
+    text = ""
+    async for response in client.generate(request, TIMEOUT_S):
+        if response.HasField("finished"):
+            console.print()
+            return text, response.finished
+        text += response.tokens.text
+        console.print(response.tokens.text, end="", markup=False, highlight=False, soft_wrap=True)
+    raise TandemError("the stream ended without its last message")
+
+
+def report(finished: inference_pb2.Finished, console: Console) -> None:
+    """The waterfall, and the way the request took."""
+    for line in draw(finished.timings):
+        console.print(f"  {line}", style="cyan", highlight=False, markup=False)
+    path = inference_pb2.RequestPath.Name(finished.path).removeprefix("REQUEST_PATH_").lower()
+    usage = finished.usage
+    console.print(
+        f"  {path}: {finished.prefill_worker or finished.decode_worker} -> {finished.decode_worker}, "
+        f"{finished.transferred_bytes / 1e6:.2f} MB of KV moved, {usage.prompt_tokens} prompt tokens "
+        f"({usage.cached_tokens} cached), {usage.completion_tokens} new, attempts {finished.attempts}\n",
+        style="dim", highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+async def ask_all(address: str, console: Console) -> None:
+    """Raises `TandemError` where an answer is not what it must be."""
+    paths = []
+    async with connect(address) as client:
+        for index, messages in enumerate(CHATS):
+            question, *story = messages[-1][1].splitlines()
+            more = f" (and {sum(len(line.split()) for line in story)} words)" if story else ""
+            console.print(f"> {question}{more}", style="bold", highlight=False, markup=False, soft_wrap=True)
+            text, finished = await ask(client, messages, console)
+            report(finished, console)
+            paths.append(finished.path)
+            if index == 0 and FIRST_ANSWER_SAYS not in text:
+                raise TandemError(f"the first answer does not say {FIRST_ANSWER_SAYS}: {text!r}")
+    if inference_pb2.REQUEST_PATH_DISAGGREGATED not in paths:
+        raise TandemError("no request went through both pools; see `tandem doctor`")
+
+
+def demo(config: TandemConfig, spec: FleetSpec, console: Console) -> None:
+    """Raises `TandemError` where anything fails."""
+
+    def tell(line: str) -> None:
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+    async def main() -> None:
+        async with fleet(cluster, spec, tell) as router:
+            tell(f"router at {router.address}\n")
+            await ask_all(router.address, console)
+
+    pull_if_named(config.engine.model, console)
+    tell("starting Ray, a router, a prefill worker and a decode worker")
+    cluster = ray_cluster.connect(config.cluster)
+    try:
+        if run_to_end(main, tell):
+            raise TandemError("interrupted")
+    finally:
+        cluster.close()
+    tell("everything is stopped")

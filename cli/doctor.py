@@ -1,0 +1,177 @@
+"""`tandem doctor`: what this machine has, what is wrong with it, and how to mend it.
+
+Each check is a function that looks at one thing and returns findings. A FAIL keeps Tandem from working here, a WARN
+makes it slow or fragile; both say what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cli.client import connect
+from cli.serve import check_port
+from cli.transport_probe import probe
+from core.config import RouterConfig, TransferConfig
+from core.errors import ConfigError, TandemError
+from engine import catalogue
+
+MB, GB = 1 << 20, 1 << 30
+MIN_RAM_BYTES = 2 * GB
+MIN_SHM_BYTES = 128 * MB  # Ray's object store, and what UCX keeps there
+MIN_OPEN_FILES = 4096
+SLOW_BYTES_PER_S = 1e9  # below it UCX has most likely fallen back to TCP
+
+PACKAGES = ("ray", "torch", "grpcio", "protobuf", "nixl-cu12", "tokenizers", "opentelemetry-sdk")
+
+
+class Health(Enum):
+    OK = "[green]ok[/]"
+    WARN = "[yellow]WARN[/]"
+    FAIL = "[red]FAIL[/]"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    health: Health
+    text: str
+    mend: str = ""  # what to do; empty where nothing is wrong
+
+
+def judge(good: bool, subject: str, text: str, mend: str, otherwise: Health = Health.WARN) -> Finding:
+    return Finding(subject, Health.OK, text) if good else Finding(subject, otherwise, text, mend)
+
+
+def versions() -> list[Finding]:
+    found = f"Python {platform.python_version()}"
+    findings = [judge(sys.version_info >= (3, 11), "python", found, "install Python 3.11 or newer", Health.FAIL)]
+    for name in PACKAGES:
+        try:
+            findings.append(Finding(name, Health.OK, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding(name, Health.FAIL, "not installed", "run `make setup`"))
+    return findings
+
+
+def processor() -> list[Finding]:
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features")))
+        flags = set(next(lines, "").partition(":")[2].split())
+    native = sorted(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+    text = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, bfloat16 by {', '.join(native) or 'nothing'}"
+    return [judge(bool(native), "processor", text, "bfloat16 is emulated here; `--dtype float32` is likely faster")]
+
+
+def memory() -> list[Finding]:
+    available = psutil.virtual_memory().available
+    findings = [
+        judge(available >= MIN_RAM_BYTES, "memory", f"{available / GB:.1f} GB available",
+              "end other programs, or lower --kv-memory-mb"),
+    ]  # fmt: skip
+    if Path("/dev/shm").is_dir():
+        free = shutil.disk_usage("/dev/shm").free
+        findings.append(
+            judge(free >= MIN_SHM_BYTES, "/dev/shm", f"{free / MB:.0f} MB free",
+                  "make it larger (a container: `docker run --shm-size=1g`)")
+        )  # fmt: skip
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    rdma, unlimited = Path("/dev/infiniband").is_dir(), locked == resource.RLIM_INFINITY
+    text = ("unlimited" if unlimited else f"{locked / MB:.0f} MB") + ("" if rdma else " (no RDMA here)")
+    findings.append(
+        judge(unlimited or not rdma, "locked memory", text,
+              "RDMA pins the KV pool: set `ulimit -l unlimited` (systemd: LimitMEMLOCK=infinity)")
+    )  # fmt: skip
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    findings.append(judge(files >= MIN_OPEN_FILES, "open files", str(files), f"set `ulimit -n {MIN_OPEN_FILES * 16}`"))
+    return findings
+
+
+def model_cache() -> list[Finding]:
+    directory = catalogue.default_cache_dir()
+    findings = []
+    for entry in catalogue.CATALOGUE.values():
+        path = catalogue.cached_path(entry, directory)
+        if not catalogue.is_cached(entry, directory):
+            text, mend = f"not in {directory}", f"run `tandem pull {entry.name}` (or let `tandem serve` fetch it)"
+            findings.append(Finding(entry.name, Health.WARN, text, mend))
+            continue
+        whole = catalogue.file_sha256(path) == entry.sha256
+        mend = f"run `tandem pull {entry.name}`: it replaces the file"
+        findings.append(judge(whole, entry.name, f"{path}{'' if whole else ' is damaged'}", mend, Health.FAIL))
+    return findings
+
+
+async def ports() -> list[Finding]:
+    config = RouterConfig()
+    subject = f"port {config.port}"
+    try:
+        check_port(config)
+        return [Finding(subject, Health.OK, "free")]
+    except ConfigError:
+        pass
+    try:
+        async with connect(f"{config.host}:{config.port}") as client:
+            model = await client.model()
+        return [Finding(subject, Health.OK, f"a router serves {model.name} here")]
+    except TandemError:
+        return [Finding(subject, Health.WARN, "taken by another program", "choose another with `tandem serve --port`")]
+
+
+async def transports() -> list[Finding]:
+    """The default, and ucxx where it is installed."""
+    config = TransferConfig()
+    findings = [await transport(config)]
+    if importlib.util.find_spec("ucxx") is not None:
+        findings.append(await transport(replace(config, transport="ucxx")))
+    return findings
+
+
+async def transport(config: TransferConfig) -> Finding:
+    try:
+        result = await probe(config)
+    except (TandemError, ImportError) as error:
+        mend = "reinstall it with `make setup`; in a container allow ptrace (`--cap-add SYS_PTRACE`)"
+        return Finding(config.transport, Health.FAIL, str(error), mend)
+    text = f"{result.bytes_per_s / 1e9:.2f} GB/s between two processes, {result.single_read_s * 1e6:.0f} us a block"
+    mend = "if this machine is idle, UCX fell back to TCP: share /dev/shm and allow ptrace (`--cap-add SYS_PTRACE`)"
+    return judge(result.bytes_per_s >= SLOW_BYTES_PER_S, config.transport, text, mend)
+
+
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (versions, processor, memory, model_cache)
+
+
+async def examine() -> list[Finding]:
+    findings = [finding for check in CHECKS for finding in check()]
+    return findings + await ports() + await transports()
+
+
+def doctor(console: Console) -> int:
+    """Print every finding. Returns the exit code: 1 where something fails."""
+    with console.status("examining this machine"):
+        findings = asyncio.run(examine())
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("", "what", "found"):
+        table.add_column(name)
+    for finding in findings:
+        text = f"{finding.text}\n[bold]-> {finding.mend}[/]" if finding.mend else finding.text
+        table.add_row(finding.health.value, finding.subject, text)
+    console.print(table)
+    return int(any(finding.health is Health.FAIL for finding in findings))

@@ -1,0 +1,191 @@
+"""`tandem serve`: bring the fleet up, keep it up, take it down.
+
+Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and runtime/reaper.py ends what is left.
+Everything that can be known to be wrong before Ray starts is checked before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from rich.console import Console
+
+from cli import client, compose
+from cli.credentials import left_for_this_user, with_cluster_token
+from core.config import RouterConfig, TandemConfig, TransferConfig
+from core.errors import ConfigError, TandemError, WorkerUnavailable
+from core.fleet import DRAIN_GRACE_S, LAST_DRAIN_S
+from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
+from runtime.cluster import Cluster, connect
+from runtime.security import OPEN, Credentials, load_credentials, read_token
+from runtime.service import Endpoint
+from runtime.supervisor import FleetSpec
+
+INTERRUPTED = 130  # the exit code a shell expects after Ctrl-C
+STOP_MARGIN_S = 5.0
+
+Tell = Callable[[str], None]  # one line for the operator
+
+
+def check_transport(config: TransferConfig) -> None:
+    """Raises `ConfigError` for the transport that cannot leave a process: `serve` starts one for each worker."""
+    if config.transport == "memory":
+        raise ConfigError('transport = "memory" joins workers of one process only; choose "nixl" under [transfer]')
+
+
+def check_port(config: RouterConfig) -> None:
+    """Raises `ConfigError` where the router's port is taken: seconds before the router itself could."""
+    if config.port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with --port"
+            ) from error
+
+
+def fleet_spec(config: TandemConfig) -> FleetSpec:
+    return FleetSpec(
+        config.cluster,
+        router=functools.partial(compose.build_router, config),
+        prefill=functools.partial(compose.build_prefill_worker, config),
+        decode=functools.partial(compose.build_decode_worker, config),
+        drain_timeout_s=config.worker.drain_timeout_s,
+        router_drain_timeout_s=config.router.drain_timeout_s,
+    )
+
+
+async def bring_up(cluster: Cluster, spec: FleetSpec, tell: Tell) -> Endpoint:
+    """Start everything and wait until it serves. Raises `TandemError` with the one line that says why it does not."""
+    await cluster.start(spec)
+    try:
+        async with asyncio.timeout(spec.config.start_timeout_s):
+            while True:
+                for news in await cluster.news():
+                    match news:
+                        case Notice():
+                            tell(news.text)
+                        case FleetFailed():
+                            raise TandemError(news.reason)
+                        case FleetReady():
+                            router = await cluster.router()
+                            assert router is not None, "a fleet without a router is never ready"
+                            return router
+    except TimeoutError:
+        raise WorkerUnavailable(
+            f"not everything serves after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
+            "does each worker find a machine with its resource? See `ray status`"
+        ) from None
+
+
+async def take_down(cluster: Cluster, spec: FleetSpec, tell: Tell) -> None:
+    """Drain everything, at most for as long as the drains may take."""
+    limit_s = spec.router_drain_timeout_s + LAST_DRAIN_S + 2 * DRAIN_GRACE_S + STOP_MARGIN_S
+    try:
+        async with asyncio.timeout(limit_s):
+            await cluster.shutdown()
+            while True:
+                for news in await cluster.news():
+                    if isinstance(news, Notice):
+                        tell(news.text)
+                    if isinstance(news, FleetStopped):
+                        return
+    except TimeoutError:
+        tell(f"not everything had drained after {limit_s:g} s; ending it")
+    except WorkerUnavailable:
+        return  # the supervisor is gone, and everything with it
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    cluster: Cluster, spec: FleetSpec, tell: Tell, credentials: Credentials = OPEN
+) -> AsyncIterator[Endpoint]:
+    """A fleet that serves and whose router knows every worker; drained at the end, however that comes."""
+    sizes = spec.config
+    try:
+        router = await bring_up(cluster, spec, tell)
+        async with client.connect(router.address, credentials) as caller:
+            await caller.wait_until_known(sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
+        yield router
+    finally:
+        await take_down(cluster, spec, tell)
+
+
+async def follow(cluster: Cluster, tell: Tell) -> None:
+    """Say what happens to the fleet, for as long as it runs."""
+    while True:
+        for news in await cluster.news():
+            if isinstance(news, Notice):
+                tell(news.text)
+
+
+class Interrupts:
+    """The first Ctrl-C or SIGTERM cancels what runs; the second ends the process at once."""
+
+    def __init__(self, task: asyncio.Task[None], tell: Tell) -> None:
+        self._task, self._tell = task, tell
+        self.count = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        self.count += 1
+        if self.count == 1:
+            self._tell("draining; once more to stop at once")
+            self._task.cancel()
+            return
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+
+def run_to_end(main: Callable[[], Coroutine[Any, Any, None]], tell: Tell) -> bool:
+    """Run `main` under `Interrupts`. Returns whether it was interrupted."""
+
+    async def supervised() -> bool:
+        task = asyncio.create_task(main())
+        interrupts = Interrupts(task, tell)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if interrupts.count == 0:
+                raise
+        return interrupts.count > 0
+
+    return asyncio.run(supervised())
+
+
+def serve(config: TandemConfig, console: Console) -> None:
+    """Until interrupted. Raises `TandemError` where the fleet cannot come up."""
+    check_transport(config.transfer)
+    check_port(config.router)
+    secured = with_cluster_token(config)
+    credentials, spec = load_credentials(secured.security), fleet_spec(secured)
+    made_here = "" if read_token(config.security) else credentials.token
+
+    def tell(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    async def main() -> None:
+        async with fleet(cluster, spec, tell, credentials) as router:
+            with left_for_this_user(router.address, made_here):
+                sizes = f"{config.cluster.num_prefill} prefill, {config.cluster.num_decode} decode"
+                tell(f"serving {config.engine.model} at {router.address} ({sizes}); Ctrl-C drains and stops")
+                await follow(cluster, tell)
+
+    tell("starting Ray" if not config.cluster.address else f"joining Ray at {config.cluster.address}")
+    cluster = connect(config.cluster)
+    try:
+        run_to_end(main, tell)
+    finally:
+        cluster.close()

@@ -1,0 +1,178 @@
+"""`tandem status`: both pools as a table, once or live; and `tandem scale`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from cli.client import Client, Connection
+from core.errors import InvalidRequest
+from protos import cluster_pb2, worker_pb2
+
+REFRESH_S = 1.0
+SILENT_MS = 3000.0
+
+# KV = share of the pool in use; cached = share that holds reusable prefixes; todo = tokens not computed yet;
+# moves = transfers alive. With --ledger, blocks take the place of the two shares.
+COLUMNS = ("KV", "cached", "run", "wait", "todo", "tok/s", "moves")
+LEDGER_COLUMNS = ("free", "cached", "held", "leased", "incoming", *COLUMNS[2:])
+# blocks = all it has a claim on; counted = those of them that are counted here and at no other holder.
+HOLDER_COLUMNS: dict[str, JustifyMethod] = {
+    "worker": "left", "holder": "left", "state": "left", "blocks": "right", "counted": "right", "for": "right",
+    "peer": "left",
+}  # fmt: skip
+MAX_HOLDER_ROWS = 200
+ID_DIGITS_HIDDEN = 12  # of the sixteen of a worker's incarnation
+
+STATE_STYLES = {"STARTING": "yellow", "SERVING": "green", "DRAINING": "yellow", "LOST": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A fleet and when it was seen, in seconds on the loop's clock."""
+
+    fleet: cluster_pb2.GetFleetResponse
+    at: float
+    ledger: cluster_pb2.GetLedgerResponse | None = None  # where it was asked for
+
+
+def rates(before: Sample | None, after: Sample) -> dict[str, float]:
+    """Tokens per second of each worker seen twice: prompt tokens computed plus tokens sampled, by difference."""
+    if before is None or after.at <= before.at:
+        return {}
+    seen = {worker.worker_id: _num_tokens(worker.load) for worker in before.fleet.workers}
+    return {
+        worker.worker_id: (_num_tokens(worker.load) - seen[worker.worker_id]) / (after.at - before.at)
+        for worker in after.fleet.workers
+        if worker.worker_id in seen
+    }
+
+
+def _num_tokens(load: worker_pb2.LoadReport) -> int:
+    return int(load.num_prefilled_tokens + load.num_sampled_tokens)
+
+
+def fleet_table(fleet: cluster_pb2.GetFleetResponse, tokens_per_s: Mapping[str, float], with_ledger: bool) -> Table:
+    """One row per worker, prefill pool first."""
+    serving = {
+        role: sum(w.role == role and w.state == worker_pb2.WORKER_STATE_SERVING for w in fleet.workers)
+        for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
+    }
+    table = Table(
+        title=f"prefill {serving[worker_pb2.WORKER_ROLE_PREFILL]}/{fleet.wanted_prefill} · "
+        f"decode {serving[worker_pb2.WORKER_ROLE_DECODE]}/{fleet.wanted_decode} · "
+        f"{fleet.num_in_flight} in flight · {fleet.num_queued} queued",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("worker", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name in LEDGER_COLUMNS if with_ledger else COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in sorted(fleet.workers, key=lambda w: (w.role, w.worker_id)):
+        table.add_row(*_row(worker, tokens_per_s.get(worker.worker_id), with_ledger))
+    return table
+
+
+def _row(worker: cluster_pb2.FleetWorker, tokens_per_s: float | None, with_ledger: bool) -> list[str]:
+    load, ledger = worker.load, worker.load.ledger
+    blocks = [ledger.free, ledger.cached, ledger.held, ledger.leased, ledger.incoming]
+    total = sum(blocks)
+    shares = [(total - ledger.free - ledger.cached) / total, ledger.cached / total] if total else [0.0, 0.0]
+    return [
+        worker.worker_id[:-ID_DIGITS_HIDDEN],
+        _state(worker),
+        *([str(count) for count in blocks] if with_ledger else [f"{share:.0%}" for share in shares]),
+        str(load.num_running),
+        str(load.num_waiting + load.num_pulls_waiting),
+        str(load.num_queued_tokens),
+        "-" if tokens_per_s is None else f"{tokens_per_s:.1f}",
+        str(load.num_transfers),
+    ]
+
+
+def holders_table(response: cluster_pb2.GetLedgerResponse) -> Table:
+    """Who holds which blocks of each worker, the oldest first: where blocks leak, their holder stands on top."""
+    table = Table(title="who holds KV blocks", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, justify in HOLDER_COLUMNS.items():
+        table.add_column(name, justify=justify, no_wrap=True)
+    num_rows = 0
+    for worker in response.workers:
+        name, num_left_out = worker.worker_id[:-ID_DIGITS_HIDDEN], worker.ledger.num_left_out
+        if worker.error:
+            table.add_row(name, f"[red]no answer: {escape(worker.error)}[/]")
+        for holder in worker.ledger.holders:
+            if num_rows == MAX_HOLDER_ROWS:
+                num_left_out += 1
+                continue
+            table.add_row(name, *_holder_row(holder))
+            num_rows += 1
+        if num_left_out:
+            table.add_row(name, f"[dim]and {num_left_out} more[/]")
+    return table
+
+
+def _holder_row(holder: worker_pb2.BlockHolder) -> list[str]:
+    return [
+        f"{worker_pb2.HolderKind.Name(holder.kind).removeprefix('HOLDER_KIND_').lower()} {escape(holder.name)}",
+        worker_pb2.HolderState.Name(holder.state).removeprefix("HOLDER_STATE_").lower(),
+        str(holder.num_blocks),
+        str(holder.num_counted),
+        f"{holder.age_ms / 1e3:.1f} s",
+        escape(holder.peer[:-ID_DIGITS_HIDDEN]),
+    ]
+
+
+def _state(worker: cluster_pb2.FleetWorker) -> str:
+    """A worker whose reports have stopped says so in place of what it last said."""
+    if worker.report_age_ms > SILENT_MS:
+        return f"[red]silent {worker.report_age_ms / 1e3:.0f} s[/]"
+    state = worker_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
+    return f"[{STATE_STYLES.get(state, 'white')}]{state.lower()}[/]"
+
+
+async def status(connection: Connection, console: Console, once: bool, with_ledger: bool) -> None:
+    """Live until Ctrl-C. `once` takes two looks a second apart, because a rate needs two."""
+    async with connection as client:
+        before = await _look(client, with_ledger)
+        if once:
+            await asyncio.sleep(REFRESH_S)
+            after = await _look(client, with_ledger)
+            console.print(_view(before, after))
+            return
+        with Live(_view(None, before), console=console, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                after = await _look(client, with_ledger)
+                live.update(_view(before, after), refresh=True)
+                before = after
+
+
+async def _look(client: Client, with_ledger: bool) -> Sample:
+    fleet = await client.fleet()
+    ledger = await client.ledger() if with_ledger else None
+    return Sample(fleet, asyncio.get_running_loop().time(), ledger)
+
+
+def _view(before: Sample | None, now: Sample) -> RenderableType:
+    table = fleet_table(now.fleet, rates(before, now), with_ledger=now.ledger is not None)
+    return table if now.ledger is None else Group(table, holders_table(now.ledger))
+
+
+async def scale(connection: Connection, prefill: int | None, decode: int | None, console: Console) -> None:
+    """Ask for other pool sizes. Raises `InvalidRequest` where neither is given or one is out of bounds."""
+    if prefill is None and decode is None:
+        raise InvalidRequest("scale", "give --prefill, --decode or both")
+    async with connection as client:
+        wanted = await client.scale(prefill, decode)
+    console.print(
+        f"wanted from now on: {wanted.wanted_prefill} prefill, {wanted.wanted_decode} decode; watch `tandem status`"
+    )

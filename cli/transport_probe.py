@@ -1,0 +1,125 @@
+"""How fast a transport reads between two processes of this machine: what `tandem doctor` measures.
+
+The probe starts this module as a second process, the owner. The owner registers a pool, prints its address as one line
+of hex, and polls until its standard input ends. The reader copies the whole pool, in random order as a worker would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import random
+import secrets
+import select
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from cli.compose import open_transport
+from core.config import TransferConfig
+from core.errors import TransportError
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from kv_transfer.plan import Run
+from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
+from protos import codec, worker_pb2
+
+LAYOUT = KVLayout("probe", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
+NUM_BLOCKS = 176  # 65 MB
+BLOCKS_PER_READ = 16
+NUM_SINGLE_READS = 30
+TIMEOUT_S = 20.0
+PAUSE_S = 0.0002  # between two polls
+FILL = 0x5A
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    bytes_per_s: float
+    single_read_s: float  # median of one 360 KB block
+
+
+def _open(config: TransferConfig, fill: int) -> tuple[Transport, AgentAddress, mmap.mmap]:
+    memory = mmap.mmap(-1, NUM_BLOCKS * LAYOUT.block_bytes)
+    pool_array = np.frombuffer(memory, dtype=np.uint8)
+    pool_array[:] = fill  # the first touch of a page is slow, and is not what is measured
+    base = int(pool_array.ctypes.data)
+    incarnation = secrets.randbits(63) | 1
+    transport = open_transport(config, f"probe.{incarnation:x}")
+    transport.register(PoolMemory(base, NUM_BLOCKS, LAYOUT, memoryview(memory)))
+    address = AgentAddress(transport.name, incarnation, transport.metadata(), base, NUM_BLOCKS, LAYOUT, config.lease_s)
+    return transport, address, memory
+
+
+def own(config: TransferConfig) -> None:
+    """The second process: lend the pool until standard input ends."""
+    transport, address, _memory = _open(config, FILL)
+    print(codec.encode_agent(address).SerializeToString().hex(), flush=True)
+    while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
+        transport.poll()
+
+
+def _read(transport: Transport, peer: str, runs: list[Run]) -> float:
+    """Seconds from the start of a read to its end. Raises `TransportError`."""
+    start = time.perf_counter()
+    handle = transport.start_read(peer, runs)
+    while time.perf_counter() < start + TIMEOUT_S:
+        for event in transport.poll():
+            if event == ReadDone(handle):
+                return time.perf_counter() - start
+            if isinstance(event, ReadBroken):
+                raise event.error
+        time.sleep(0 if time.perf_counter() < start + 0.1 else PAUSE_S)
+    raise TransportError(f"a read of {sum(run.num_bytes for run in runs)} bytes took more than {TIMEOUT_S:g} s")
+
+
+def _measure(config: TransferConfig, owner: AgentAddress) -> ProbeResult:
+    transport, _, memory = _open(config, 0)
+    transport.connect(owner)
+    size = LAYOUT.block_bytes
+    order = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    _read(transport, owner.name, [Run(0, 0, size)])  # the first one also connects
+    seconds = 0.0
+    for first in range(0, NUM_BLOCKS, BLOCKS_PER_READ):
+        runs = [Run(block * size, block * size, size) for block in order[first : first + BLOCKS_PER_READ]]
+        seconds += _read(transport, owner.name, runs)
+    single = [_read(transport, owner.name, [Run(0, 0, size)]) for _ in range(NUM_SINGLE_READS)]
+    if memory[:] != bytes([FILL]) * len(memory):
+        raise TransportError("the bytes that arrived are not the bytes that were sent")
+    transport.close()
+    return ProbeResult(NUM_BLOCKS * size / seconds, statistics.median(single))
+
+
+async def probe(config: TransferConfig) -> ProbeResult:
+    """Raises `TransportError` where the transport does not work between two processes here."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cli.transport_probe", config.transport,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            line = await process.stdout.readline()
+        if not line:
+            _, said = await process.communicate()
+            last = said.decode(errors="replace").strip().splitlines()[-1:]
+            raise TransportError(f"the peer process ended: {' '.join(last)}")
+        owner = codec.decode_agent(worker_pb2.AgentAddress.FromString(bytes.fromhex(line.decode())))
+        return await asyncio.to_thread(_measure, config, owner)
+    except TimeoutError:
+        raise TransportError(f"the peer process did not start within {TIMEOUT_S:g} s") from None
+    finally:
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+
+
+if __name__ == "__main__":
+    own(TransferConfig(transport=sys.argv[1]))

@@ -1,0 +1,59 @@
+"""Where a request's time went, drawn: one bar per phase, all on one time axis.
+
+tokenize | queue | route | prefill ......| first token
+                             transfer ......... (hidden behind prefill, but for its exposed end)
+                                         | decode ..................
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import inference_pb2
+
+BAR, SLIVER = "█", "▏"
+NAME_WIDTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    start_ms: float  # since the request arrived
+    duration_ms: float
+
+
+def phases(timings: inference_pb2.PhaseTimings) -> list[Phase]:
+    """In the order in which they begin to matter to the caller.
+
+    The router and the workers measure on clocks of their own. What lies between is placed by what must follow what:
+    prefill after routing, the end of the transfer `transfer_exposed_ms` after the end of prefill.
+    """
+    queue_at = timings.tokenize_ms
+    route_at = queue_at + timings.router_queue_ms
+    prefill_queue_at = route_at + timings.route_ms
+    prefill_at = prefill_queue_at + timings.prefill_queue_ms
+    prefill_end = prefill_at + timings.prefill_ms
+    transfer_at = max(prefill_queue_at, prefill_end + timings.transfer_exposed_ms - timings.transfer_ms)
+    return [
+        Phase("tokenize", 0.0, timings.tokenize_ms),
+        Phase("queue", queue_at, timings.router_queue_ms + timings.prefill_queue_ms),
+        Phase("route", route_at, timings.route_ms),
+        Phase("prefill", prefill_at, timings.prefill_ms),
+        Phase("first token", 0.0, timings.first_token_ms),
+        Phase("transfer", transfer_at, timings.transfer_ms),
+        Phase("decode", timings.first_token_ms, timings.decode_ms),
+    ]
+
+
+def draw(timings: inference_pb2.PhaseTimings, width: int = 48) -> list[str]:
+    """One line a phase: name, bar, milliseconds. `width` columns are the whole request; a phase never has no mark."""
+    rows = phases(timings)
+    span_ms = max([timings.total_ms, *(phase.start_ms + phase.duration_ms for phase in rows)]) or 1.0
+    lines = []
+    for phase in rows:
+        start = min(width - 1, int(phase.start_ms / span_ms * width))
+        length = min(width - start, round(phase.duration_ms / span_ms * width))
+        mark = BAR * length if length else (SLIVER if phase.duration_ms > 0 else " ")
+        bar = (" " * start + mark).ljust(width)
+        lines.append(f"{phase.name:<{NAME_WIDTH}} {bar} {phase.duration_ms:9.1f} ms")
+    return lines

@@ -1,0 +1,254 @@
+"""Who owns each KV block: one ledger, five columns, every block in exactly one.
+
+    FREE --allocate--> HELD --release--> FREE, or CACHED where the prefix cache knows its content
+    FREE --reserve---> INCOMING --arrive--> HELD        (blocks a pull will fill)
+    CACHED --share---> HELD        CACHED --evict (least recently used)--> FREE
+    HELD --lease--> HELD and leased --release--> LEASED --unlease--> FREE or CACHED
+
+A block may be held by many sequences (shared prefix) and leased to many readers; it is written only by the sequence
+that allocated it, and only before it is registered or leased. HELD wins over LEASED in the ledger; a LEASED block is
+one that only readers keep.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Column(Enum):
+    FREE = "free"
+    CACHED = "cached"  # no reader, content known, evictable
+    HELD = "held"  # by at least one sequence
+    LEASED = "leased"  # offered to at least one peer, held by no sequence
+    INCOMING = "incoming"  # reserved for a pull
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    sequence_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    sequence_hash: int
+
+
+BlockEvent = BlockStored | BlockRemoved
+
+
+@dataclass(slots=True)
+class _Block:
+    num_holds: int = 0
+    num_leases: int = 0
+    num_incoming: int = 0
+    sequence_hash: int | None = None
+
+    @property
+    def column(self) -> Column:
+        if self.num_incoming:
+            return Column.INCOMING
+        if self.num_holds:
+            return Column.HELD
+        if self.num_leases:
+            return Column.LEASED
+        return Column.FREE if self.sequence_hash is None else Column.CACHED
+
+
+class BlockPool:
+    """Blocks are named 0 .. num_blocks - 1. Nothing here touches their bytes."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, is {num_blocks}")
+        self.num_blocks = num_blocks
+        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack
+        self._cached: dict[int, None] = {}  # block id -> nothing; insertion order = least recently used first
+        self._block_of_hash: dict[int, int] = {}
+        self._counts = dict.fromkeys(Column, 0) | {Column.FREE: num_blocks}
+        self._events: list[BlockEvent] = []
+
+    # ---- asking
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and evictable cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def ledger(self) -> dict[Column, int]:
+        """Number of blocks in each column; sums to `num_blocks`."""
+        return dict(self._counts)
+
+    def column_of(self, block: int) -> Column:
+        return self._blocks[block].column
+
+    def num_leases(self, block: int) -> int:
+        """How many peers may read this block now."""
+        return self._blocks[block].num_leases
+
+    def match_prefix(self, sequence_hashes: Sequence[int]) -> list[int]:
+        """Block ids of the longest cached prefix of `sequence_hashes`. `share` them before anything else happens."""
+        found: list[int] = []
+        for sequence_hash in sequence_hashes:
+            block = self._block_of_hash.get(sequence_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def known_hashes(self) -> list[int]:
+        """Sequence hashes of all blocks whose content the prefix cache knows."""
+        return list(self._block_of_hash)
+
+    def num_evictable(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are CACHED, so that sharing them makes them unavailable to `allocate`."""
+        return sum(block in self._cached for block in blocks)
+
+    def num_available_without(self, holds: Iterable[int]) -> int:
+        """`num_available` as it would be if these holds ended; a block held twice among them is named twice."""
+        ended = Counter(holds)
+        states = ((self._blocks[block], num_ended) for block, num_ended in ended.items())
+        return self.num_available + sum(b.num_holds == num_ended and not b.num_leases for b, num_ended in states)
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What was stored and removed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # ---- holding
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks of unknown content, HELD once; None, and nothing changed, where there are not enough."""
+        blocks = self._take(count)
+        for block in blocks or ():
+            self._change(block, holds=1)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that `match_prefix` found."""
+        for block in blocks:
+            assert self._blocks[block].sequence_hash is not None, f"block {block} has no known content to share"
+            self._change(block, holds=1)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """End one hold of each. The last block goes first to the evictable end: a prefix outlives its tails."""
+        for block in reversed(blocks):
+            assert self._blocks[block].num_holds > 0, f"block {block} is not held"
+            self._change(block, holds=-1)
+
+    def register(self, block: int, sequence_hash: int) -> None:
+        """Make a fully computed block findable. Where the content is known already, the first block keeps the name."""
+        assert self._blocks[block].num_holds > 0, f"block {block} is not held"
+        if sequence_hash in self._block_of_hash or self._blocks[block].sequence_hash is not None:
+            return
+        self._blocks[block].sequence_hash = sequence_hash
+        self._block_of_hash[sequence_hash] = block
+        self._events.append(BlockStored(sequence_hash))
+
+    def distrust(self, blocks: Iterable[int]) -> None:
+        """Their bytes are not what was computed: nobody new may find them. Who holds or reads them still does."""
+        for block in blocks:
+            if block in self._cached:
+                self._forget(block)
+            elif (sequence_hash := self._blocks[block].sequence_hash) is not None:
+                self._blocks[block].sequence_hash = None
+                del self._block_of_hash[sequence_hash]
+                self._events.append(BlockRemoved(sequence_hash))
+
+    # ---- handing to peers
+
+    def lease(self, blocks: Iterable[int]) -> None:
+        """One more peer may read these blocks; they are not reused until it is unleased."""
+        for block in blocks:
+            assert self._blocks[block].column in (Column.HELD, Column.LEASED), f"block {block} holds nothing to offer"
+            self._change(block, leases=1)
+
+    def unlease(self, blocks: Iterable[int]) -> None:
+        """One peer has done with these. As in `release`, the last block goes first to the evictable end."""
+        for block in reversed(list(blocks)):
+            assert self._blocks[block].num_leases > 0, f"block {block} is not leased"
+            self._change(block, leases=-1)
+
+    # ---- taking from peers
+
+    def reserve(self, count: int) -> list[int] | None:
+        """`count` INCOMING blocks for a pull to fill; None, and nothing changed, where there are not enough."""
+        blocks = self._take(count)
+        for block in blocks or ():
+            self._change(block, incoming=1)
+        return blocks
+
+    def arrive(self, blocks: Iterable[int]) -> None:
+        """The pull has filled and verified these: INCOMING -> HELD once, by the sequence they were reserved for."""
+        for block in blocks:
+            assert self._blocks[block].num_incoming == 1, f"block {block} is not incoming"
+            self._change(block, incoming=-1, holds=1)
+
+    def cancel_reservation(self, blocks: Iterable[int]) -> None:
+        """The pull failed and all its reads have ended: INCOMING -> FREE."""
+        for block in blocks:
+            assert self._blocks[block].num_incoming == 1, f"block {block} is not incoming"
+            self._change(block, incoming=-1)
+
+    # ---- the ledger
+
+    def _take(self, count: int) -> list[int] | None:
+        """Choose `count` available blocks, evicting the least recently used content; they are FREE until changed."""
+        if count > self.num_available:
+            return None
+        while len(self._free) < count:
+            self._forget(next(iter(self._cached)))
+        return [self._free[-1 - i] for i in range(count)]
+
+    def _forget(self, block: int) -> None:
+        """CACHED -> FREE: the content may be overwritten from here on."""
+        sequence_hash = self._blocks[block].sequence_hash
+        assert sequence_hash is not None
+        del self._cached[block], self._block_of_hash[sequence_hash]
+        self._blocks[block].sequence_hash = None
+        self._free.append(block)
+        self._counts[Column.CACHED] -= 1
+        self._counts[Column.FREE] += 1
+        self._events.append(BlockRemoved(sequence_hash))
+
+    def _change(self, block: int, *, holds: int = 0, leases: int = 0, incoming: int = 0) -> None:
+        """Change one block's claims and move it between columns; the only place that does."""
+        state = self._blocks[block]
+        before = state.column
+        state.num_holds += holds
+        state.num_leases += leases
+        state.num_incoming += incoming
+        after = state.column
+        if before is after:
+            return
+        self._counts[before] -= 1
+        self._counts[after] += 1
+        if before is Column.FREE:
+            top = self._free.pop()  # outside the assert, which -O would drop with all it does
+            assert top == block, f"block {block} was taken out of turn"
+        elif before is Column.CACHED:
+            del self._cached[block]
+        if after is Column.FREE:
+            self._free.append(block)
+        elif after is Column.CACHED:
+            self._cached[block] = None
+
+    def check(self) -> None:
+        """Every block in exactly one column, every index in step with it."""
+        counts = dict.fromkeys(Column, 0)
+        for index, block in enumerate(self._blocks):
+            assert block.num_holds >= 0
+            assert block.num_leases >= 0
+            if block.num_incoming:
+                assert (block.num_incoming, block.num_holds, block.num_leases, block.sequence_hash) == (1, 0, 0, None)
+            counts[block.column] += 1
+            assert (index in self._cached) == (block.column is Column.CACHED), f"block {index}"
+            if block.sequence_hash is not None:
+                assert self._block_of_hash[block.sequence_hash] == index, f"block {index}"
+        assert counts == self._counts, f"{counts} counted, {self._counts} in the ledger"
+        assert len(self._free) == counts[Column.FREE] == len(set(self._free))
+        assert all(self._blocks[index].column is Column.FREE for index in self._free)
+        assert len(self._block_of_hash) == sum(block.sequence_hash is not None for block in self._blocks)

@@ -1,0 +1,238 @@
+"""Every option of Tandem, as frozen dataclasses. Each part is given only its own.
+
+Names end in their unit. Defaults suit a laptop; `tandem serve --config` reads the same names from TOML, one table per
+class (`[scheduler]`, `[transfer]`, ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from core.errors import ConfigError
+
+MIN_TOKEN_CHARS = 16
+TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(0 < value < math.inf, f"{name} must be more than 0 and finite, is {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_batched_tokens: int = 512  # token budget of one step
+    max_running: int = 64  # sequences in one step
+    max_waiting: int = 256  # beyond it, RESOURCE_EXHAUSTED
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_batched_tokens", "max_running", "max_waiting")
+        _require(
+            self.max_batched_tokens >= self.max_running,
+            f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_running ({self.max_running}), "
+            "or a step could not hold one token of each sequence",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
+    dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 where the CPU or GPU multiplies it natively
+    device: str = "auto"  # auto | cpu | cuda
+    block_size: int = 16  # tokens per KV block
+    kv_memory_mb: int = 512  # size of the KV pool
+    num_threads: int = 0  # compute threads; 0 = the machine's cores divided among its workers
+    max_context: int = 0  # 0 = what the model was trained for
+    kernels: str = "auto"  # auto | torch; auto = the C kernels on a CPU where they can be compiled
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "block_size", "kv_memory_mb")
+        dtypes = ("auto", "float32", "bfloat16")
+        _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
+        _require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda: {self.device}")
+        _require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
+        _require(self.num_threads >= 0, f"num_threads must be 0 (share the cores) or more, is {self.num_threads}")
+        _require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
+
+
+def heartbeat_s(lease_s: float) -> float:
+    """How often a reader gives a sign of life to an owner that keeps its blocks for `lease_s`."""
+    return lease_s / 6
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    transport: str = "nixl"  # nixl | ucxx (the extra of that name) | memory (in one process, for tests)
+    lease_s: float = 20.0  # an offered block is kept this long after the last sign of life of its reader
+    connect_timeout_s: float = 5.0  # of ucxx; nixl connects with the first message, which heartbeats watch
+    min_bytes_per_s: float = 50e6  # a read slower than this (plus read_grace_s) has failed
+    read_grace_s: float = 2.0
+    max_reads_in_flight: int = 4  # per transfer
+    max_blocks_per_read: int = 64  # one read is one call into the transport; it must end soon enough to cancel,
+    max_bytes_per_read: int = 16_777_216  # and while it copies, the agent does nothing else; at least one block
+    max_read_attempts: int = 2  # of the same blocks, when a digest does not match
+    max_transfers: int = 1024  # offers and pulls alive at one time, each
+    verify_digests: bool = True
+    slow_path_bytes_per_s: float = 500e6  # reads from a peer below this are told in the log: a fallback, most likely
+    idle_pump_s: float = 0.02  # how often the transport is polled while no transfer is alive
+    active_pump_s: float = 0.001  # ... and while some are, but nothing moves
+
+    def __post_init__(self) -> None:
+        transports = ("nixl", "ucxx", "memory")
+        _require(self.transport in transports, f"transport must be nixl, ucxx or memory: {self.transport}")
+        _require_positive(
+            self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
+            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_bytes_per_s",
+            "idle_pump_s", "active_pump_s",
+        )  # fmt: skip
+
+    def blocks_per_read(self, block_bytes: int) -> int:
+        return max(1, min(self.max_blocks_per_read, self.max_bytes_per_read // block_bytes))
+
+    @property
+    def heartbeat_s(self) -> float:
+        return heartbeat_s(self.lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a prefill or decode worker's shell needs beside its engine, scheduler and transfers."""
+
+    host: str = "127.0.0.1"
+    report_interval_s: float = 0.05  # how often changes of load and blocks go to the routers
+    idle_report_interval_s: float = 1.0  # a sign of life when nothing changed
+    drain_timeout_s: float = 30.0
+    max_pulls_waiting: int = 256  # hand-offs that wait for blocks on a decode worker
+    default_timeout_s: float = 600.0  # for a call that carries no deadline
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self, "report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting",
+            "default_timeout_s",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0 = any free port
+    max_queued: int = 1024  # requests waiting for a worker; beyond it, RESOURCE_EXHAUSTED
+    max_in_flight_per_worker: int = 64  # dispatched to one decode worker and not finished
+    default_timeout_s: float = 600.0  # for a call that carries no deadline
+    max_attempts: int = 3  # dispatches of one request
+    local_prefill_tokens: int = 48  # a prompt with at most this many uncached tokens is prefilled on the decode worker
+    report_stale_s: float = 3.0  # a worker silent for longer counts as saturated
+    worker_lost_s: float = 10.0  # ... and for longer than this as lost
+    worker_wait_s: float = 20.0  # a request waits this long for a decode worker to appear before UNAVAILABLE
+    max_message_bytes: int = 4 * 1024 * 1024
+    max_prompt_chars: int = 1_000_000
+    drain_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
+        _require_positive(
+            self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "report_stale_s",
+            "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars", "drain_timeout_s",
+        )  # fmt: skip
+        _require(self.local_prefill_tokens >= 0, "local_prefill_tokens must be 0 (never) or more")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    address: str = ""  # of a Ray cluster to join; empty = start one on this machine
+    num_prefill: int = 1
+    num_decode: int = 1
+    prefill_resource: str = "prefill"  # the Ray resource each prefill worker takes 1 of
+    decode_resource: str = "decode"
+    max_workers: int = 256  # of each role
+    start_timeout_s: float = 120.0
+    restart_backoff_s: float = 1.0  # doubled after each failed start, up to 30 s
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")
+        for name in ("num_prefill", "num_decode"):
+            value = getattr(self, name)
+            _require(0 <= value <= self.max_workers, f"{name} must be in [0, {self.max_workers}], is {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    otlp_endpoint: str = ""  # e.g. http://localhost:4317; empty = no export
+    trace_file: str = ""  # append every span as one JSON line
+    metrics_port: int = 0  # of the router's Prometheus page; 0 = none
+    service_namespace: str = "tandem"
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.metrics_port <= 65535, f"metrics_port must be in [0, 65535], is {self.metrics_port}")
+
+
+def is_token(text: str) -> bool:
+    return len(text) >= MIN_TOKEN_CHARS and text.isascii() and text.isprintable() and " " not in text
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may talk to whom (docs/security.md). Paths are read on each machine; the token travels with the config."""
+
+    cluster_token: str = field(default="", repr=False)  # what routers show to workers, and operators to routers
+    cluster_token_file: str = ""  # ... or the file it is in; with neither, `tandem serve` makes one
+    tls_cert: str = ""  # PEM file: this machine's certificate; with it, every gRPC connection is TLS
+    tls_key: str = ""  # PEM file: its private key
+    tls_ca: str = ""  # PEM file: who signs the certificates of this cluster
+    tls_server_name: str = ""  # a name all certificates carry; empty = each carries the address it serves on
+    require_client_certs: bool = False  # of clients of the public API; between router and workers they are required
+
+    def __post_init__(self) -> None:
+        token, given = self.cluster_token, [bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)]
+        _require(not (token and self.cluster_token_file), "set cluster_token or cluster_token_file, not both")
+        _require(not token or is_token(token), f"cluster_token is not {TOKEN_RULE}")
+        _require(all(given) or not any(given), "tls_cert, tls_key and tls_ca must be set together, or none of them")
+        _require(any(given) or not self.tls_server_name, "tls_server_name needs tls_cert, tls_key and tls_ca")
+        _require(any(given) or not self.require_client_certs, "require_client_certs needs tls_cert, tls_key and tls_ca")
+
+
+@dataclass(frozen=True, slots=True)
+class TandemConfig:
+    """The whole file; only cli/ sees it."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+
+
+def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
+    """A `TandemConfig` from TOML tables. Raises `ConfigError` naming an unknown table or option, or a wrong type."""
+    known_tables = {f.name: f for f in fields(TandemConfig)}
+    parts: dict[str, object] = {}
+    for table, options in tables.items():
+        if table not in known_tables:
+            raise ConfigError(f"[{table}] is not a table of the config; known: {', '.join(known_tables)}")
+        if not isinstance(options, dict):
+            raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {options!r}")
+        part = type(getattr(TandemConfig(), table))
+        defaults = part()
+        known = {f.name: f for f in fields(part)}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(f"[{table}] {name} is not an option; known: {', '.join(sorted(known))}")
+            wanted = type(getattr(defaults, name))
+            if not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
+                wanted is float and type(value) is int
+            ):
+                found = repr(value) if known[name].repr else "something else"  # a secret is not repeated
+                raise ConfigError(f"[{table}] {name} must be {wanted.__name__}, is {found}")
+        parts[table] = part(**options)
+    return TandemConfig(**parts)  # type: ignore[arg-type]

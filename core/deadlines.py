@@ -1,0 +1,54 @@
+"""Many deadlines, one timer: what a machine needs to answer `next_deadline()`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Deadlines(Generic[K]):
+    """At most one deadline per key. Keys that expire together come out in the order of their deadlines."""
+
+    def __init__(self) -> None:
+        self._when: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._order = 0  # so that equal deadlines never compare keys
+
+    def set(self, key: K, when: float) -> None:
+        self._when[key] = when
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, key))
+        self._bound_heap()
+
+    def cancel(self, key: K) -> None:
+        self._when.pop(key, None)
+        self._bound_heap()
+
+    def _bound_heap(self) -> None:
+        """Deadlines that are moved or cancelled leave an entry behind; keep those fewer than the others."""
+        if len(self._heap) > 2 * len(self._when) + 64:
+            self._heap = [entry for entry in self._heap if self._when.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+
+    def next(self) -> float | None:
+        self._drop_stale()
+        return self._heap[0][0] if self._heap else None
+
+    def expire(self, now: float) -> list[K]:
+        """Remove and return the keys whose deadline has come."""
+        expired: list[K] = []
+        while (when := self.next()) is not None and when <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._when[key]
+            expired.append(key)
+        return expired
+
+    def __len__(self) -> int:
+        return len(self._when)
+
+    def _drop_stale(self) -> None:
+        while self._heap and self._when.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)

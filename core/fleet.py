@@ -1,0 +1,274 @@
+"""The law of the fleet: how many services there are, which are started again, and in what order they go.
+
+A slot is one place in the fleet (`router-0`, `decode-1`); a member is one start of it. Only members of the newest start
+are listened to: what an older one still has to say is dropped.
+
+    WAITING --StartService--> STARTING --ServiceStarted--> SERVING --no longer wanted--> DRAINING --> gone
+       ^                          |                           |
+       +--- StartFailed, too slow +------- ServiceDied -------+     (after a pause that doubles, up to 30 s)
+
+Rule 1: each pool has as many slots that are not draining as are wanted.
+Rule 2: the router is told of a change in the same step in which it is known.
+Rule 3: what shrinks drains, newest first; what drains too long is killed.
+Rule 4: at the end the router drains before any worker, so that what it has dispatched can finish.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from core.config import ClusterConfig
+from core.errors import InvalidRequest
+from core.fleet_events import (
+    Drained,
+    DrainService,
+    FleetAction,
+    FleetEvent,
+    FleetFailed,
+    FleetReady,
+    FleetStopped,
+    KillService,
+    Member,
+    Notice,
+    PublishFleet,
+    ScaleTo,
+    ServiceDied,
+    ServiceStarted,
+    Serving,
+    Shutdown,
+    StartFailed,
+    StartService,
+)
+from core.lifecycle import WorkerRole
+from core.machine import Tick
+
+BACKOFF_MAX_S = 30.0
+STABLE_S = 60.0  # a service that served this long has its failures forgotten
+DRAIN_GRACE_S = 2.0  # beyond the drain's own time-out, then the process is killed
+LAST_DRAIN_S = 2.0  # for workers at the end, when no router sends them anything
+FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
+
+
+class _State(Enum):
+    WAITING = "waiting"  # until `deadline`, then it starts
+    STARTING = "starting"  # given up at `deadline`
+    SERVING = "serving"
+    DRAINING = "draining"  # killed at `deadline`
+
+
+@dataclass(slots=True)
+class _Slot:
+    member: Member
+    state: _State
+    since: float
+    deadline: float | None
+    failures: int = 0  # since it was last stable
+    service_id: str = ""
+    address: str = ""
+
+
+class FleetMachine:
+    """A `core.machine.Machine` over `FleetEvent` and `FleetAction`. The first `Tick` starts everything."""
+
+    def __init__(self, config: ClusterConfig, drain_timeout_s: float, router_drain_timeout_s: float) -> None:
+        self._config = config
+        self._drain_timeout_s = {
+            WorkerRole.PREFILL: drain_timeout_s,
+            WorkerRole.DECODE: drain_timeout_s,
+            None: router_drain_timeout_s,
+        }
+        self._wanted: dict[WorkerRole | None, int] = {
+            WorkerRole.PREFILL: config.num_prefill,
+            WorkerRole.DECODE: config.num_decode,
+            None: 1,
+        }
+        self._slots: dict[tuple[WorkerRole | None, int], _Slot] = {}
+        self._num_starts = 0
+        self._published: PublishFleet | None = None
+        self._was_ready = self._has_failed = self._ending = self._stopped = False
+        self._actions: list[FleetAction] = []
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """(prefill, decode)."""
+        return self._wanted[WorkerRole.PREFILL], self._wanted[WorkerRole.DECODE]
+
+    def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
+        """Raises `InvalidRequest` for a `ScaleTo` beyond `max_workers`; nothing has changed then."""
+        match event:
+            case ScaleTo():
+                self._scale(event)
+            case Shutdown():
+                self._ending = True
+            case Tick():
+                pass
+            case _:
+                slot = self._slots.get((event.member.role, event.member.ordinal))
+                if slot is not None and slot.member == event.member:
+                    self._hear(slot, event, now)
+        self._expire(now)
+        self._balance(now)
+        self._tell()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def next_deadline(self) -> float | None:
+        return min((slot.deadline for slot in self._slots.values() if slot.deadline is not None), default=None)
+
+    def check(self) -> None:
+        for key, slot in self._slots.items():
+            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} is in the place of {key}"
+            assert (slot.deadline is None) == (slot.state is _State.SERVING), f"{slot.member.name}: wrong clock"
+            if slot.state in (_State.SERVING, _State.DRAINING):
+                assert slot.service_id, f"{slot.member.name} serves without a name"
+                assert slot.address, f"{slot.member.name} serves without an address"
+        for role, wanted in self._wanted.items():
+            staying = self._staying(role)
+            if not self._ending:
+                assert len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
+        starts = [slot.member.start for slot in self._slots.values()]
+        assert len(set(starts)) == len(starts), "two members share a start"
+        router = self._router()
+        assert router is None or self._published == PublishFleet(router, self._workers()), (
+            "the router knows less than we"
+        )
+        assert not (self._stopped and self._slots), "stopped, and yet something is left"
+
+    def _scale(self, event: ScaleTo) -> None:
+        limit = self._config.max_workers
+        sizes = {WorkerRole.PREFILL: event.prefill, WorkerRole.DECODE: event.decode}
+        for role, size in sizes.items():
+            if size is not None and not 0 <= size <= limit:
+                raise InvalidRequest(role.value, f"must be in [0, {limit}] (cluster.max_workers), is {size}")
+        for role, size in sizes.items():
+            self._wanted[role] = self._wanted[role] if size is None else size
+
+    def _hear(self, slot: _Slot, event: ServiceStarted | StartFailed | ServiceDied | Drained, now: float) -> None:
+        match event:
+            case ServiceStarted() if slot.state is _State.STARTING:
+                slot.state, slot.since, slot.deadline = _State.SERVING, now, None
+                slot.service_id, slot.address = event.service_id, event.address
+            case StartFailed() if slot.state is _State.STARTING:
+                self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
+            case ServiceDied() if slot.state in (_State.STARTING, _State.SERVING):
+                self._fail(slot, "died", event.reason, now)
+            case Drained() | ServiceDied() if slot.state is _State.DRAINING:
+                self._forget(slot)
+
+    def _expire(self, now: float) -> None:
+        """Perform what the clocks say: due starts, starts that took too long, drains that took too long."""
+        for slot in list(self._slots.values()):
+            if slot.deadline is None or now < slot.deadline:
+                continue
+            if slot.state is _State.WAITING and not self._ending:
+                self._start(slot, now)
+            elif slot.state is _State.STARTING:
+                self._actions.append(KillService(slot.member))
+                reason = f"nothing heard for {self._config.start_timeout_s:g} s (no free {self._resource(slot)}?)"
+                self._fail(slot, "did not start", reason, now)
+            elif slot.state is _State.DRAINING:
+                self._actions.append(KillService(slot.member))
+                self._actions.append(Notice(f"{slot.member.name} had not drained in time and was killed"))
+                self._forget(slot)
+
+    def _resource(self, slot: _Slot) -> str:
+        resources = {
+            WorkerRole.PREFILL: f"{self._config.prefill_resource!r} resource",
+            WorkerRole.DECODE: f"{self._config.decode_resource!r} resource",
+            None: "place",
+        }
+        return resources[slot.member.role]
+
+    def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
+        if slot.state is _State.SERVING and now - slot.since >= STABLE_S:
+            slot.failures = 0
+        pause_s = float(min(BACKOFF_MAX_S, self._config.restart_backoff_s * 2 ** min(slot.failures, 16)))
+        slot.failures += 1
+        hopeless = permanent or slot.failures >= FIRST_START_ATTEMPTS
+        if not self._was_ready and hopeless and not self._has_failed and not self._ending:
+            self._has_failed = True
+            self._actions.append(FleetFailed(f"{slot.member.name}: {reason}"))
+        elif not self._ending:
+            self._actions.append(Notice(f"{slot.member.name} {what}: {reason}; starting it again in {pause_s:g} s"))
+        slot.state, slot.since, slot.deadline = _State.WAITING, now, now + pause_s
+
+    def _start(self, slot: _Slot, now: float) -> None:
+        self._num_starts += 1
+        slot.member = Member(slot.member.role, slot.member.ordinal, self._num_starts)
+        slot.state, slot.since, slot.deadline = _State.STARTING, now, now + self._config.start_timeout_s
+        self._actions.append(StartService(slot.member, slot.address))
+
+    def _forget(self, slot: _Slot) -> None:
+        del self._slots[(slot.member.role, slot.member.ordinal)]
+
+    def _balance(self, now: float) -> None:
+        """Rules 1, 3 and 4."""
+        if self._ending:
+            self._end(now)
+            return
+        for role, wanted in self._wanted.items():
+            staying = self._staying(role)
+            for slot in staying[wanted:]:
+                self._leave(slot, self._drain_timeout_s[role], now)
+            for _ in range(wanted - len(staying)):
+                ordinal = next(n for n in range(len(self._slots) + 1) if (role, n) not in self._slots)
+                slot = self._slots[(role, ordinal)] = _Slot(Member(role, ordinal, 0), _State.WAITING, now, now)
+                self._start(slot, now)
+
+    def _end(self, now: float) -> None:
+        """Rule 4; what does not serve leaves at once."""
+        for slot in list(self._slots.values()):
+            if slot.member.role is None and slot.state is not _State.DRAINING:
+                self._leave(slot, self._drain_timeout_s[None], now)
+            elif slot.state in (_State.WAITING, _State.STARTING):
+                self._leave(slot, LAST_DRAIN_S, now)
+        if self._router() is None:
+            for slot in list(self._slots.values()):
+                if slot.state is _State.DRAINING:
+                    slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
+                else:
+                    self._leave(slot, LAST_DRAIN_S, now)
+
+    def _leave(self, slot: _Slot, timeout_s: float, now: float) -> None:
+        if slot.state is _State.SERVING:
+            slot.state, slot.since, slot.deadline = _State.DRAINING, now, now + timeout_s + DRAIN_GRACE_S
+            self._actions.append(DrainService(slot.member, timeout_s))
+            return
+        if slot.state is _State.STARTING:
+            self._actions.append(KillService(slot.member))
+        self._forget(slot)
+
+    def _tell(self) -> None:
+        """Rule 2; and what the supervisor waits for."""
+        router = self._router()
+        if router is not None:
+            news = PublishFleet(router, self._workers())
+            if news != self._published:
+                self._published = news
+                self._actions.insert(0, news)
+        serving = [slot.state is _State.SERVING for slot in self._slots.values()]
+        if not self._was_ready and not self._ending and all(serving):
+            self._was_ready = True
+            self._actions.append(FleetReady())
+        if self._ending and not self._slots and not self._stopped:
+            self._stopped = True
+            self._actions.append(FleetStopped())
+
+    def _staying(self, role: WorkerRole | None) -> list[_Slot]:
+        """Slots of a role that do not drain: the serving ones first, and among equals the oldest first."""
+        slots = [s for s in self._slots.values() if s.member.role is role and s.state is not _State.DRAINING]
+        order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
+        return sorted(slots, key=lambda s: (order[s.state], s.member.start))
+
+    def _router(self) -> Member | None:
+        slot = self._slots.get((None, 0))
+        return slot.member if slot is not None and slot.state in (_State.SERVING, _State.DRAINING) else None
+
+    def _workers(self) -> tuple[Serving, ...]:
+        known = [
+            Serving(slot.member, slot.service_id, slot.address)
+            for slot in self._slots.values()
+            if slot.member.role is not None and slot.state in (_State.SERVING, _State.DRAINING)
+        ]
+        return tuple(sorted(known, key=lambda serving: serving.member.start))

@@ -1,0 +1,175 @@
+"""The words of a KV hand-off: what owner and puller say to each other, and the states either may be in.
+
+    owner (prefill):  COMPUTING -> OFFERED -> RELEASED | EXPIRED | ABORTED
+    puller (decode):  RESERVED -> WANTING -> READING -> VERIFYING -> COMPLETE | FAILED | CANCELLED
+
+Terminal states are final. A message is trusted only if protocol version, transfer id, sender's incarnation and counter
+all fit; anything else is late, doubled or foreign and is dropped and counted. The wire form is protos/handoff.proto.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from core.kv_layout import KVLayout
+
+PROTOCOL_VERSION = 1
+
+TransferId = int  # 128 random bits: a ticket, known to the router and the two workers it gave it to
+
+
+class OwnerState(Enum):
+    COMPUTING = "computing"  # nothing is offered yet
+    OFFERED = "offered"  # at least one block may be read
+    RELEASED = "released"
+    EXPIRED = "expired"  # the reader gave no sign of life for a whole lease
+    ABORTED = "aborted"
+
+
+class PullerState(Enum):
+    RESERVED = "reserved"  # waits for target blocks; heartbeats keep the offer alive
+    WANTING = "wanting"  # asked; no block is ready yet, or all ready ones have been read
+    READING = "reading"  # at least one read is in flight
+    VERIFYING = "verifying"  # everything is read; the lease is confirmed before a byte is trusted
+    COMPLETE = "complete"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+OWNER_STEPS: dict[OwnerState, frozenset[OwnerState]] = {
+    OwnerState.COMPUTING: frozenset({OwnerState.OFFERED, OwnerState.RELEASED, OwnerState.EXPIRED, OwnerState.ABORTED}),
+    OwnerState.OFFERED: frozenset({OwnerState.RELEASED, OwnerState.EXPIRED, OwnerState.ABORTED}),
+    OwnerState.RELEASED: frozenset(),
+    OwnerState.EXPIRED: frozenset(),
+    OwnerState.ABORTED: frozenset(),
+}
+
+PULLER_STEPS: dict[PullerState, frozenset[PullerState]] = {
+    PullerState.RESERVED: frozenset({PullerState.WANTING, PullerState.FAILED, PullerState.CANCELLED}),
+    PullerState.WANTING: frozenset(
+        {PullerState.READING, PullerState.VERIFYING, PullerState.FAILED, PullerState.CANCELLED}
+    ),
+    PullerState.READING: frozenset(
+        {PullerState.WANTING, PullerState.VERIFYING, PullerState.FAILED, PullerState.CANCELLED}
+    ),
+    PullerState.VERIFYING: frozenset(
+        {PullerState.READING, PullerState.COMPLETE, PullerState.FAILED, PullerState.CANCELLED}
+    ),
+    PullerState.COMPLETE: frozenset(),
+    PullerState.FAILED: frozenset(),
+    PullerState.CANCELLED: frozenset(),
+}
+
+# In order of a transfer's life: what `num_transfers` is made of.
+LIVE_STATES: tuple[OwnerState | PullerState, ...] = (
+    *(state for state, steps in OWNER_STEPS.items() if steps),
+    *(state for state, steps in PULLER_STEPS.items() if steps),
+)
+
+
+class AbortReason(Enum):
+    """Why a hand-off ended without its blocks being used."""
+
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    LEASE_EXPIRED = "lease_expired"
+    UNKNOWN_TRANSFER = "unknown_transfer"
+    LAYOUT_MISMATCH = "layout_mismatch"
+    DIGEST_MISMATCH = "digest_mismatch"
+    READ_FAILED = "read_failed"
+    PEER_LOST = "peer_lost"
+    PREFILL_FAILED = "prefill_failed"
+    OVERLOADED = "overloaded"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAddress:
+    """All a peer needs to talk to a transfer agent and to read its pool.
+
+    `name` contains the incarnation, so a restarted worker is another agent and old messages cannot match.
+    """
+
+    name: str
+    incarnation: int  # random 64 bits, new at each start
+    metadata: bytes  # the transport's own: connection info and memory keys
+    pool_base: int  # address of block 0
+    num_blocks: int
+    layout: KVLayout
+    lease_s: float  # it keeps a block it has offered this long after the last sign of life of the reader
+
+
+class OfferedBlock(NamedTuple):  # not a dataclass: there are many, and a tuple is made in a third of the time
+    position: int  # index of the block in its sequence
+    block: int  # id in the owner's pool
+    digest: int  # XXH3_64 of the block's bytes; 0 where digests are off
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Puller: these positions I lack."""
+
+    transfer_id: TransferId
+    incarnation: int
+    counter: int
+    layout_fingerprint: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Owner: these blocks are readable. The last one carries the first token and ends the list.
+
+    `first_block` counts the wanted blocks announced in earlier READYs: a gap or an overlap is seen. `ack` is the
+    counter of the newest message received from the puller, so it knows from when on the lease runs at least.
+    """
+
+    transfer_id: TransferId
+    incarnation: int
+    counter: int
+    ack: int
+    first_block: int
+    blocks: tuple[OfferedBlock, ...]
+    last: bool
+    first_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatEntry:
+    transfer_id: TransferId
+    num_ready: int  # wanted blocks the puller has heard of; the owner repeats READYs that were lost
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Puller to owner: these transfers live on. Owner to puller, with `ack` set: these leases are renewed."""
+
+    incarnation: int
+    counter: int
+    ack: int | None
+    entries: tuple[HeartbeatEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Puller: read and verified (`reason` is None) or given up; the owner may free the blocks."""
+
+    transfer_id: TransferId
+    incarnation: int
+    counter: int
+    reason: AbortReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Either side: this hand-off is over. A puller answers with RELEASE once its reads have ended."""
+
+    transfer_id: TransferId
+    incarnation: int
+    counter: int
+    reason: AbortReason
+    detail: str = ""
+
+
+HandoffMessage = Want | Ready | Heartbeat | Release | Abort

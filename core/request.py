@@ -1,0 +1,137 @@
+"""What a client asks for, after validation. These objects never change.
+
+Tokens are a pure function of the request: the random draw at position p depends on (seed, p) alone, so a request can be
+resumed on another worker at any token and goes on exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import xxhash
+
+from core.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 16
+MAX_CACHE_SALT_CHARS = 256
+MAX_SEED = 2**63 - 1
+
+# field -> (lowest, highest, lowest allowed, what to say); NaN fails every comparison and so every row
+_RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 100.0, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+
+
+def _require_range(name: str, value: float) -> None:
+    low, high, low_allowed = _RANGES[name]
+    inside = (low <= value if low_allowed else low < value) and value <= high
+    if not inside:
+        raise InvalidRequest(name, f"must be in {'[' if low_allowed else '('}{low:g}, {high:g}], is {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Temperature 0 is greedy. Out-of-range values raise `InvalidRequest` naming the field."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None  # None = no logprobs; n = the chosen token's and the n most likely
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidRequest("max_tokens", f"must be at least 1, is {self.max_tokens}")
+        for name in _RANGES:
+            _require_range(name, getattr(self, name))
+        if self.top_k < 0:
+            raise InvalidRequest("top_k", f"must be 0 (all) or more, is {self.top_k}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequest("seed", f"must be in [0, {MAX_SEED}], is {self.seed}")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, are {len(self.stop_token_ids)}")
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest("logprobs", f"must be in [0, {MAX_LOGPROBS}], is {self.num_logprobs}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, are {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest("logit_bias", f"token {token_id}: must be in [-100, 100], is {bias}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to compute: token ids in, tokens out.
+
+    `token_ids` is the prompt followed by the tokens already delivered when a request is resumed;
+    `num_prompt_tokens` says where the prompt ends.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_prompt_tokens < 1:
+            raise InvalidRequest("prompt", "must hold at least 1 token")
+        if not self.num_prompt_tokens <= len(self.token_ids):
+            raise InvalidRequest(
+                "num_prompt_tokens", f"is {self.num_prompt_tokens}, over len(token_ids) {len(self.token_ids)}"
+            )
+        if len(self.token_ids) >= self.max_total_tokens:
+            raise InvalidRequest("max_tokens", f"all {self.sampling.max_tokens} tokens are in token_ids already")
+
+    @property
+    def max_total_tokens(self) -> int:
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    def validate_for(self, vocab_size: int, context_length: int) -> None:
+        """Raise `InvalidRequest` where this request cannot run on a model of these sizes."""
+        if self.max_total_tokens > context_length:
+            raise InvalidRequest(
+                "max_tokens",
+                f"prompt ({self.num_prompt_tokens}) + max_tokens ({self.sampling.max_tokens}) "
+                f"is {self.max_total_tokens}, over the context of {context_length} tokens",
+            )
+        for name, ids in (
+            ("token_ids", self.token_ids),
+            ("stop_token_ids", self.sampling.stop_token_ids),
+            ("logit_bias", self.sampling.logit_bias),
+        ):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise InvalidRequest(name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
+
+
+def uniform_draw(seed: int, position: int) -> float:
+    """The uniform number in [0, 1) that decides the token at `position` (counted from the start of the prompt)."""
+    bits = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position))
+    return math.ldexp(bits >> 11, -53)  # the top 53 bits, exactly representable

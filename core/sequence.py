@@ -1,0 +1,67 @@
+"""A request on its way through one worker.
+
+The scheduler's one idea: each step tries to bring `num_computed_tokens` up to `num_tokens`. A new prompt has none
+computed; a sequence in decode lacks exactly one; a sequence whose KV was pulled arrives with the prompt computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.block_hash import extend_hashes, root_hash
+from core.lifecycle import FinishReason
+from core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: Request
+    arrival: int  # order of arrival at this worker; breaks ties of priority
+    sample_limit: int | None = None  # end with HANDOFF after this many tokens sampled here; None = until done
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that a prefix hit spared, at first admission
+    num_sampled_tokens: int = 0  # sampled on this worker
+    block_table: list[int] = field(default_factory=list)  # block ids, by position; len * block_size >= computed
+    block_hashes: list[int] = field(default_factory=list)  # sequence hashes of the full blocks of token_ids
+    num_registered_blocks: int = 0  # leading blocks whose content the prefix cache knows
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+    arrived_at: float = 0.0  # at this worker
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.request.token_ids)
+
+    @property
+    def sequence_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.request.priority, self.arrival)
+
+    def full_block_hashes(self, block_size: int) -> list[int]:
+        """Sequence hashes of all full blocks, computed once per block."""
+        extend_hashes(self.block_hashes, self.token_ids, block_size, root_hash(self.request.cache_salt))
+        return self.block_hashes
+
+    def finish_reason_after(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the sequence ends now that `token_id` was appended; None if it goes on."""
+        sampling = self.request.sampling
+        if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos):
+            return FinishReason.STOP
+        if len(self.token_ids) >= self.request.max_total_tokens:
+            return FinishReason.LENGTH
+        if self.sample_limit is not None and self.num_sampled_tokens >= self.sample_limit:
+            return FinishReason.HANDOFF
+        return None

@@ -1,0 +1,160 @@
+"""What a prefill and a decode worker's machines share: the scheduler's step loop, deadlines, and the worker's load.
+
+A role's machine owns one `WorkerCore` and adds what its role is about. One step is in flight at a time: `next_step`
+asks the scheduler for it, and the shell answers with `StepFinished` or `StepFailed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from core.block_pool import BlockPool, Column
+from core.deadlines import Deadlines
+from core.errors import InvalidRequest, TandemError
+from core.handoff import OwnerState, PullerState
+from core.ledger import Claim, SequenceState
+from core.lifecycle import FinishReason, Stage, Timeline, WorkerState
+from core.request import Request
+from core.scheduler import Scheduler
+from core.sequence import Sequence
+from core.step import StepOutput, StepPlan, TokenEvent
+
+# ---- events and actions of every worker
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The runner raised: the step in flight produced nothing."""
+
+    error: TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Take nothing new from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's own words about itself; goes to the routers (protos/worker.proto, LoadReport)."""
+
+    state: WorkerState
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pulls_waiting: int = 0
+    num_queued_tokens: int = 0  # to compute before every sequence here is in decode
+    ledger: Mapping[Column, int] = field(default_factory=dict)
+    num_prefilled_tokens: int = 0  # since the start
+    num_sampled_tokens: int = 0
+    num_transfers: int = 0
+    transferred_bytes: int = 0
+    transfer_seconds: float = 0.0  # in which pulls were reading; bytes / seconds is the speed of the paths
+    num_expired_leases: int = 0
+    num_preemptions: int = 0
+    transfers: Mapping[OwnerState | PullerState, int] = field(default_factory=dict)  # alive; sums to num_transfers
+    num_malformed_messages: int = 0  # notifications of peers that were no message; dropped
+    num_dropped_messages: int = 0  # messages of peers that were late, doubled, foreign or for no transfer here
+
+
+@dataclass(slots=True)
+class WorkerCore:
+    scheduler: Scheduler
+    pool: BlockPool
+    draining: bool = False
+    deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
+    timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
+    num_arrived: int = 0
+    num_prefilled_tokens: int = 0
+    num_sampled_tokens: int = 0
+
+    def admit(self, request: Request, deadline: float, now: float, sample_limit: int | None = None) -> Sequence:
+        """A new sequence with its clocks started; it is not in the scheduler yet.
+
+        Raises `InvalidRequest` where a sequence of that id is here already.
+        """
+        # An aborted sequence stays in the scheduler until the step in flight has ended.
+        if request.request_id in self.timelines or self.scheduler.get(request.request_id) is not None:
+            raise InvalidRequest("request_id", f"{request.request_id} is being served already")
+        self.num_arrived += 1
+        self.timelines[request.request_id] = Timeline(Stage.QUEUE, now)
+        self.deadlines.set(request.request_id, deadline)
+        return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
+
+    def dismiss(self, request_id: str) -> None:
+        """Stop the clocks of a sequence that has ended."""
+        self.timelines.pop(request_id, None)
+        self.deadlines.cancel(request_id)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """Undo `admit`, and `scheduler.add` where that succeeded."""
+        self.scheduler.abort(sequence.sequence_id, FinishReason.ERROR)
+        self.dismiss(sequence.sequence_id)
+
+    def next_step(self, now: float) -> list[RunStep]:
+        """Start a step if none is in flight and there is something to compute."""
+        if self.scheduler.step_in_flight is not None:
+            return []
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        for chunk in plan.chunks:
+            timeline = self.timelines[chunk.sequence_id]
+            if timeline.stage is Stage.QUEUE:
+                timeline.enter(Stage.PREFILL, now)
+        return [RunStep(plan)]
+
+    def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
+        """Take a step's results: one event for each sampled token, after the sequence's clock has moved to DECODE."""
+        assert self.scheduler.step_in_flight is not None
+        self.num_prefilled_tokens += sum(c.num_tokens for c in self.scheduler.step_in_flight.chunks if c.num_tokens > 1)
+        events = self.scheduler.complete_step(output)
+        self.num_sampled_tokens += len(events)
+        for event in events:
+            timeline = self.timelines[event.sequence_id]
+            if timeline.stage is Stage.PREFILL:
+                timeline.enter(Stage.DECODE, now)
+        return events
+
+    def load(self, num_pulls_waiting: int = 0) -> WorkerLoad:
+        """The load, but for what transfers add to it."""
+        return WorkerLoad(
+            state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_pulls_waiting=num_pulls_waiting,
+            num_queued_tokens=self.scheduler.num_waiting_tokens,
+            ledger=self.pool.ledger(),
+            num_prefilled_tokens=self.num_prefilled_tokens,
+            num_sampled_tokens=self.num_sampled_tokens,
+            num_preemptions=self.scheduler.num_preemptions,
+        )
+
+    def claims(self) -> list[Claim]:
+        """Every sequence in the scheduler that has blocks."""
+        states = [(sequence, SequenceState.WAITING) for sequence in self.scheduler.waiting]
+        states += [(sequence, SequenceState.RUNNING) for sequence in self.scheduler.running]
+        return [
+            claim_of(sequence, SequenceState.ENDING if sequence.finish_reason is not None else state)
+            for sequence, state in states
+            if sequence.block_table
+        ]
+
+    def check(self) -> None:
+        self.pool.check()
+        self.scheduler.check()
+        assert len(self.deadlines) == len(self.timelines)
+
+
+def claim_of(sequence: Sequence, state: SequenceState) -> Claim:
+    return Claim(sequence.sequence_id, state, tuple(sequence.block_table), sequence.arrived_at)

@@ -1,0 +1,317 @@
+"""The decode worker: pulled KV blocks in, tokens out.
+
+    with a source:    DecodeArrived -> wait for target blocks -> pull -> running -> tokens ... -> DecodeDone
+    without a source: DecodeArrived -> queue -> prefill here ---------^
+
+A hand-off waits for its target blocks in order of arrival, and heartbeats keep the owner's offer alive meanwhile. The
+target blocks stay reserved until the pull has ended, also where the call ended before it: a read may still write to
+them. A failed hand-off ends the call with `TransferFailed`; the router decides what happens next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from core.block_pool import Column
+from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from core.handoff import AbortReason, AgentAddress, TransferId
+from core.ledger import Claim, SequenceState, check_claims
+from core.lifecycle import FinishReason, Stage, Timeline
+from core.machine import Tick
+from core.request import Request
+from core.sequence import Sequence
+from core.step import SampledToken, StepOutput
+from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad, claim_of
+from kv_transfer.events import (
+    AgentAction,
+    OfferEnded,
+    PullCompleted,
+    PullFailed,
+    PullStats,
+    TransferAction,
+    TransferEvent,
+)
+from kv_transfer.load import transfer_claims, with_transfers
+from kv_transfer.machine import TransferMachine
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeArrived:
+    request: Request
+    source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCancelled:
+    request_id: str
+
+
+DecodeEvent = DecodeArrived | DecodeCancelled | StepFinished | StepFailed | DrainRequested | TransferEvent | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    request_id: str
+    index: int  # of the first of them in the output
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDone:
+    request_id: str
+    finish_reason: FinishReason
+    cached_tokens: int
+    timeline: Timeline
+    pull: PullStats | None  # None: nothing was pulled
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    request_id: str
+    error: TandemError
+
+
+DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
+
+
+@dataclass(slots=True)
+class _Pull:
+    """A hand-off from its arrival until its last read has ended."""
+
+    sequence: Sequence
+    transfer_id: TransferId
+    targets: dict[int, int] | None = None  # position -> INCOMING block; None while waiting for blocks
+    call_ended: bool = False
+
+
+@dataclass(slots=True)
+class _Call:
+    sequence: Sequence
+    pull: PullStats | None = None
+
+
+@dataclass(slots=True)
+class DecodeMachine:
+    """Each accepted `DecodeArrived` gets exactly one `DecodeDone` or `DecodeFailed`, at its deadline at the latest."""
+
+    core: WorkerCore
+    transfers: TransferMachine
+    max_pulls_waiting: int
+    _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
+    _pulls: dict[TransferId, _Pull] = field(default_factory=dict)  # in order of arrival
+
+    def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
+        """Raises `TandemError` for a `DecodeArrived` that is refused."""
+        actions: list[DecodeAction] = []
+        match event:
+            case DecodeArrived():
+                actions += self._on_arrived(event, now)
+            case DecodeCancelled(request_id):
+                cancelled = RequestCancelled("the router cancelled the call")
+                actions += self._end(request_id, cancelled, AbortReason.CANCELLED, now)
+            case StepFinished(output):
+                actions += self._on_step(output, now)
+            case StepFailed(error):
+                for sequence in self.core.scheduler.fail_step():
+                    actions += self._end(sequence.sequence_id, error, AbortReason.CANCELLED, now)
+            case DrainRequested():
+                self.core.draining = True
+            case Tick():
+                actions += self._absorb(self.transfers.handle(event, now), now)
+                for request_id in self.core.deadlines.expire(now):
+                    stage = self.core.timelines[request_id].stage.value
+                    late = DeadlineExceeded(f"the deadline passed on the decode worker in stage {stage}")
+                    actions += self._end(request_id, late, AbortReason.DEADLINE, now)
+            case _:
+                actions += self._absorb(self.transfers.handle(event, now), now)
+        actions += self._start_pulls(now)
+        return [*actions, *self.core.next_step(now)]
+
+    def next_deadline(self) -> float | None:
+        known = (self.core.deadlines.next(), self.transfers.next_deadline())
+        return min((when for when in known if when is not None), default=None)
+
+    @property
+    def idle(self) -> bool:
+        return not self._calls and not self._pulls and not self.transfers.alive
+
+    @property
+    def transfers_alive(self) -> bool:
+        return self.transfers.alive
+
+    def load(self) -> WorkerLoad:
+        waiting = sum(pull.targets is None for pull in self._pulls.values())
+        return with_transfers(self.core.load(num_pulls_waiting=waiting), self.transfers)
+
+    def claims(self, now: float) -> list[Claim]:
+        """Everyone who holds a block of the pool, and every live transfer."""
+        pulled = [
+            claim_of(pull.sequence, SequenceState.ENDING if pull.call_ended else SequenceState.TRANSFER)
+            for pull in self._pulls.values()
+        ]
+        return [*self.core.claims(), *pulled, *transfer_claims(self.transfers, now)]
+
+    # ---- a sequence arrives
+
+    def _on_arrived(self, event: DecodeArrived, now: float) -> list[DecodeAction]:
+        if self.core.draining:
+            raise WorkerUnavailable("this decode worker is draining")
+        sequence = self.core.admit(event.request, event.deadline, now)
+        try:
+            actions = self._take_in(sequence, event.source, now)
+        except TandemError:
+            self.core.refuse(sequence)
+            raise
+        self._calls[sequence.sequence_id] = _Call(sequence)
+        return actions
+
+    def _take_in(
+        self, sequence: Sequence, source: tuple[TransferId, AgentAddress] | None, now: float
+    ) -> list[DecodeAction]:
+        if source is None:
+            self.core.scheduler.add(sequence)
+            return []
+        self.core.scheduler.refuse_oversized(sequence)
+        if sum(pull.targets is None for pull in self._pulls.values()) >= self.max_pulls_waiting:
+            raise QueueFull(f"{self.max_pulls_waiting} hand-offs wait for blocks already (max_pulls_waiting)")
+        transfer_id, owner = source
+        actions = self._absorb(self.transfers.reserve_pull(transfer_id, owner, now), now)
+        self._pulls[transfer_id] = _Pull(sequence, transfer_id)
+        return actions
+
+    # ---- hand-offs
+
+    def _start_pulls(self, now: float) -> list[DecodeAction]:
+        """Give waiting hand-offs their target blocks, in order of arrival, until one finds too few."""
+        actions: list[DecodeAction] = []
+        for pull in list(self._pulls.values()):
+            if pull.targets is not None or pull.call_ended:
+                continue
+            targets = self._reserve_targets(pull.sequence)
+            if targets is None:
+                break
+            pull.targets = targets
+            self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
+            started = self.transfers.start_pull(pull.transfer_id, targets, now, pull.sequence.num_tokens)
+            actions += self._absorb(started, now)
+        return actions
+
+    def _reserve_targets(self, sequence: Sequence) -> dict[int, int] | None:
+        """Hold the cached prefix and reserve a block for every position that lacks one; None where it has to wait.
+
+        What came before it goes first: a sequence that waits for blocks of its own, and the next block of each that
+        runs, or a steady flow of hand-offs would preempt and starve them.
+        """
+        scheduler, pool = self.core.scheduler, self.core.pool
+        if any(other.rank < sequence.rank and not other.block_table for other in scheduler.waiting[:1]):
+            return None
+        scheduler.hold_cached_prefix(sequence, sequence.num_tokens)
+        num_held = len(sequence.block_table)
+        num_needed = -(-sequence.num_tokens // scheduler.block_size)
+        has_room = pool.num_available >= num_needed - num_held + len(scheduler.running)
+        blocks = pool.reserve(num_needed - num_held) if has_room else None
+        if blocks is None:
+            scheduler.drop_blocks(sequence)
+            return None
+        return dict(zip(range(num_held, num_needed), blocks, strict=True))
+
+    def _absorb(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
+        """Act on what the transfers concern us with; hand on what is for the agent."""
+        mine: list[DecodeAction] = []
+        for action in actions:
+            match action:
+                case PullCompleted():
+                    mine += self._on_pulled(action, now)
+                case PullFailed():
+                    mine += self._on_pull_failed(action)
+                case OfferEnded():
+                    pass  # its blocks are back in the pool already
+                case _:
+                    mine.append(action)
+        return mine
+
+    def _on_pulled(self, done: PullCompleted, now: float) -> list[DecodeAction]:
+        pull = self._pulls.pop(done.transfer_id)
+        sequence = pull.sequence
+        assert pull.targets is not None
+        self.core.pool.arrive(pull.targets.values())
+        sequence.block_table += pull.targets.values()
+        sequence.num_computed_tokens = sequence.num_tokens
+        if pull.call_ended:
+            self.core.scheduler.drop_blocks(sequence)
+            return []
+        if done.first_token_id is None:
+            self.core.scheduler.drop_blocks(sequence)
+            return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off came without its first token"))
+        index = sequence.num_tokens - sequence.request.num_prompt_tokens
+        sequence.token_ids.append(done.first_token_id)
+        self.core.timelines[sequence.sequence_id].enter(Stage.DECODE, now)
+        self._calls[sequence.sequence_id].pull = done.stats
+        emitted = EmitTokens(sequence.sequence_id, index, (SampledToken(done.first_token_id),))
+        finish_reason = sequence.finish_reason_after(done.first_token_id, self.core.scheduler.eos_token_ids)
+        if finish_reason is not None:
+            self.core.scheduler.drop_blocks(sequence)
+            return [emitted, self._finish_call(sequence.sequence_id, finish_reason, now)]
+        try:
+            self.core.scheduler.add(sequence)
+        except TandemError as error:
+            self.core.scheduler.drop_blocks(sequence)
+            return self._fail_call(sequence.sequence_id, error)
+        return [emitted]
+
+    def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
+        pull = self._pulls.pop(failed.transfer_id)
+        self.core.pool.cancel_reservation((pull.targets or {}).values())
+        self.core.scheduler.drop_blocks(pull.sequence)
+        if pull.call_ended:
+            return []
+        message = f"the KV hand-off failed: {failed.reason.value}"
+        return self._fail_call(
+            pull.sequence.sequence_id, TransferFailed(f"{message} ({failed.detail})" if failed.detail else message)
+        )
+
+    # ---- tokens, and the end
+
+    def _on_step(self, output: StepOutput, now: float) -> list[DecodeAction]:
+        actions: list[DecodeAction] = []
+        for event in self.core.complete_step(output, now):
+            actions.append(EmitTokens(event.sequence_id, event.index, (event.token,)))
+            if event.finish_reason is not None:
+                actions.append(self._finish_call(event.sequence_id, event.finish_reason, now))
+        return actions
+
+    def _finish_call(self, request_id: str, reason: FinishReason, now: float) -> DecodeDone:
+        call = self._calls.pop(request_id)
+        timeline = self.core.timelines[request_id]
+        timeline.enter(Stage.FINISHED, now)
+        self.core.dismiss(request_id)
+        return DecodeDone(request_id, reason, call.sequence.num_cached_tokens, timeline, call.pull)
+
+    def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
+        """End an open call early. A pull under way keeps its target blocks until its reads have ended."""
+        if request_id not in self._calls:
+            return []
+        self.core.scheduler.abort(request_id, FinishReason.ERROR)
+        actions = self._fail_call(request_id, error)
+        for pull in list(self._pulls.values()):
+            if pull.sequence.sequence_id == request_id:
+                pull.call_ended = True
+                actions += self._absorb(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
+        return actions
+
+    def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:
+        del self._calls[request_id]
+        self.core.dismiss(request_id)
+        return [DecodeFailed(request_id, error)]
+
+    def check(self) -> None:
+        """Each open call is in the scheduler or waits for its pull; target blocks and pulls agree."""
+        self.core.check()
+        self.transfers.check()
+        check_claims(self.claims(0.0), self.core.pool)
+        pulled = {pull.sequence.sequence_id for pull in self._pulls.values() if not pull.call_ended}
+        for request_id in self._calls:
+            assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)
+        incoming = sum(len(pull.targets or ()) for pull in self._pulls.values())
+        assert incoming == self.core.pool.ledger()[Column.INCOMING]

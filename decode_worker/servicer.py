@@ -1,0 +1,125 @@
+"""`tandem.v1.DecodeWorker`: turns each Decode call into events for the machine, and its tokens into the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from core.errors import InvalidRequest, TandemError
+from core.lifecycle import Stage
+from decode_worker.machine import (
+    DecodeAction,
+    DecodeArrived,
+    DecodeCancelled,
+    DecodeDone,
+    DecodeEvent,
+    DecodeFailed,
+    EmitTokens,
+)
+from protos import codec, worker_pb2, worker_pb2_grpc
+from runtime.driver import Driver
+from runtime.grpc_server import abort, remaining_s
+from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, extract
+
+SPAN_OF_STAGE = {
+    Stage.QUEUE: SpanName.DECODE_QUEUE,
+    Stage.PREFILL: SpanName.DECODE_PREFILL,
+    Stage.TRANSFER: SpanName.DECODE_TRANSFER,
+    Stage.DECODE: SpanName.DECODE_COMPUTE,
+}
+
+# Bounded by the request itself: at most max_tokens entries and the end.
+Stream = asyncio.Queue[EmitTokens | DecodeDone | TandemError]
+
+
+class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
+    full_name = "tandem.v1.DecodeWorker"
+    register = staticmethod(worker_pb2_grpc.add_DecodeWorkerServicer_to_server)
+
+    def __init__(self, default_timeout_s: float, telemetry: Telemetry) -> None:
+        self._default_timeout_s = default_timeout_s
+        self._telemetry = telemetry
+        self._calls: dict[str, Stream] = {}  # open calls, by request id
+
+    def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
+        self._driver = driver
+        self._worker_id = worker_id
+
+    async def Decode(self, request: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            await self._serve(request, context)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def _serve(self, wire: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        request = codec.decode_sequence(wire.sequence)
+        source = None
+        if wire.HasField("source"):
+            source = (codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.source))
+        if request.request_id in self._calls:
+            raise InvalidRequest("request_id", f"{request.request_id} is being served already")
+        deadline = self._driver.now() + remaining_s(context, self._default_timeout_s)
+        stream: Stream = asyncio.Queue()
+        self._calls[request.request_id] = stream
+        item: EmitTokens | DecodeDone | TandemError | None = None
+        try:
+            self._driver.post(DecodeArrived(request, source, deadline))
+            while isinstance(item := await stream.get(), EmitTokens):
+                await context.write(worker_pb2.DecodeResponse(tokens=_encode_tokens(item)))
+            if isinstance(item, TandemError):
+                raise item
+            self._draw_spans(item, context)
+            await context.write(worker_pb2.DecodeResponse(finished=_encode_done(item)))
+        finally:
+            del self._calls[request.request_id]
+            if item is None or isinstance(item, EmitTokens):  # the caller went away
+                self._driver.post_threadsafe(DecodeCancelled(request.request_id))
+
+    def perform(self, action: object) -> bool:
+        match action:
+            case EmitTokens(request_id=request_id) | DecodeDone(request_id=request_id):
+                self._put(request_id, action)
+            case DecodeFailed(request_id, error):
+                self._put(request_id, error)
+            case _:
+                return False
+        return True
+
+    def fail_all(self, error: TandemError) -> None:
+        for request_id in self._calls:
+            self._put(request_id, error)
+
+    def _put(self, request_id: str, item: EmitTokens | DecodeDone | TandemError) -> None:
+        stream = self._calls.get(request_id)
+        if stream is not None:
+            stream.put_nowait(item)
+
+    def _draw_spans(self, done: DecodeDone, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        attributes: dict[str, AttributeValue] = {
+            Attribute.WORKER: self._worker_id,
+            Attribute.CACHED_TOKENS: done.cached_tokens,
+        }
+        if done.pull is not None:
+            attributes[Attribute.TRANSFERRED_BYTES] = done.pull.num_bytes
+            attributes[Attribute.TRANSFER_EXPOSED_MS] = done.pull.exposed_s * 1e3
+        parent = extract(context.invocation_metadata())
+        self._telemetry.draw_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
+
+
+def _encode_tokens(emitted: EmitTokens) -> worker_pb2.SampledTokens:
+    numbered = enumerate(emitted.tokens, start=emitted.index)
+    return worker_pb2.SampledTokens(tokens=[codec.encode_token(index, token) for index, token in numbered])
+
+
+def _encode_done(done: DecodeDone) -> worker_pb2.DecodeFinished:
+    return worker_pb2.DecodeFinished(
+        finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],
+        cached_tokens=done.cached_tokens,
+        queue_ms=done.timeline.seconds_in(Stage.QUEUE) * 1e3,
+        prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,
+        transfer_ms=done.timeline.seconds_in(Stage.TRANSFER) * 1e3,
+        transfer_exposed_ms=0.0 if done.pull is None else done.pull.exposed_s * 1e3,
+        transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
+    )

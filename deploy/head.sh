@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The head: the machine that keeps the cluster together and runs the router. Stays in the foreground until it is ended.
+#
+#   deploy/head.sh            then, on the same machine:  tandem serve --address "$NODE_IP:$PORT"
+#
+# NODE_IP  address by which the other machines reach this one (default: found by Ray)
+# PORT     port of the cluster (default: 6379)
+set -euo pipefail
+export RAY_USAGE_STATS_ENABLED=0
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" # who joins can run code here: only with the cluster's token
+exec ray start --head --block \
+    --port "${PORT:-6379}" ${NODE_IP:+--node-ip-address "$NODE_IP"} \
+    --include-dashboard=false --object-store-memory 100000000

@@ -1,0 +1,128 @@
+"""Draws the state tables of core/ into the documents, between markers: `python -m docs.render_tables`.
+
+    <!-- table: owner -->   diagram and list of steps, made from core.handoff.OWNER_STEPS   <!-- end -->
+
+Each step is explained here, once. A step of a table without an explanation, or an explanation without its step, stops
+the drawing; tests/unit/test_docs.py holds the documents to what is drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
+from core.lifecycle import NEXT_STAGES, Stage
+
+DOCS = Path(__file__).resolve().parent
+UNUSED = "nothing takes it today"
+
+STAGE_CAUSES = {
+    (Stage.TOKENIZE, Stage.QUEUE): "router: the prompt is valid token ids",
+    (Stage.TOKENIZE, Stage.FINISHED): "an invalid request ends before it has a timeline, so " + UNUSED,
+    (Stage.QUEUE, Stage.ROUTE): "router: a decode worker has room, and a prefill worker where one is needed",
+    (Stage.QUEUE, Stage.PREFILL): "worker: its first chunk is in a step",
+    (Stage.QUEUE, Stage.TRANSFER): "decode worker: its target blocks are reserved",
+    (Stage.QUEUE, Stage.DECODE): UNUSED,
+    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, its deadline, or no decode worker for `worker_wait_s`",
+    (Stage.ROUTE, Stage.PREFILL): "router: both calls are open (or the one, where the decode worker prefills)",
+    (Stage.ROUTE, Stage.QUEUE): UNUSED,
+    (Stage.ROUTE, Stage.FINISHED): UNUSED,
+    (Stage.PREFILL, Stage.DECODE): "router: the first token is here; worker: it is sampled",
+    (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",
+    (Stage.PREFILL, Stage.ROUTE): UNUSED,
+    (Stage.PREFILL, Stage.FINISHED): "router: cancelled, its deadline, or an error that trying again cannot mend",
+    (Stage.TRANSFER, Stage.DECODE): "decode worker: the pull is complete, and the first token came with it",
+    (Stage.TRANSFER, Stage.QUEUE): UNUSED,
+    (Stage.TRANSFER, Stage.FINISHED): "a failed pull ends the call, and its timeline is dropped, so " + UNUSED,
+    (Stage.DECODE, Stage.FINISHED): "stop, length, cancelled, its deadline, or an error",
+    (Stage.DECODE, Stage.QUEUE): "router: a worker was lost; another goes on after the tokens delivered",
+    (Stage.DECODE, Stage.ROUTE): UNUSED,
+}
+
+OWNER_CAUSES = {
+    (OwnerState.COMPUTING, OwnerState.OFFERED): "the first block is computed and leased",
+    (OwnerState.COMPUTING, OwnerState.RELEASED): "RELEASE: the puller wanted no block, or gave up before one was ready",
+    (OwnerState.COMPUTING, OwnerState.EXPIRED): "no sign of the puller for `lease_s`",
+    (OwnerState.COMPUTING, OwnerState.ABORTED): "ABORT from either side, or the peer is lost: nobody can be reading",
+    (OwnerState.OFFERED, OwnerState.RELEASED): "RELEASE: read and verified, or given up",
+    (OwnerState.OFFERED, OwnerState.EXPIRED): "no sign of the puller for `lease_s`",
+    (OwnerState.OFFERED, OwnerState.ABORTED): (
+        "ABORT or a broken connection, and then the RELEASE, the end of the lease, or proof that the peer's process is "
+        "dead; at once where nothing was announced"
+    ),
+}
+
+PULLER_CAUSES = {
+    (PullerState.RESERVED, PullerState.WANTING): "the target blocks are there; WANT goes out",
+    (PullerState.RESERVED, PullerState.FAILED): "ABORT, or the owner is lost or does not know the transfer",
+    (PullerState.RESERVED, PullerState.CANCELLED): "the call ended",
+    (PullerState.WANTING, PullerState.READING): "READY names blocks: the first read starts",
+    (PullerState.WANTING, PullerState.VERIFYING): "the last READY came and there is nothing (more) to read",
+    (PullerState.WANTING, PullerState.FAILED): "ABORT, the owner is lost, or READY names blocks that cannot be read",
+    (PullerState.WANTING, PullerState.CANCELLED): "the call ended",
+    (PullerState.READING, PullerState.WANTING): "all that was announced is read and verified; more will come",
+    (PullerState.READING, PullerState.VERIFYING): "the last block is read and its digest fits",
+    (PullerState.READING, PullerState.FAILED): "a read failed, a digest stays wrong, or as above; all reads have ended",
+    (PullerState.READING, PullerState.CANCELLED): "the call ended, and then all reads have",
+    (PullerState.VERIFYING, PullerState.COMPLETE): "the lease is known to have covered the last read",
+    (PullerState.VERIFYING, PullerState.READING): UNUSED,
+    (PullerState.VERIFYING, PullerState.FAILED): "ABORT (the lease had expired), or the owner is lost",
+    (PullerState.VERIFYING, PullerState.CANCELLED): "the call ended",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    document: str  # file in docs/
+    steps: Mapping[Any, frozenset[Any]]  # state -> the states that may follow it
+    causes: Mapping[tuple[Any, Any], str]
+    starts: tuple[Enum, ...]
+
+
+TABLES = {
+    "stages": Table("lifecycle.md", NEXT_STAGES, STAGE_CAUSES, (Stage.TOKENIZE, Stage.QUEUE)),
+    "owner": Table("protocol.md", OWNER_STEPS, OWNER_CAUSES, (OwnerState.COMPUTING,)),
+    "puller": Table("protocol.md", PULLER_STEPS, PULLER_CAUSES, (PullerState.RESERVED,)),
+}
+
+
+def draw(table: Table) -> str:
+    """Markdown: a Mermaid diagram, and a row for each step. Raises `ValueError` where causes and steps differ."""
+    steps = [(state, after) for state in table.steps for after in type(state) if after in table.steps[state]]
+    if set(steps) != set(table.causes):
+        raise ValueError(f"to be explained, or gone: {sorted(map(str, set(steps) ^ set(table.causes)))}")
+    diagram = [f"    [*] --> {start.name}" for start in table.starts]
+    diagram += [f"    {state.name} --> {after.name}" for state, after in steps]
+    diagram += [f"    {state.name} --> [*]" for state, following in table.steps.items() if not following]
+    rows = [f"| {state.name} | {after.name} | {table.causes[state, after]} |" for state, after in steps]
+    return "\n".join(
+        ["```mermaid", "stateDiagram-v2", *diagram, "```", "", "| from | to | when |", "|---|---|---|", *rows]
+    )
+
+
+def render(text: str, document: str) -> str:
+    """`text` with what stands between the markers drawn anew. Raises `ValueError` where a table of it has no marker."""
+    for name, table in TABLES.items():
+        if table.document != document:
+            continue
+        between = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        if not between.search(text):
+            raise ValueError(f"{document} has no marker for the table {name}")
+        drawn = draw(table)
+        text = between.sub(lambda match, drawn=drawn: f"{match[1]}{drawn}\n{match[2]}", text)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    for document in sorted({table.document for table in TABLES.values()}):
+        path = DOCS / document
+        path.write_text(render(path.read_text(encoding="utf-8"), document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""One thread that runs a Runner, so that nobody else has to wait for it.
+
+    IDLE --submit--> BUSY --callback--> IDLE        close: CLOSED, once the step in flight has ended
+
+One step at a time: submitting while one runs is the caller's bug. The callback is called on the executor's thread with
+the step's output or with the exception that ended it; an asyncio caller passes it on with call_soon_threadsafe.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from core.step import StepOutput, StepPlan
+from engine.runner import Runner
+
+StepDone = Callable[[StepOutput | Exception], None]
+
+
+class StepExecutor:
+    def __init__(self, runner: Runner, name: str = "tandem-engine") -> None:
+        self._runner = runner
+        self._lock = threading.Lock()
+        self._busy = False
+        self._closed = False
+        self._work: queue.Queue[tuple[StepPlan, StepDone] | None] = queue.Queue(maxsize=2)  # one step, and the end
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
+    def submit(self, plan: StepPlan, on_done: StepDone) -> None:
+        """Run `plan` and call `on_done` once with its output or its exception. The executor is idle again by then."""
+        with self._lock:
+            assert not self._closed, "the executor is closed"
+            assert not self._busy, "one step at a time"
+            self._busy = True
+            self._work.put_nowait((plan, on_done))
+
+    def close(self, timeout_s: float) -> bool:
+        """Take no more steps and wait for the one in flight. False where it has not ended after `timeout_s`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._work.put_nowait(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _loop(self) -> None:
+        while (item := self._work.get()) is not None:
+            plan, on_done = item
+            result: StepOutput | Exception
+            try:
+                result = self._runner.run(plan)
+            except Exception as error:  # noqa: BLE001 (whatever ends a step is the caller's to sort, and it gets it)
+                result = error
+            with self._lock:
+                self._busy = False
+            on_done(result)

@@ -1,0 +1,158 @@
+"""A runner without a model, whose tokens are wrong as soon as one byte of KV is wrong. Imports no torch.
+
+It keeps the promises of the real one on a real pool. The bytes of a slot are drawn from the hash of
+
+    (the bytes of the slot before it, as they lie in the pool; its token; its position)
+
+and the token at position p from the hash of all bytes of slots 0 .. p - 1, read through the block table. A stale,
+torn, misplaced or foreign block therefore changes every token after it. `expected_tokens` computes the same answer
+without any pool, and so is what a test compares with.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from core.kv_layout import KVLayout
+from core.model_info import ModelInfo
+from core.request import Request
+from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from engine.builtin_configs import FAKE_CONFIGS
+from engine.model_source import describe, resolve_model
+from engine.sampling import sample
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
+_SHIFT = np.uint64(29)
+
+
+class FakeRunner:
+    """`info` and `layout` say its size; `FakeRunner.from_config` makes them for a spec such as fake:tiny."""
+
+    def __init__(self, info: ModelInfo, layout: KVLayout, num_blocks: int) -> None:
+        self.info = info
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)  # page-aligned, as the real one is
+        num_layers, _, num_kv_heads, block_size, _ = layout.block_shape
+        row_bytes = layout.token_bytes // (num_layers * 2 * num_kv_heads)
+        self._pool = np.frombuffer(self._mapping, np.uint8).reshape(
+            num_blocks, num_layers * 2 * num_kv_heads, block_size, row_bytes
+        )
+        self._pool[:] = 0
+        self._closed = False
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> FakeRunner:
+        """Raises `ConfigError` where kv_memory_mb holds no block, `ModelNotFound` for an unknown spec."""
+        source = resolve_model(config.model)
+        shape = FAKE_CONFIGS[source.config_name]
+        info = describe(source, config.max_context)
+        layout = KVLayout(
+            model=info.fingerprint,
+            dtype="bfloat16" if config.dtype == "bfloat16" else "float32",
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=shape.head_dim,
+        )
+        num_blocks = min((config.kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
+        if num_blocks < 1:
+            raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
+        return cls(info, layout, num_blocks)
+
+    def pool_address(self) -> int:
+        return int(self._pool.ctypes.data)
+
+    def pool_memory(self) -> memoryview:
+        return memoryview(self._mapping)
+
+    def pool_device(self) -> int | None:
+        return None
+
+    def run(self, step: StepPlan) -> StepOutput:
+        assert not self._closed, "the runner is closed"
+        logits, sampling = [], []
+        for chunk in step.chunks:
+            end = chunk.start + chunk.num_tokens
+            previous = self._read(chunk, chunk.start - 1, chunk.start)
+            for position in range(chunk.start, end):
+                previous = slot_content(previous, chunk.token_ids[position], position, self.layout.token_bytes)
+                self._write(chunk, position, previous)
+            if chunk.samples:
+                logits.append(logits_after(self._read(chunk, 0, end), self.info.vocab_size))
+                sampling.append(chunk)
+        sampled: dict[str, SampledToken] = sample(np.stack(logits), sampling) if sampling else {}
+        return StepOutput(step.step_id, sampled)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
+        """The bytes of slots [max(start, 0), end), in order, as the pool has them now."""
+        positions = np.arange(max(start, 0), end)
+        blocks = np.asarray(chunk.block_table)[positions // self.layout.block_size]
+        return self._pool[blocks, :, positions % self.layout.block_size].tobytes()
+
+    def _write(self, chunk: ScheduledChunk, position: int, content: bytes) -> None:
+        block, offset = chunk.block_table[position // self.layout.block_size], position % self.layout.block_size
+        rows = self._pool[block, :, offset]
+        rows[:] = np.frombuffer(content, np.uint8).reshape(rows.shape)
+
+
+def slot_content(previous: bytes, token_id: int, position: int, num_bytes: int) -> bytes:
+    """The bytes of one slot, from those of the slot before it (none before the first)."""
+    state = xxhash.xxh3_64_intdigest(previous + struct.pack("<QQ", token_id, position))
+    return _stream(state, -(-num_bytes // 8)).tobytes()[:num_bytes]
+
+
+def logits_after(all_slots: bytes, vocab_size: int) -> np.ndarray:
+    """The fake model's opinion of what follows: spread over about [-4, 4). # float32 [vocab]"""
+    words = _stream(xxhash.xxh3_64_intdigest(all_slots), vocab_size)
+    return ((words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-21)) - np.float32(4.0)
+
+
+def _stream(state: int, count: int) -> np.ndarray:
+    """`count` well-mixed words of a counter that begins at `state`. # uint64 [count]"""
+    words = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(state)) * _MULTIPLIER
+    words = (words ^ (words >> _SHIFT)) * _MULTIPLIER
+    return words ^ (words >> _SHIFT)
+
+
+def expected_tokens(
+    request: Request, layout: KVLayout, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What the fake must answer to `request`, computed without a pool: every token after `request.token_ids`."""
+    token_ids = list(request.token_ids)
+    slots: list[bytes] = []
+    while len(token_ids) < request.max_total_tokens:
+        for position in range(len(slots), len(token_ids)):
+            previous = slots[-1] if slots else b""
+            slots.append(slot_content(previous, token_ids[position], position, layout.token_bytes))
+        token_id = _drawn(logits_after(b"".join(slots), vocab_size), token_ids, request)
+        token_ids.append(token_id)
+        if token_id in request.sampling.stop_token_ids:
+            break
+        if token_id in eos_token_ids and not request.sampling.ignore_eos:
+            break
+    return token_ids[len(request.token_ids) :]
+
+
+def _drawn(logits: np.ndarray, token_ids: Sequence[int], request: Request) -> int:
+    chunk = ScheduledChunk(
+        sequence_id=request.request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        start=0,
+        num_tokens=len(token_ids),
+        block_table=(),
+        samples=True,
+        sampling=request.sampling,
+    )
+    return sample(logits[None], [chunk])[request.request_id].token_id

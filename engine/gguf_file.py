@@ -1,0 +1,160 @@
+"""A GGUF file, read in place.
+
+    magic "GGUF" | version u32 | tensor count u64 | metadata count u64
+    metadata:  key string | value type u32 | value          (string = length u64 | UTF-8 bytes)
+    tensors:   name string | dimension count u32 | dimensions u64 each, innermost first | type u32 | offset u64
+    padding to general.alignment, then the tensors' bytes
+
+The header is parsed here and not by the gguf package, because the router reads it too and should start in a blink; only
+dequantizing, which workers alone do, needs that package. Everything is bounds-checked: a damaged file is a ConfigError.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.errors import ConfigError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_MAX_ARRAY_ITEMS = 4_000_000
+# metadata value type -> struct code
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    name: str
+    shape: tuple[int, ...]  # outermost first, as numpy and torch say it
+    ggml_type: int
+    offset: int  # of its bytes, from the start of the file
+
+
+class GGUFFile:
+    """Metadata and tensors of one file, memory-mapped. Raises `ConfigError` where the file is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        self._position = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        try:
+            self._parse()
+        except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+            raise self._damaged(f"at byte {self._position}: {error}") from error
+
+    def field(self, key: str) -> Any:
+        """A metadata value that must be there. Raises `ConfigError` naming it."""
+        if key not in self.metadata:
+            raise self._damaged(f"metadata {key} is missing")
+        return self.metadata[key]
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One tensor dequantized to float32, in the shape of its entry. Raises `ConfigError` where it is not whole."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        entry = self.tensors[name]
+        try:
+            ggml_type = GGMLQuantizationType(entry.ggml_type)
+            items_per_group, bytes_per_group = GGML_QUANT_SIZES[ggml_type]
+        except (ValueError, KeyError) as error:
+            raise self._damaged(f"tensor {name} has the unknown type {entry.ggml_type}") from error
+        row_bytes = entry.shape[-1] // items_per_group * bytes_per_group
+        num_bytes = prod(entry.shape[:-1]) * row_bytes
+        if entry.offset + num_bytes > len(self._bytes):
+            raise self._damaged(f"tensor {name} ends beyond the file")
+        raw = np.frombuffer(self._bytes, np.uint8, num_bytes, entry.offset).reshape(*entry.shape[:-1], row_bytes)
+        if ggml_type == GGMLQuantizationType.F32:
+            return raw.view(np.float32)
+        if ggml_type == GGMLQuantizationType.F16:
+            return raw.view(np.float16).astype(np.float32)
+        try:
+            return dequantize(raw, ggml_type)
+        except NotImplementedError as error:
+            raise ConfigError(f"{self.path}: tensor {name}: {ggml_type.name} cannot be dequantized") from error
+
+    def _damaged(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.path} is not a usable GGUF file: {what}; fetch it again or convert it anew")
+
+    def _parse(self) -> None:
+        if self._bytes[:4] != _MAGIC:
+            raise self._damaged("it does not begin with GGUF")
+        self._position = 4
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            raise self._damaged(f"version {version} is not one of {_VERSIONS}")
+        num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
+        for _ in range(num_fields):
+            key = self._string()
+            self.metadata[key] = self._value(self._scalar("I"))
+        entries = [self._tensor_entry() for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self._damaged(f"general.alignment is {alignment!r}")
+        data_start = -(-self._position // alignment) * alignment
+        for name, shape, ggml_type, offset in entries:
+            self.tensors[name] = TensorEntry(name, shape, ggml_type, data_start + offset)
+
+    def _scalar(self, code: str) -> Any:
+        (value,) = struct.unpack_from("<" + code, self._bytes, self._position)
+        self._position += struct.calcsize("<" + code)
+        return value
+
+    def _string(self) -> str:
+        length = self._scalar("Q")
+        end = self._position + length
+        if end > len(self._bytes):
+            raise self._damaged(f"a string at byte {self._position} ends beyond the file")
+        text = self._bytes[self._position : end].decode("utf-8")
+        self._position = end
+        return text
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string`, many times: a vocabulary holds a hundred thousand, which this reads five times faster."""
+        read_length, content = struct.Struct("<Q").unpack_from, self._bytes
+        position, size, strings = self._position, len(content), []
+        for _ in range(count):
+            start = position + 8
+            position = start + read_length(content, position)[0]
+            if position > size:
+                raise self._damaged(f"a string at byte {start} ends beyond the file")
+            strings.append(content[start:position].decode("utf-8"))
+        self._position = position
+        return strings
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._scalar(_SCALARS[kind])
+        item_kind, count = self._scalar("I"), self._scalar("Q")
+        if count > _MAX_ARRAY_ITEMS:
+            raise self._damaged(f"an array of {count} items at byte {self._position}")
+        if item_kind == _STRING:
+            return self._strings(count)
+        code = f"<{count}{_SCALARS[item_kind]}"
+        values = list(struct.unpack_from(code, self._bytes, self._position))
+        self._position += struct.calcsize(code)
+        return values
+
+    def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        num_dimensions = self._scalar("I")
+        if not 1 <= num_dimensions <= 4:
+            raise self._damaged(f"tensor {name} has {num_dimensions} dimensions")
+        shape = tuple(reversed([self._scalar("Q") for _ in range(num_dimensions)]))
+        return name, shape, self._scalar("I"), self._scalar("Q")

@@ -1,0 +1,108 @@
+"""The Llama family's forward pass over a flat batch of tokens.
+
+    T tokens of the step    Hq query heads    Hkv KV heads    D head size
+
+The rows of a step are the tokens of all its chunks, one after the other: only attention knows where one sequence ends.
+No kernel is named here. Matrices are multiplied by whatever `LinearMethod` makes of them, attention and the cache are
+the backend's, and what lies between is `Ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from core.step import ScheduledChunk
+from engine.attention import AttentionBackend
+from engine.model_weights import LayerWeights, ModelWeights
+from engine.ops import Ops, TorchOps
+from engine.rotary import Rotation
+
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
+LinearMethod = Callable[[torch.Tensor, torch.Tensor | None], Linear]  # ([out, in], [out] or None) -> its product
+
+
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """The linear method that changes nothing: torch's own product on the weight as it is."""
+    return lambda inputs: F.linear(inputs, weight, bias)
+
+
+class _Layer:
+    def __init__(self, weights: LayerWeights, model: Model, linear_method: LinearMethod) -> None:
+        self.weights = weights
+        self.config = model.config
+        self.ops = model.ops
+        self.qkv = linear_method(weights.qkv, weights.qkv_bias)
+        self.output = linear_method(weights.output, weights.output_bias)
+        self.gate_up = linear_method(weights.gate_up, None)
+        self.down = linear_method(weights.down, None)
+        self.qk_norm: torch.Tensor | None = None  # [Hq + Hkv, D]
+        if weights.qk_norm is not None:
+            counts = torch.tensor([self.config.num_heads, self.config.num_kv_heads], device=weights.qk_norm.device)
+            self.qk_norm = weights.qk_norm.repeat_interleave(counts, dim=0)
+
+    def project(self, normed: torch.Tensor) -> torch.Tensor:
+        """Query, key and value heads of each row. # [T, hidden] -> [T, Hq + 2 * Hkv, D]"""
+        config = self.config
+        num_normed = config.num_heads + config.num_kv_heads
+        heads = self.qkv(normed).view(-1, num_normed + config.num_kv_heads, config.head_dim)
+        if self.qk_norm is not None:
+            queries_and_keys = heads[:, :num_normed]
+            scaled = F.rms_norm(queries_and_keys, queries_and_keys.shape[-1:], None, config.rms_norm_eps)
+            queries_and_keys.copy_(scaled * self.qk_norm)
+        return heads
+
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.down(self.ops.silu_and_multiply(self.gate_up(normed)))
+
+
+class Model:
+    """Weights and an attention backend, which holds the pool: ready to compute steps."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        attention: AttentionBackend,
+        linear_method: LinearMethod = plain_linear,
+        ops: Ops | None = None,
+    ) -> None:
+        self.config = weights.config
+        self.ops = ops or TorchOps()
+        self.weights = weights
+        self.attention = attention
+        self.device = weights.embedding.device
+        self.layers = [_Layer(layer, self, linear_method) for layer in weights.layers]
+        self.head = linear_method(weights.head, None)
+        self.inverse_frequencies = torch.tensor(
+            self.config.inverse_frequencies(), dtype=torch.float32, device=self.device
+        )
+
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+        """Compute every token of the step and return the logits of the chunks that sample, in order.
+
+        # -> float32 [number of chunks that sample, vocab]
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        last_rows: list[int] = []
+        for chunk in chunks:
+            end = chunk.start + chunk.num_tokens
+            token_ids += chunk.token_ids[chunk.start : end]
+            positions += range(chunk.start, end)
+            if chunk.samples:
+                last_rows.append(len(token_ids) - 1)
+        hidden = F.embedding(torch.tensor(token_ids, device=self.device), self.weights.embedding)
+        step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
+        update, epsilon = None, self.config.rms_norm_eps
+        for index, layer in enumerate(self.layers):
+            normed = self.ops.add_rms_norm(hidden, update, layer.weights.input_norm, epsilon)
+            attended = step.attend(layer.project(normed), index)
+            update = layer.output(attended.flatten(1))
+            normed = self.ops.add_rms_norm(hidden, update, layer.weights.feed_forward_norm, epsilon)
+            update = layer.feed_forward(normed)
+        assert update is not None, "a model has layers"
+        rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)
+        normed = self.ops.add_rms_norm(hidden[rows], update[rows], self.weights.final_norm, epsilon)
+        return self.head(normed).float()

@@ -1,0 +1,217 @@
+"""The architecture of a Llama-family model, as data.
+
+One model file serves the whole family; what differs between its members is written here: biases on q, k and v (Qwen2),
+norms on q and k (Qwen3), a head size of its own (Qwen3, some Mistrals), rope scaling (Llama 3), tied embeddings
+(SmolLM2). What the model file does not compute is refused with a ConfigError, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from core.errors import ConfigError
+from engine.gguf_file import GGUFFile
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretch of the slow rotations (transformers' `llama3` rope type), or with `linear` of all of them."""
+
+    factor: float
+    linear: bool = False
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_factors: tuple[float, ...] | None = None  # GGUF's way: one divisor for each of the head_dim / 2 rotations
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    sliding_window: int | None = None  # computed nowhere: `require_full_attention` keeps contexts within it
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"the model's {name} must be at least 1, is {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"the model's head_dim must be even for rotary embeddings, is {self.head_dim}")
+
+    def usable_context(self, max_context: int) -> int:
+        """Tokens of context served: `max_context`, or the model's own where that is 0. Raises `ConfigError`."""
+        if max_context > self.context_length:
+            raise ConfigError(
+                f"max_context is {max_context}, but the model was trained for {self.context_length} tokens"
+            )
+        context = max_context or self.context_length
+        # Up to the window every token sees all before it, and so windowed attention is full attention.
+        if self.sliding_window is not None and context > self.sliding_window:
+            raise ConfigError(
+                f"the model attends through a sliding window of {self.sliding_window} tokens, which is not computed: "
+                f"set max_context to {self.sliding_window} or less"
+            )
+        return context
+
+    def inverse_frequencies(self) -> list[float]:
+        """Radians per position of each of the head_dim / 2 rotations, scaled as the model was trained."""
+        half = self.head_dim // 2
+        base = [self.rope_theta ** (-index / half) for index in range(half)]
+        if self.rope_factors is not None:
+            return [frequency / factor for frequency, factor in zip(base, self.rope_factors, strict=True)]
+        if self.rope_scaling is None:
+            return base
+        return [_scaled(frequency, self.rope_scaling) for frequency in base]
+
+
+def _scaled(frequency: float, scaling: RopeScaling) -> float:
+    """Slow rotations are divided by the factor, fast ones stay, and between the two wavelengths it is a blend."""
+    if scaling.linear:
+        return frequency / scaling.factor
+    turns = scaling.original_context * frequency / (2 * math.pi)  # full turns within the original context
+    if turns < scaling.low_freq_factor:
+        return frequency / scaling.factor
+    if turns > scaling.high_freq_factor:
+        return frequency
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return (1 - share) * frequency / scaling.factor + share * frequency
+
+
+# ---- Hugging Face's config.json
+
+# model_type -> (q, k and v always have biases, q and k are normed)
+_HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+
+
+def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """From config.json, as transformers 4 or 5 writes it. Raises `ConfigError` naming what cannot be served."""
+    family = raw.get("model_type")
+    if family not in _HF_FAMILIES:
+        raise ConfigError(f"model_type {family!r} is not served; known: {', '.join(_HF_FAMILIES)}")
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if not isinstance(raw.get(key), int):
+            raise ConfigError(f"config.json lacks {key}")
+    if raw.get("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
+        raise ConfigError("config.json asks for a feed-forward other than SiLU without biases, which is not served")
+    if raw.get("quantization_config"):
+        raise ConfigError(
+            "config.json has a quantization_config; quantized safetensors are not served, use a GGUF file"
+        )
+    always_biased, qk_norm = _HF_FAMILIES[family]
+    attention_bias = bool(raw.get("attention_bias"))
+    rope_theta, scaling = _hf_rope(raw)
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        context_length=raw.get("max_position_embeddings", 2048),
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=scaling,
+        qkv_bias=always_biased or attention_bias,
+        output_bias=attention_bias and family in ("llama", "qwen3"),
+        qk_norm=qk_norm,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        sliding_window=_hf_sliding_window(raw, family),
+    )
+
+
+def _hf_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling; transformers 5 writes both into `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
+    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ConfigError("config.json asks for a partial_rotary_factor, which is not served")
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(factor=float(rope["factor"]), linear=True)
+    if kind == "llama3":
+        return theta, RopeScaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_context=int(rope["original_max_position_embeddings"]),
+        )
+    raise ConfigError(f"rope type {kind!r} is not served; known: default, linear, llama3")
+
+
+def _hf_sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
+    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+        return None
+    return raw.get("sliding_window") if family != "llama" else None
+
+
+# ---- GGUF metadata
+
+# general.architecture -> (q, k and v have biases, q and k are normed)
+_GGUF_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+
+
+def config_from_gguf(file: GGUFFile) -> ModelConfig:
+    """From GGUF metadata and tensor names. Raises `ConfigError` naming what cannot be served."""
+    family = file.field("general.architecture")
+    if family not in _GGUF_FAMILIES:
+        raise ConfigError(f"{file.path}: architecture {family!r} is not served; known: {', '.join(_GGUF_FAMILIES)}")
+    qkv_bias, qk_norm = _GGUF_FAMILIES[family]
+    if "token_embd.weight" not in file.tensors:
+        raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
+    vocab_size, hidden_size = file.tensors["token_embd.weight"].shape
+    num_heads = file.field(f"{family}.attention.head_count")
+    if file.metadata.get(f"{family}.expert_count"):
+        raise ConfigError(f"{file.path}: mixtures of experts are not served")
+    head_dim = file.metadata.get(f"{family}.attention.key_length", hidden_size // num_heads)
+    if file.metadata.get(f"{family}.rope.dimension_count", head_dim) != head_dim:
+        raise ConfigError(f"{file.path}: partial rotary embeddings are not served")
+    has_factors = "rope_freqs.weight" in file.tensors
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=file.field(f"{family}.feed_forward_length"),
+        num_layers=file.field(f"{family}.block_count"),
+        num_heads=num_heads,
+        num_kv_heads=file.metadata.get(f"{family}.attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        context_length=file.field(f"{family}.context_length"),
+        rms_norm_eps=file.field(f"{family}.attention.layer_norm_rms_epsilon"),
+        rope_theta=file.metadata.get(f"{family}.rope.freq_base", 10_000.0),
+        rope_scaling=_gguf_rope_scaling(file, family),
+        rope_factors=tuple(file.tensor("rope_freqs.weight").tolist()) if has_factors else None,
+        qkv_bias=qkv_bias or "blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        qk_norm=qk_norm,
+        tie_embeddings="output.weight" not in file.tensors,
+        sliding_window=file.metadata.get(f"{family}.attention.sliding_window"),
+    )
+
+
+def _gguf_rope_scaling(file: GGUFFile, family: str) -> RopeScaling | None:
+    kind = file.metadata.get(f"{family}.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return RopeScaling(factor=file.field(f"{family}.rope.scaling.factor"), linear=True)
+    raise ConfigError(f"{file.path}: rope scaling {kind!r} is not served; known: none, linear")

@@ -1,0 +1,174 @@
+"""From what the operator wrote to where the model is, and what everyone must know of it. Imports no torch.
+
+smollm2-135m      a name of the catalogue, fetched before
+path/to/x.gguf    a GGUF file
+path/to/dir       a Hugging Face directory: config.json and safetensors
+random:<config>   random weights of a built-in config, the same everywhere
+fake:<config>     no model at all: the fake runner
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from core.errors import ConfigError, ModelNotFound
+from core.model_info import ModelInfo
+from engine.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZE, FAKE_CONFIGS, RANDOM_CONFIGS
+from engine.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
+from engine.gguf_file import GGUFFile
+from engine.model_config import ModelConfig, config_from_gguf, config_from_hf
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+
+
+class SourceKind(Enum):
+    GGUF = "gguf"
+    HUGGING_FACE = "hugging face"
+    RANDOM = "random"
+    FAKE = "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    name: str  # what clients and dashboards see
+    kind: SourceKind
+    path: Path | None = None  # of the GGUF file or the directory
+    config_name: str = ""  # of random and fake models
+
+
+def resolve_model(spec: str, cache_dir: Path | None = None) -> ModelSource:
+    """Where `spec` points. Raises `ModelNotFound`, saying what is known and what to do; downloads nothing."""
+    for prefix, kind, known in (
+        ("random:", SourceKind.RANDOM, RANDOM_CONFIGS.keys()),
+        ("fake:", SourceKind.FAKE, FAKE_CONFIGS.keys()),
+    ):
+        if spec.startswith(prefix):
+            config_name = spec.removeprefix(prefix)
+            if config_name not in known:
+                listed = ", ".join(prefix + name for name in known)
+                raise ModelNotFound(f"no built-in config {spec!r}; known: {listed}")
+            return ModelSource(spec, kind, config_name=config_name)
+    if spec in CATALOGUE:
+        entry, cache_dir = CATALOGUE[spec], cache_dir or default_cache_dir()
+        if not is_cached(entry, cache_dir):
+            raise ModelNotFound(f"{spec} is not on this machine yet: run `tandem pull {spec}`")
+        return ModelSource(spec, SourceKind.GGUF, cached_path(entry, cache_dir))
+    path = Path(spec).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelSource(path.stem, SourceKind.GGUF, path)
+    if (path / "config.json").is_file():
+        return ModelSource(path.resolve().name, SourceKind.HUGGING_FACE, path)
+    raise ModelNotFound(
+        f"no model {spec!r}: give a name ({', '.join(CATALOGUE)}), a .gguf file, a directory with config.json, "
+        f"random:<config> ({', '.join(RANDOM_CONFIGS)}) or fake:<config> ({', '.join(FAKE_CONFIGS)})"
+    )
+
+
+def load_model_info(spec: str, max_context: int = 0, cache_dir: Path | None = None) -> ModelInfo:
+    """What everyone must know of a model, read without torch; runner and tokenizer both report exactly this."""
+    return describe(resolve_model(spec, cache_dir), max_context)
+
+
+def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
+    """As `load_model_info`, for a source that is resolved already."""
+    if source.kind is SourceKind.FAKE:
+        context_length = FAKE_CONFIGS[source.config_name].context_length
+        if max_context > context_length:
+            raise ConfigError(f"max_context is {max_context}, but {source.name} goes to {context_length} tokens")
+        return ModelInfo(
+            name=source.name,
+            fingerprint=fingerprint(source),
+            vocab_size=BYTE_VOCAB_SIZE,
+            context_length=max_context or context_length,
+            eos_token_ids=frozenset({BYTE_EOS_ID}),
+            bos_token_id=BYTE_BOS_ID,
+        )
+    file = GGUFFile(source.path) if source.kind is SourceKind.GGUF and source.path else None
+    config = config_from_gguf(file) if file else load_config(source)
+    eos_token_ids, bos_token_id = _special_ids(source, file)
+    return ModelInfo(
+        name=source.name,
+        fingerprint=fingerprint(source),
+        vocab_size=config.vocab_size,
+        context_length=config.usable_context(max_context),
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+    )
+
+
+def load_config(source: ModelSource) -> ModelConfig:
+    """The architecture of a source that has one (all but the fake)."""
+    if source.kind is SourceKind.RANDOM:
+        return RANDOM_CONFIGS[source.config_name]
+    assert source.path is not None, f"{source.kind} has no architecture"
+    if source.kind is SourceKind.GGUF:
+        return config_from_gguf(GGUFFile(source.path))
+    return config_from_hf(read_json(source.path / "config.json"))
+
+
+def fingerprint(source: ModelSource) -> str:
+    """Names the weights' content, wherever they lie: 16 hex digits.
+
+    Built-in models are named by their config. Files are named by their sizes and by 64 evenly spaced pieces of each, so
+    that a large model does not have to be read twice; two fine-tunes of one model differ in most of their pieces.
+    """
+    hasher = xxhash.xxh3_64()
+    if source.path is None:
+        hasher.update(source.name.encode())
+        return hasher.hexdigest()
+    if source.kind is SourceKind.GGUF:
+        _hash_samples(hasher, source.path)
+        return hasher.hexdigest()
+    hasher.update((source.path / "config.json").read_bytes())
+    for weights in sorted(source.path.glob("*.safetensors")):
+        hasher.update(weights.name.encode())
+        _hash_samples(hasher, weights)
+    return hasher.hexdigest()
+
+
+def _hash_samples(hasher: xxhash.xxh3_64, path: Path) -> None:
+    num_bytes = path.stat().st_size
+    hasher.update(num_bytes.to_bytes(8, "little"))
+    step = max(_SAMPLE_BYTES, num_bytes // _NUM_SAMPLES)
+    with path.open("rb") as file:
+        for offset in range(0, num_bytes, step):
+            file.seek(offset)
+            hasher.update(file.read(_SAMPLE_BYTES))
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object. Raises `ConfigError` where the file does not hold one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _special_ids(source: ModelSource, file: GGUFFile | None) -> tuple[frozenset[int], int | None]:
+    """(ids that end a text, id that begins one)"""
+    if source.kind is SourceKind.RANDOM:
+        return frozenset({BYTE_EOS_ID}), BYTE_BOS_ID
+    if file is not None:
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        ids = frozenset(file.metadata[key] for key in keys if key in file.metadata)
+        return ids, file.metadata.get("tokenizer.ggml.bos_token_id")
+    assert source.path is not None
+    ends: set[int] = set()
+    bos_token_id = None
+    for name in ("config.json", "generation_config.json"):
+        if (source.path / name).is_file():
+            content = read_json(source.path / name)
+            listed = content.get("eos_token_id")
+            ends |= set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+            bos_token_id = content.get("bos_token_id", bos_token_id)
+    return frozenset(ends), bos_token_id

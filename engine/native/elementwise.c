@@ -1,0 +1,88 @@
+/* The small things between the matrix products: RMS norm with the residual sum before it, and SwiGLU's activation.
+
+   All sums are float, whatever the rows are. Rows are contiguous. */
+#include "vectors.h"
+
+#define PARALLEL_ELEMENTS 32768 /* fewer are done before another thread has woken up */
+
+/* normed = x / sqrt(mean(x^2) + epsilon) * weight, x being rows, with `update` added first if given. */
+INLINE void norm_row(void *row, const void *update, const void *weight, void *normed, int64_t size, float epsilon,
+                     int is_bf16) {
+    vfloat squares = {0};
+    float tail = 0.0f;
+    int64_t i = 0;
+    for (; i + PAIR <= size; i += PAIR) {
+        vfloat first, second;
+        load_pair(row, i, is_bf16, &first, &second);
+        if (update) {
+            vfloat more_first, more_second;
+            load_pair(update, i, is_bf16, &more_first, &more_second);
+            store_pair(row, i, is_bf16, first + more_first, second + more_second);
+            load_pair(row, i, is_bf16, &first, &second); /* as rounded, since the next layer sees it so */
+        }
+        squares += first * first;
+        squares += second * second;
+    }
+    for (; i < size; i++) {
+        if (update) store_one(row, i, is_bf16, load_one(row, i, is_bf16) + load_one(update, i, is_bf16));
+        const float value = load_one(row, i, is_bf16);
+        tail += value * value;
+    }
+    const float factor = 1.0f / sqrtf((sum_lanes(squares) + tail) / (float)size + epsilon);
+    for (i = 0; i + PAIR <= size; i += PAIR) {
+        vfloat first, second, weight_first, weight_second;
+        load_pair(row, i, is_bf16, &first, &second);
+        load_pair(weight, i, is_bf16, &weight_first, &weight_second);
+        store_pair(normed, i, is_bf16, first * factor * weight_first, second * factor * weight_second);
+    }
+    for (; i < size; i++)
+        store_one(normed, i, is_bf16, load_one(row, i, is_bf16) * factor * load_one(weight, i, is_bf16));
+}
+
+/* rows, update and normed: [num_rows, size]; weight: [size]. update may be NULL; else rows += update. */
+EXPORT void tandem_add_rms_norm(void *rows, const void *update, const void *weight, void *normed, int64_t num_rows,
+                                int64_t size, float epsilon, int is_bf16, int num_threads) {
+    const size_t row_bytes = size * element_bytes(is_bf16);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * size >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        char *values = (char *)rows + row * row_bytes, *to = (char *)normed + row * row_bytes;
+        const char *more = update ? (const char *)update + row * row_bytes : NULL;
+        if (is_bf16)
+            norm_row(values, more, weight, to, size, epsilon, 1);
+        else
+            norm_row(values, more, weight, to, size, epsilon, 0);
+    }
+}
+
+INLINE vfloat silu(vfloat gate) {
+    /* Clamped, since the series of e^-x ends at 2^127; a gate that low gives zero in either case. */
+    const vfloat negated = -gate, limit = splat(88.0f);
+    const vint over = negated > limit;
+    return gate / (1.0f + exponential((vfloat)(((vint)limit & over) | ((vint)negated & ~over))));
+}
+
+INLINE void silu_row(const void *row, void *to, int64_t size, int is_bf16) {
+    const void *up = element(row, size, is_bf16);
+    int64_t i = 0;
+    for (; i + PAIR <= size; i += PAIR) {
+        vfloat gate_first, gate_second, up_first, up_second;
+        load_pair(row, i, is_bf16, &gate_first, &gate_second);
+        load_pair(up, i, is_bf16, &up_first, &up_second);
+        store_pair(to, i, is_bf16, silu(gate_first) * up_first, silu(gate_second) * up_second);
+    }
+    for (; i < size; i++)
+        store_one(to, i, is_bf16, silu(splat(load_one(row, i, is_bf16)))[0] * load_one(up, i, is_bf16));
+}
+
+/* rows: [num_rows, 2 * size], gate then up; out: [num_rows, size] = silu(gate) * up. */
+EXPORT void tandem_silu_and_multiply(const void *rows, void *out, int64_t num_rows, int64_t size, int is_bf16,
+                                     int num_threads) {
+    const size_t row_bytes = size * element_bytes(is_bf16);
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * size >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < num_rows; row++) {
+        if (is_bf16)
+            silu_row((const char *)rows + 2 * row * row_bytes, (char *)out + row * row_bytes, size, 1);
+        else
+            silu_row((const char *)rows + 2 * row * row_bytes, (char *)out + row * row_bytes, size, 0);
+    }
+}

@@ -1,0 +1,169 @@
+"""Attention by the C kernels: the KV pool is read in place, block by block, and never gathered.
+
+Chunks of one token (decode) and chunks of several (prefill) go to a kernel each. Where the CPU multiplies tiles of
+bfloat16 (AMX), torch's own product is the faster one for prefill, even with a gather before it: `torch_prefill`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from core.step import ScheduledChunk
+from engine.attention import PrefillPart, TorchAttention
+from engine.kv_pool import KVPool
+from engine.native_kernels import Kernels, KVCacheStruct, PagedBatchStruct
+from engine.rotary import Rotation
+
+
+class NativeAttention:
+    """On the CPU, for float32 and bfloat16 pools whose heads the library's target divides."""
+
+    def __init__(
+        self, kernels: Kernels, pool: KVPool, num_heads: int, num_threads: int, torch_prefill: bool = False
+    ) -> None:
+        layout, tensor = pool.layout, pool.tensor
+        block, layer, value, head, row, _ = (stride * tensor.element_size() for stride in tensor.stride())
+        self.kernels = kernels
+        self.pool = pool
+        self.block_size = layout.block_size
+        self.num_heads = num_heads
+        self.torch_prefill = TorchAttention(pool) if torch_prefill else None
+        self.cache = KVCacheStruct(
+            base=pool.address(),
+            block_stride=block,
+            layer_stride=layer,
+            value_stride=value,
+            head_stride=head,
+            row_stride=row,
+            block_size=layout.block_size,
+            head_dim=layout.head_dim,
+            num_heads=num_heads,
+            num_kv_heads=layout.num_kv_heads,
+            is_bf16=tensor.dtype is torch.bfloat16,
+            num_threads=num_threads,
+            scale=1.0 / math.sqrt(layout.head_dim),
+        )
+
+    def begin_step(self, chunks: Sequence[ScheduledChunk], rotation: Rotation) -> NativeStepAttention:
+        num_tokens = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+        start = np.array([chunk.start for chunk in chunks], np.int32)
+        num_blocks = -(-(start + num_tokens) // self.block_size)
+        tables: list[int] = []
+        for chunk, count in zip(chunks, num_blocks.tolist(), strict=True):
+            tables += chunk.block_table[:count]
+        rows = _Rows(
+            tables=np.array(tables, np.int32),
+            first_block=np.cumsum(num_blocks, dtype=np.int32) - num_blocks,
+            first_row=np.cumsum(num_tokens, dtype=np.int32) - num_tokens,
+            num_tokens=num_tokens,
+            start=start,
+        )
+        assert len(tables) == num_blocks.sum(), "a table is shorter than its sequence"
+        assert rows.tables.min() >= 0, "a kernel would follow it out of the pool"
+        assert rows.tables.max() < self.pool.num_blocks, "a kernel would follow it out of the pool"
+        batches: list[tuple[Callable[..., int], _Batch]] = []
+        torch_prefills: list[PrefillPart] = []
+        if (num_tokens == 1).any():
+            batches.append((self.kernels.decode_attention, _Batch(rows, num_tokens == 1)))
+        if (num_tokens > 1).any():
+            if self.torch_prefill is None:
+                batches.append((self.kernels.prefill_attention, _Batch(rows, num_tokens > 1)))
+            else:
+                torch_prefills = self.torch_prefill.prefills_of(chunks)
+        return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills)
+
+    def _slots(self, rows: _Rows) -> np.ndarray:
+        """Where each row's key of layer 0, head 0 goes. # int64 [T] bytes from the pool's base"""
+        chunk = np.repeat(np.arange(len(rows.start)), rows.num_tokens)  # of each row
+        positions = rows.start[chunk] + np.arange(len(chunk)) - rows.first_row[chunk]
+        blocks = rows.tables[rows.first_block[chunk] + positions // self.block_size].astype(np.int64)
+        return blocks * self.cache.block_stride + positions % self.block_size * self.cache.row_stride
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """All chunks of a step, as int32 arrays with one element per chunk, but for `tables`."""
+
+    tables: np.ndarray  # the chunks' block tables, one after the other
+    first_block: np.ndarray  # where in `tables` the chunk's begins
+    first_row: np.ndarray  # of the step's rows
+    num_tokens: np.ndarray
+    start: np.ndarray
+
+
+class _Batch:
+    """A `paged_batch` of some of the chunks, and the arrays it points to."""
+
+    def __init__(self, rows: _Rows, chosen: np.ndarray) -> None:
+        self._arrays = {
+            name: np.ascontiguousarray(getattr(rows, name)[chosen])
+            for name in ("first_block", "first_row", "num_tokens", "start")
+        } | {"tables": rows.tables}
+        pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
+        self.struct = PagedBatchStruct(num_sequences=int(chosen.sum()), **pointers)
+        self.address = ctypes.addressof(self.struct)
+
+
+class NativeStepAttention:
+    """One step's batches, made once and used by every layer."""
+
+    def __init__(
+        self,
+        backend: NativeAttention,
+        rotation: Rotation,
+        slots: np.ndarray,  # int64 [T] bytes from the pool's base
+        batches: list[tuple[Callable[..., int], _Batch]],
+        torch_prefills: list[PrefillPart],
+    ) -> None:
+        self.backend = backend
+        self.cache_address = ctypes.addressof(backend.cache)
+        self.rotation = rotation
+        self.slots = slots
+        self.batches = batches
+        self.torch_prefills = torch_prefills
+
+    def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """See `StepAttention`."""
+        backend, rotation = self.backend, self.rotation
+        num_rows, num_heads, head_dim = heads.shape
+        assert heads.is_contiguous(), "rotated in place, so a copy will not do"
+        assert heads.dtype is backend.pool.tensor.dtype, "the pool is read as what the model computes with"
+        backend.kernels.rope_and_write(
+            self.cache_address,
+            heads.data_ptr(),
+            rotation.cosine.data_ptr(),
+            rotation.sine.data_ptr(),
+            self.slots.ctypes.data,
+            num_rows,
+            layer,
+        )
+        attended = heads.new_empty((num_rows, backend.num_heads, head_dim))
+        for kernel, batch in self.batches:
+            failed = kernel(
+                self.cache_address,
+                batch.address,
+                heads.data_ptr(),
+                num_heads * head_dim,
+                attended.data_ptr(),
+                layer,
+            )
+            if failed:
+                raise MemoryError("no memory for attention's scratch")
+        if self.torch_prefills:
+            self._attend_with_torch(heads, attended, layer)
+        return attended
+
+    def _attend_with_torch(self, heads: torch.Tensor, attended: torch.Tensor, layer: int) -> None:
+        torch_prefill = self.backend.torch_prefill
+        assert torch_prefill is not None
+        num_heads, num_kv_heads = self.backend.num_heads, torch_prefill.num_kv_heads
+        query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        for part in self.torch_prefills:
+            rows = slice(part.first_row, part.first_row + part.num_tokens)
+            attended[rows] = torch_prefill.attend_prefill(part, query, key, value, layer)

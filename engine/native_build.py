@@ -1,0 +1,104 @@
+"""Compiles the C kernels for this CPU, once per machine, and keeps the library in the cache directory.
+
+    sources + flags + compiler's version  -- hash -->  <cache>/native/<target>-<hash>.so
+
+The library appears under its name by a rename, so that processes that build at the same time do not disturb each
+other and nobody loads half a file. Objects are compiled with OpenMP but linked without its library: the symbols resolve
+to the one torch has loaded, so the kernels and torch share one set of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
+_COMPILE_TIMEOUT_S = 120.0
+
+
+class NativeUnavailable(Exception):
+    """The kernels cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One instruction set to compile for."""
+
+    name: str
+    cpu_flags: frozenset[str]  # what /proc/cpuinfo must list
+    compiler_flags: tuple[str, ...]
+    lanes: int  # floats in a vector; rows are read two vectors at a time
+
+
+# Best first. The last one is whatever the compiler makes of vectors by default, on any architecture.
+TARGETS = (
+    Target(
+        "avx512",
+        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
+        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+        16,
+    ),
+    Target("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"), 8),
+    Target("generic", frozenset(), (), 8),
+)
+
+
+def choose_target(cpu_flags: frozenset[str], head_dim: int) -> Target:
+    """The best target of this CPU whose pair of vectors divides a head. Raises `NativeUnavailable`."""
+    for target in TARGETS:
+        if target.cpu_flags <= cpu_flags and head_dim % (2 * target.lanes) == 0:
+            return target
+    raise NativeUnavailable(f"no kernel takes heads of {head_dim}, only of multiples of 16")
+
+
+def find_compiler() -> Path:
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return Path(found)
+    raise NativeUnavailable(f"no C compiler found (looked for {', '.join(COMPILERS)})")
+
+
+def build(target: Target, cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """The shared library for `target`, compiled unless the cache has it. Raises `NativeUnavailable`."""
+    compiler = find_compiler()
+    flags = (*FLAGS, *target.compiler_flags, f"-DLANES={target.lanes}", *extra_flags)
+    sources = sorted(SOURCES.glob("*.c"))
+    digest = hashlib.sha256()
+    for part in (_run([compiler, "--version"]), " ".join(flags)):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    directory = cache_dir / "native"
+    library = directory / f"{target.name}-{digest.hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
+            objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
+            for source, compiled in zip(sources, objects, strict=True):
+                _run([compiler, *flags, "-c", source, "-o", compiled])
+            linked = Path(scratch) / library.name
+            _run([compiler, "-shared", *extra_flags, *objects, "-lm", "-o", linked])
+            os.replace(linked, library)
+    except OSError as error:
+        raise NativeUnavailable(f"cannot write {directory} ({error})") from error
+    return library
+
+
+def _run(command: Sequence[str | Path]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"the C compiler did not run: {error}") from error
+    if done.returncode != 0:
+        raise NativeUnavailable(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout

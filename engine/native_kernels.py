@@ -1,0 +1,78 @@
+"""The C kernels as Python callables: structs, argument types, and the choice of a library for this machine.
+
+Every call releases the GIL. Tensors are passed by their addresses; whoever calls keeps them alive and contiguous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from pathlib import Path
+
+from engine.cpu import cpu_flags
+from engine.native_build import NativeUnavailable, build, choose_target
+
+_log = logging.getLogger(__name__)
+
+_POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class KVCacheStruct(ctypes.Structure):
+    """`struct kv_cache` of kv_cache.h: the pool and the model's heads. Strides in bytes."""
+
+    _fields_ = (
+        ("base", _POINTER),
+        *((name, _I64) for name in ("block_stride", "layer_stride", "value_stride", "head_stride", "row_stride")),
+        *((name, _I32) for name in ("block_size", "head_dim", "num_heads", "num_kv_heads", "is_bf16", "num_threads")),
+        ("scale", _F32),
+    )
+
+
+class PagedBatchStruct(ctypes.Structure):
+    """`struct paged_batch` of kv_cache.h: pointers to int32 arrays."""
+
+    _fields_ = (
+        ("num_sequences", _I64),
+        *((name, _POINTER) for name in ("tables", "first_block", "first_row", "num_tokens", "start")),
+    )
+
+
+_ATTENTION = (_POINTER, _POINTER, _POINTER, _I64, _POINTER, _I64)
+_SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
+    "tandem_decode_attention": (_ATTENTION, ctypes.c_int),
+    "tandem_prefill_attention": (_ATTENTION, ctypes.c_int),
+    "tandem_rope_and_write": ((_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64), None),
+    "tandem_add_rms_norm": (
+        (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _F32, ctypes.c_int, ctypes.c_int),
+        None,
+    ),
+    "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
+}
+
+
+class Kernels:
+    """One loaded library. `decode_attention` and `prefill_attention` return 0, or 1 where memory ran out."""
+
+    def __init__(self, library: Path) -> None:
+        try:
+            loaded = ctypes.CDLL(str(library))
+            for name, (arguments, result) in _SIGNATURES.items():
+                function = getattr(loaded, name)
+                function.argtypes, function.restype = arguments, result
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailable(f"{library} does not load: {error}") from error
+        self.library = library
+        self.decode_attention = loaded.tandem_decode_attention
+        self.prefill_attention = loaded.tandem_prefill_attention
+        self.rope_and_write = loaded.tandem_rope_and_write
+        self.add_rms_norm = loaded.tandem_add_rms_norm
+        self.silu_and_multiply = loaded.tandem_silu_and_multiply
+
+
+def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
+    """The kernels for this CPU and heads of `head_dim`, or None, with the reason in the log."""
+    try:
+        return Kernels(build(choose_target(cpu_flags(), head_dim), cache_dir))
+    except NativeUnavailable as reason:
+        _log.warning("no C kernels: %s. Plain torch computes instead, more slowly.", reason)
+        return None

@@ -1,0 +1,48 @@
+"""The C kernels behind the `Ops` interface."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.native_kernels import Kernels
+
+
+class NativeOps:
+    """On the CPU, for float32 and bfloat16."""
+
+    def __init__(self, kernels: Kernels, num_threads: int) -> None:
+        self.kernels = kernels
+        self.num_threads = num_threads
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        assert hidden.is_contiguous(), "changed in place, so a copy will not do"
+        update = None if update is None else update.contiguous()
+        normed = torch.empty_like(hidden)
+        self.kernels.add_rms_norm(
+            hidden.data_ptr(),
+            None if update is None else update.data_ptr(),
+            weight.data_ptr(),
+            normed.data_ptr(),
+            hidden.shape[0],
+            hidden.shape[1],
+            epsilon,
+            hidden.dtype is torch.bfloat16,
+            self.num_threads,
+        )
+        return normed
+
+    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        activated = gate_up.new_empty((num_rows, size))
+        self.kernels.silu_and_multiply(
+            gate_up.data_ptr(),
+            activated.data_ptr(),
+            num_rows,
+            size,
+            gate_up.dtype is torch.bfloat16,
+            self.num_threads,
+        )
+        return activated

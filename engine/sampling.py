@@ -1,0 +1,149 @@
+"""From logits to tokens, as a pure function of (logits, the request's tokens so far, seed, position).
+
+    logits -> logit_bias -> repetition penalty (prompt and output) -> presence and frequency penalties (output)
+           -> greedy: the highest, the lowest id where they tie
+           -> else: / temperature -> top_k -> top_p -> min_p -> inverse CDF at uniform_draw(seed, position)
+
+Reported log-probabilities are those of the model itself: log-softmax of the raw logits, before any of the above.
+Numpy alone, so that the fake runner draws by the same code. All of it is float32, but float64 where sums decide.
+A vocabulary is not sorted where a few of its likeliest tokens decide: that would cost more than the model's own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from core.request import SamplingParams, uniform_draw
+from core.step import SampledToken, ScheduledChunk
+
+_PREFIXES = (64, 1024, 8192)  # how many of the likeliest tokens are sorted before all are
+
+
+def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk]) -> dict[str, SampledToken]:
+    """One token for each chunk; row i of `logits` belongs to chunk i. # logits: float32 [len(chunks), vocab]"""
+    assert len(logits) == len(chunks), "one row of logits for each chunk that samples"
+    plain_greedy = [index for index, chunk in enumerate(chunks) if is_plain_greedy(chunk.sampling)]
+    chosen: dict[int, int] = {}
+    if plain_greedy:
+        rows = logits if len(plain_greedy) == len(chunks) else logits[plain_greedy]
+        chosen = dict(zip(plain_greedy, rows.argmax(axis=-1).tolist(), strict=True))
+    sampled = {}
+    for index, chunk in enumerate(chunks):
+        token_id = chosen[index] if index in chosen else choose(logits[index], chunk)
+        sampled[chunk.sequence_id] = with_logprobs(logits[index], token_id, chunk.sampling.num_logprobs)
+    return sampled
+
+
+def is_plain_greedy(sampling: SamplingParams) -> bool:
+    """Whether the token is simply the highest logit."""
+    return sampling.greedy and is_plain(sampling)
+
+
+def is_plain(sampling: SamplingParams) -> bool:
+    """Whether the logits stay as the model gave them."""
+    return (
+        not sampling.logit_bias
+        and sampling.repetition_penalty == 1.0
+        and sampling.presence_penalty == 0.0
+        and sampling.frequency_penalty == 0.0
+    )
+
+
+def choose(logits: np.ndarray, chunk: ScheduledChunk) -> int:
+    """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
+    sampling = chunk.sampling
+    position = chunk.start + chunk.num_tokens
+    adjusted = adjust(logits, sampling, chunk.token_ids[:position], chunk.num_prompt_tokens)
+    if sampling.greedy:
+        return int(adjusted.argmax())
+    draw = uniform_draw(sampling.seed, position)
+    token_ids, probabilities, mass = _likeliest(adjusted, sampling, draw)
+    place = np.searchsorted(probabilities.cumsum(), draw * mass, side="right")
+    return int(token_ids[min(int(place), len(token_ids) - 1)])
+
+
+def adjust(
+    logits: np.ndarray, sampling: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
+) -> np.ndarray:
+    """Logits after bias and penalties. # float32 [vocab] -> the same, or the array itself if it stays"""
+    if is_plain(sampling):
+        return logits
+    adjusted = logits.copy()
+    if sampling.logit_bias:
+        adjusted[list(sampling.logit_bias.keys())] += list(sampling.logit_bias.values())
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(np.asarray(token_ids, dtype=np.int64))
+        penalized = adjusted[seen]
+        adjusted[seen] = np.where(
+            penalized > 0, penalized / sampling.repetition_penalty, penalized * sampling.repetition_penalty
+        )
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        output = np.asarray(token_ids[num_prompt_tokens:], dtype=np.int64)
+        written, counts = np.unique(output, return_counts=True)
+        adjusted[written] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    return adjusted
+
+
+def filtered_distribution(adjusted: np.ndarray, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids that may be drawn, most likely first (ties: lowest id first), and their unnormalized probabilities.
+
+    Each filter sees what the one before it left, renormalized. At least the most likely token always stays.
+    # float [vocab] -> int64 [n], float64 [n]
+    """
+    token_ids, probabilities, _ = _likeliest(adjusted, sampling, share=1.0)
+    return token_ids, probabilities
+
+
+def _likeliest(
+    adjusted: np.ndarray, sampling: SamplingParams, share: float
+) -> tuple[np.ndarray, np.ndarray, np.float64]:
+    """The first tokens of the filtered distribution, at least up to `share` of its mass.
+
+    # float [vocab] -> int64 [n] token ids, float64 [n] unnormalized probabilities, their sum over the distribution
+    """
+    scaled = adjusted / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    vocab = len(weights)
+    sizes = [sampling.top_k] if 0 < sampling.top_k < vocab else [size for size in _PREFIXES if size < vocab] + [vocab]
+    for size in sizes:
+        order = _descending(scaled, size)
+        probabilities = weights[order].astype(np.float64)
+        cumulative = probabilities.cumsum()
+        mass = cumulative[-1] if size == sizes[-1] else weights.sum(dtype=np.float64)  # before top_p and min_p
+        num_kept = len(order) if size == sizes[-1] else vocab
+        if sampling.top_p < 1.0:
+            # A token stays while the mass before it is short of top_p, so the one that crosses stays, too.
+            num_kept = min(num_kept, int(np.searchsorted(cumulative, sampling.top_p * mass, side="left")) + 1)
+        if sampling.min_p > 0.0:
+            num_kept = min(num_kept, int(np.count_nonzero(weights >= sampling.min_p)))  # the largest is 1
+        if num_kept <= len(order):
+            return order[:num_kept], probabilities[:num_kept], cumulative[num_kept - 1]
+        if sampling.top_p == 1.0 and sampling.min_p == 0.0 and share * mass < cumulative[-1]:
+            return order, probabilities, mass
+    raise AssertionError("the last size is all that the filters leave")
+
+
+def _descending(values: np.ndarray, top_k: int) -> np.ndarray:
+    """Indices of the `top_k` highest values (0 = all), highest first, lowest index first where they tie."""
+    if not 0 < top_k < len(values):
+        return np.argsort(-values, kind="stable")
+    # Only candidates are sorted: everything from the k-th highest value up, ties at the border included.
+    border = np.partition(values, len(values) - top_k)[len(values) - top_k]
+    candidates = np.flatnonzero(values >= border)
+    return candidates[np.argsort(-values[candidates], kind="stable")][:top_k]
+
+
+def with_logprobs(logits: np.ndarray, token_id: int, num_logprobs: int | None) -> SampledToken:
+    """The token with the log-probabilities that were asked for. # logits: float32 [vocab], raw"""
+    if num_logprobs is None:
+        return SampledToken(token_id)
+    highest = logits.max()
+    logprobs = logits - (highest + np.log(np.exp(logits - highest).sum(dtype=np.float64))).astype(np.float32)
+    best = _descending(logits, num_logprobs) if num_logprobs else ()
+    return SampledToken(
+        token_id,
+        logprob=float(logprobs[token_id]),
+        top_logprobs=tuple((int(index), float(logprobs[index])) for index in best),
+    )

@@ -1,0 +1,198 @@
+"""Reading a tokenizer out of what a model brings along: GGUF metadata or a Hugging Face directory.
+
+Two families are served, told apart by how a token's text becomes bytes:
+
+    byte-level    every byte is written as one printable character (GPT-2's alphabet)
+    sentencepiece a space is written as U+2581, a byte without a character as <0xNN>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from core.errors import ConfigError
+from engine.gguf_file import GGUFFile
+from engine.model_source import ModelSource, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    tokenizer: Tokenizer
+    byte_level: bool  # else sentencepiece
+    strip_first_space: bool
+    added_tokens: Mapping[int, str]  # id -> text, for tokens that are not in either alphabet
+    special_ids: frozenset[int]  # of the added tokens, those that have no text in an answer
+    bos_prefix: tuple[int, ...]  # put before a text by `add_special`, where the tokenizer itself does not do it
+    chat_template: str | None
+    template_tokens: Mapping[str, str]  # bos_token, eos_token: names the template may use
+
+
+# ---- GGUF
+
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split(pattern: str) -> list[Any]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+
+
+# tokenizer.ggml.pre -> the steps that cut a text before merging; absent means GPT-2's own
+_GGUF_PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
+    "gpt-2": lambda: [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
+    "llama-bpe": lambda: _split(_LLAMA3_SPLIT),
+    "qwen2": lambda: _split(_LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")),
+}
+
+
+def from_gguf(source: ModelSource) -> TokenizerFiles:
+    """The byte-level BPE in a GGUF file. Raises `ConfigError` naming a kind that is not served."""
+    assert source.path is not None
+    file = GGUFFile(source.path)
+    model = file.field("tokenizer.ggml.model")
+    if model != "gpt2":
+        raise ConfigError(f"{source.path}: tokenizer {model!r} is not served from GGUF: use the Hugging Face directory")
+    pre = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if pre == "default":
+        pre = "gpt-2"
+    if pre not in _GGUF_PRE_TOKENIZERS:
+        raise ConfigError(
+            f"{source.path}: pre-tokenizer {pre!r} is not served; known: {', '.join(_GGUF_PRE_TOKENIZERS)}"
+        )
+    texts: list[str] = file.field("tokenizer.ggml.tokens")
+    kinds: list[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(texts))
+    merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges")]
+    vocabulary = {text: index for index, text in enumerate(texts)}
+    # Llama 3 takes a whole word that is in the vocabulary, even where no merges lead to it.
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_GGUF_PRE_TOKENIZERS[pre]())
+    tokenizer.decoder = decoders.ByteLevel()
+    added = {index: texts[index] for index, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED)}
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for index, text in added.items() if kinds[index] == _CONTROL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for index, text in added.items() if kinds[index] == _USER_DEFINED]
+    )
+    ids: dict[str, int] = {
+        name: file.metadata[key]
+        for name in ("bos", "eos")
+        if (key := f"tokenizer.ggml.{name}_token_id") in file.metadata
+    }
+    adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos" in ids
+    return TokenizerFiles(
+        tokenizer=tokenizer,
+        byte_level=True,
+        strip_first_space=False,
+        added_tokens=added,
+        special_ids=frozenset(index for index in added if kinds[index] == _CONTROL),
+        bos_prefix=(ids["bos"],) if adds_bos else (),
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        template_tokens={f"{name}_token": texts[index] for name, index in ids.items()},
+    )
+
+
+# ---- Hugging Face
+
+
+def from_directory(source: ModelSource) -> TokenizerFiles:
+    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a directory. Raises `ConfigError`."""
+    assert source.path is not None
+    path = source.path / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{source.path} has no tokenizer.json: save the model's tokenizer beside its weights")
+    text = path.read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises no narrower type
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    # What cuts or pads ids for training would lose parts of a prompt.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    raw = json.loads(text)
+    byte_level, strip_first_space = _decoder_family(raw.get("decoder"), source)
+    options_path = source.path / "tokenizer_config.json"
+    options = read_json(options_path) if options_path.is_file() else {}
+    added = tokenizer.get_added_tokens_decoder()
+    return TokenizerFiles(
+        tokenizer=tokenizer,
+        byte_level=byte_level,
+        strip_first_space=strip_first_space,
+        added_tokens={index: token.content for index, token in added.items()},
+        special_ids=frozenset(index for index, token in added.items() if token.special),
+        bos_prefix=(),  # the post-processor in tokenizer.json adds it
+        chat_template=_directory_template(source, options),
+        template_tokens=_template_tokens(options),
+    )
+
+
+def _decoder_family(decoder: Mapping[str, Any] | None, source: ModelSource) -> tuple[bool, bool]:
+    """(byte-level rather than sentencepiece, a first space is not part of the text)"""
+    steps = (decoder or {}).get("decoders", [decoder or {}])
+    kinds = [step.get("type") for step in steps]
+    if "ByteLevel" in kinds:
+        return True, False
+    if "ByteFallback" in kinds:
+        strips = any(step.get("type") == "Strip" and step.get("start", 0) > 0 for step in steps)
+        return False, strips or "Metaspace" in kinds
+    raise ConfigError(
+        f"{source.path}: a tokenizer that decodes by {kinds} is not served; known: ByteLevel, ByteFallback"
+    )
+
+
+def _directory_template(source: ModelSource, options: Mapping[str, Any]) -> str | None:
+    assert source.path is not None
+    own_file = source.path / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    template = options.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        return named.get("default")
+    return template
+
+
+def _template_tokens(options: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in ("bos_token", "eos_token"):
+        token = options.get(name)
+        found[name] = token.get("content", "") if isinstance(token, Mapping) else token or ""
+    return found
+
+
+# ---- a token's bytes
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+
+
+def byte_level_bytes(text: str) -> bytes:
+    alphabet = _byte_of_character()
+    try:
+        return bytes(alphabet[character] for character in text)
+    except KeyError:  # no token of the alphabet: it stands for itself
+        return text.encode("utf-8")
+
+
+def sentencepiece_bytes(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("\u2581", " ").encode("utf-8")

@@ -1,0 +1,194 @@
+"""Where a model's numbers come from: GGUF, safetensors or a seeded generator, all by Hugging Face names.
+
+Each tensor is read, converted and copied into its slot before the next is touched, so no second copy of the model ever
+exists. A checkpoint must hold exactly what the config says: what is missing, left over or misshapen is named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from core.errors import ConfigError
+from engine.gguf_file import GGUFFile
+from engine.model_config import ModelConfig
+from engine.model_source import ModelSource, SourceKind, read_json
+from engine.model_weights import ModelWeights, allocate_weights
+
+Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
+
+
+class WeightSource(Protocol):
+    def names(self) -> set[str]: ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor in any float type, on the CPU."""
+        ...
+
+
+def load_weights(
+    source: ModelSource,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Progress | None = None,
+) -> ModelWeights:
+    """The weights of `source` in `dtype` on `device`. Raises `ConfigError` naming the tensor that does not fit."""
+    weights = allocate_weights(config, dtype, device)
+    slots = weights.slots()
+    origin = open_weights(source, config, slots)
+    missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
+    if missing:
+        raise ConfigError(f"{source.name}: the checkpoint lacks {_listed(missing)}")
+    if extra:
+        raise ConfigError(f"{source.name}: the checkpoint holds {_listed(extra)}, which the model has no place for")
+    for count, (name, slot) in enumerate(slots.items(), start=1):
+        tensor = origin.read(name)
+        if tensor.shape != slot.shape:
+            raise ConfigError(f"{source.name}: {name} is {list(tensor.shape)}, the config asks for {list(slot.shape)}")
+        slot.copy_(tensor)
+        if on_progress is not None:
+            on_progress(count, len(slots))
+    return weights
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
+
+
+def open_weights(source: ModelSource, config: ModelConfig, slots: dict[str, torch.Tensor]) -> WeightSource:
+    """The reader for the kind of `source`."""
+    if source.kind is SourceKind.RANDOM:
+        return RandomWeights(slots)
+    assert source.path is not None, f"{source.kind} has no weights"
+    if source.kind is SourceKind.GGUF:
+        return GGUFWeights(source.path, config)
+    return SafetensorsWeights(source.path, config)
+
+
+# ---- safetensors
+
+# Buffers that older checkpoints carry along and the config tells as well.
+_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
+
+
+class SafetensorsWeights:
+    """One model.safetensors, or the shards that model.safetensors.index.json lists."""
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            listed = read_json(index).get("weight_map")
+            if not isinstance(listed, dict):
+                raise ConfigError(f"{index} holds no weight_map")
+            shards = sorted({directory / str(shard) for shard in listed.values()})
+        else:
+            shards = [directory / "model.safetensors"]
+        self._files: list[Any] = []
+        self._file_of: dict[str, int] = {}
+        for shard in shards:
+            try:
+                opened: Any = safe_open(shard, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"cannot read {shard}: {error}") from error
+            self._files.append(opened)
+            self._file_of |= {name: len(self._files) - 1 for name in opened.keys()}  # noqa: SIM118 (no mapping)
+        # A tied head may be written out a second time.
+        tied = {"lm_head.weight"} if config.tie_embeddings else set()
+        self._names = {name for name in self._file_of if name not in tied and not _DERIVED.match(name)}
+
+    def names(self) -> set[str]:
+        return self._names
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+# ---- GGUF
+
+_GGUF_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_GGUF_DERIVED = {"rope_freqs.weight"}  # read into the config
+
+
+class GGUFWeights:
+    """A GGUF file's tensors. Architecture `llama` stores q and k for an interleaved rope; that is undone here."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._file = GGUFFile(path)
+        self._gguf_name = {_hf_name(name): name for name in self._file.tensors if name not in _GGUF_DERIVED}
+        self._num_heads: dict[str, int] = {}
+        if self._file.field("general.architecture") == "llama":
+            self._num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+
+    def names(self) -> set[str]:
+        return set(self._gguf_name)
+
+    def read(self, name: str) -> torch.Tensor:
+        gguf_name = self._gguf_name[name]
+        # A copy, since the file is mapped read-only and torch has no read-only tensors.
+        tensor = torch.from_numpy(self._file.tensor(gguf_name).copy())
+        layer = _GGUF_LAYER.fullmatch(gguf_name)
+        num_heads = self._num_heads.get(layer[2]) if layer else None
+        if num_heads is None or tensor.shape[0] % (2 * num_heads):
+            return tensor
+        half = tensor.shape[0] // num_heads // 2
+        return tensor.view(num_heads, half, 2, *tensor.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _hf_name(gguf_name: str) -> str:
+    """The Hugging Face name; an unknown tensor keeps its own, and so is reported as one without a place."""
+    layer = _GGUF_LAYER.fullmatch(gguf_name)
+    if layer is None:
+        return _GGUF_OUTER.get(gguf_name, gguf_name)
+    if layer[2] not in _GGUF_INNER:
+        return gguf_name
+    return f"model.layers.{layer[1]}.{_GGUF_INNER[layer[2]]}.{layer[3]}"
+
+
+# ---- random
+
+
+class RandomWeights:
+    """Numbers drawn from each tensor's name, so every worker draws the same ones and in any order."""
+
+    def __init__(self, slots: dict[str, torch.Tensor]) -> None:
+        self._shapes = {name: slot.shape for name, slot in slots.items()}
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def read(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
+        drawn = torch.randn(shape, generator=generator)
+        if "norm" in name:
+            return 1.0 + 0.1 * drawn
+        # Products keep the scale of their inputs; embeddings stay small beside them, or a token would echo itself.
+        scaled: torch.Tensor = drawn * shape[-1] ** -0.5
+        return scaled

@@ -1,0 +1,351 @@
+"""TransferAgent: the shell of a TransferMachine. One thread owns the transport; nobody else touches it.
+
+    any thread --perform(actions)--> [ agent thread: transport ] --on_events(events)--> the caller
+
+The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
+moves it goes round without a pause; else it waits for a command, each time twice as long, up to a limit that is shorter
+when transfers are alive. A second thread computes digests, so that the next read need not wait for those of the last.
+The agent decides nothing: which block goes where, what is repeated and given up is the business of the machine.
+
+`on_events` is called on the agent's thread and must not block; an event loop passes a function that does
+`loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from core.config import TransferConfig
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, OfferedBlock, Ready
+from kv_transfer.digests import Digester, Digests
+from kv_transfer.events import (
+    AgentAction,
+    AgentEvent,
+    AgentFailed,
+    Connect,
+    Disconnect,
+    MessageReceived,
+    PeerLost,
+    ReadFailed,
+    ReadFinished,
+    SendMessage,
+    StartRead,
+)
+from kv_transfer.path_speed import PathSpeed
+from kv_transfer.plan import Run, TransferPlan
+from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
+from protos.handoff_codec import MalformedMessage, decode, encode
+
+FIRST_PAUSE_S = 0.00005
+MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
+
+logger = logging.getLogger(__name__)
+
+OnEvents = Callable[[list[AgentEvent]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIdentity:
+    """Who a transfer agent is. A restart makes another one, so nothing old can match."""
+
+    worker_id: str
+    incarnation: int  # random 64 bits, not 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.worker_id}.{self.incarnation:016x}"
+
+
+@dataclass(slots=True)
+class _Read:
+    action: StartRead
+    plan: TransferPlan
+    deadline: float
+    timed_out: bool = False
+
+
+class TransferAgent:
+    def __init__(
+        self,
+        config: TransferConfig,
+        identity: AgentIdentity,
+        pool: PoolMemory,
+        open_transport: Callable[[str], Transport],
+        on_events: OnEvents,
+    ) -> None:
+        """`open_transport` makes a transport of the given name; it is called on the agent's thread by `start`."""
+        self.config = config
+        self.identity = identity
+        self.pool = pool
+        self.num_malformed = 0  # notifications that were no message; written by the agent's thread alone
+        self.num_unsent = 0  # messages to peers that are gone
+        self._open_transport = open_transport
+        self._on_events = on_events
+        self._address: AgentAddress | None = None
+        self._commands: deque[AgentAction] = deque()
+        self._events: list[AgentEvent] = []
+        self._peers: dict[str, AgentAddress] = {}  # connected
+        self._reads: dict[int, _Read] = {}  # by the transport's handle
+        self._paths: dict[str, PathSpeed] = {}  # by peer, since it was connected
+        self._slow: set[str] = set()  # peers whose slow path was told
+        self._active = False
+        self._closing = False
+        self._failure = ""
+        self._wake = threading.Event()
+        self._digester = Digester(identity.name, pool, config.verify_digests, self._wake.set)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{identity.name}", daemon=True)
+
+    # ---- for any thread
+
+    def start(self, timeout_s: float = 30.0) -> AgentAddress:
+        """Open the transport and register the pool; returns our address. Blocks: call it from a thread.
+
+        Raises `TransportError` where that fails or takes longer than `timeout_s`.
+        """
+        self._thread.start()
+        if not self._started.wait(timeout_s):
+            raise TransportError(f"the transport did not start within {timeout_s} s")
+        return self.address
+
+    @property
+    def address(self) -> AgentAddress:
+        """Raises `TransportError` before `start` and after a failure."""
+        if self._address is None:
+            raise TransportError(self._failure or "the transfer agent was not started")
+        return self._address
+
+    def perform(self, actions: Iterable[AgentAction], active: bool) -> None:
+        """Queue actions of the machine. `active`: whether it has live transfers (`TransferMachine.alive`).
+
+        Once the agent was closed or has failed, they are dropped.
+        """
+        if self._closing or self._failure:
+            return
+        self._commands.extend(actions)
+        self._active = active
+        self._wake.set()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Perform what is queued, end all reads and leave. Raises `TransportError` after `timeout_s`."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TransportError(f"the transfer agent did not end within {timeout_s} s")
+
+    # ---- the agent's thread
+
+    def _run(self) -> None:
+        transport: Transport | None = None
+        try:
+            transport = self._open_transport(self.identity.name)
+            transport.register(self.pool)
+            self._address = AgentAddress(
+                name=self.identity.name,
+                incarnation=self.identity.incarnation,
+                metadata=transport.metadata(),
+                pool_base=self.pool.address,
+                num_blocks=self.pool.num_blocks,
+                layout=self.pool.layout,
+                lease_s=self.config.lease_s,
+            )
+            self._started.set()
+            self._pump(transport)
+        except Exception as error:
+            # The thread's boundary: whatever it is, the worker must hear of it, since its pool cannot be read any more.
+            logger.exception("transfer agent %s failed", self.identity.name)
+            self._failure = f"{type(error).__name__}: {error}"
+            self._address = None
+            self._on_events([AgentFailed(self._failure)])
+        finally:
+            self._started.set()
+            self._close(transport)
+
+    def _pump(self, transport: Transport) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._closing:
+            if self._round(transport):
+                pause_s = FIRST_PAUSE_S
+                time.sleep(0)  # others may want the interpreter
+                continue
+            self._wake.wait(pause_s)
+            self._wake.clear()
+            pause_s = min(2 * pause_s, self.config.active_pump_s if self._is_active else self.config.idle_pump_s)
+        while self._commands or self._digester.busy:
+            if not self._round(transport):
+                self._wake.wait(FIRST_PAUSE_S)
+
+    def _close(self, transport: Transport | None) -> None:
+        self._digester.close()
+        self._commands.clear()
+        if transport is not None:
+            try:
+                transport.close()
+            except TransportError as error:
+                logger.error("transfer agent %s did not close well: %s", self.identity.name, error)
+
+    @property
+    def _is_active(self) -> bool:
+        return self._active or bool(self._reads)
+
+    def _round(self, transport: Transport) -> bool:
+        """Perform, poll, report. Whether anything happened, or is about to."""
+        num_commands = len(self._commands)
+        if num_commands > MAX_COMMANDS:
+            raise TransportError(f"{num_commands} actions wait for the transfer agent")
+        for _ in range(num_commands):
+            action = self._commands.popleft()
+            self._perform(transport, action)
+            if isinstance(action, StartRead):
+                break  # it may have taken as long as the copy; look at the others first
+        self._time_out_reads(transport)
+        self._digester.take()
+        for event in transport.poll():
+            match event:
+                case ReadDone(handle):
+                    self._finish_read(self._reads.pop(handle))
+                case ReadBroken(handle, error):
+                    self._read_broke(transport, self._reads.pop(handle), error)
+                case Notification(peer, payload):
+                    self._receive(peer, payload)
+        events, self._events = self._events, []
+        if events:
+            self._on_events(events)
+        return bool(num_commands or events or transport.busy)
+
+    def _perform(self, transport: Transport, action: AgentAction) -> None:
+        match action:
+            case Connect(peer):
+                try:
+                    transport.connect(peer)
+                    self._peers[peer.name] = peer
+                    self._paths[peer.name] = PathSpeed()
+                except TransportError as error:
+                    self._events.append(PeerLost(peer.name, str(error)))
+            case Disconnect(peer):
+                self._disconnect(transport, peer)
+            case SendMessage(peer, message):
+                self._send(transport, peer, message)
+            case StartRead():
+                self._start_read(transport, action)
+
+    def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
+        if isinstance(message, Ready) and message.blocks and peer in self._peers:
+
+            def with_digests(digests: Digests) -> None:
+                if digests:
+                    pairs = zip(message.blocks, digests, strict=True)
+                    blocks = tuple(OfferedBlock(block.position, block.block, digest) for block, digest in pairs)
+                    self._notify(transport, peer, replace(message, blocks=blocks))
+                else:
+                    self._notify(transport, peer, message)
+
+            self._digester.of_offered(message, self._peers[peer].layout, with_digests)
+        else:
+            self._notify(transport, peer, message)
+
+    def _notify(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
+        if peer not in self._peers:  # its PeerLost is on the way to the machine
+            self.num_unsent += 1
+            return
+        try:
+            transport.notify(peer, encode(message))
+        except TransportError as error:
+            self.num_unsent += 1
+            self._lose(transport, peer, error)
+
+    def _start_read(self, transport: Transport, action: StartRead) -> None:
+        # The clock starts first: over shared memory the copy happens inside start_read.
+        deadline = time.monotonic() + action.timeout_s
+        peer = self._peers.get(action.peer)
+        if peer is None:
+            self._events.append(ReadFailed(action.read_id, AbortReason.PEER_LOST, f"not connected to {action.peer}"))
+            return
+        read = _Read(action, TransferPlan(peer.layout, self.pool.layout), deadline)
+        try:
+            self._paths[action.peer].begin(time.monotonic())
+            handle = transport.start_read(action.peer, _runs(read))
+        except TransportError as error:
+            self._read_broke(transport, read, error)
+        else:
+            self._reads[handle] = read
+
+    def _finish_read(self, read: _Read) -> None:
+        def report(digests: Digests) -> None:
+            self._events.append(ReadFinished(read.action.read_id, digests))
+
+        self._watch_path(read, len(read.action.pairs) * read.plan.piece_bytes)
+        self._digester.of_read(read.action, read.plan.source, report)
+
+    def _watch_path(self, read: _Read, num_bytes: int) -> None:
+        """Tell once of a path that is slow, and again when it no longer is."""
+        peer = read.action.peer
+        speed = self._paths[peer].end(num_bytes, time.monotonic()) if peer in self._paths else None
+        if speed is None or (speed < self.config.slow_path_bytes_per_s) == (peer in self._slow):
+            return
+        if peer in self._slow:
+            self._slow.discard(peer)
+            logger.info("reads from %s run at %.2f GB/s again", peer, speed / 1e9)
+        else:
+            self._slow.add(peer)
+            logger.warning(
+                "reads from %s run at %.3f GB/s, below slow_path_bytes_per_s (%.3f): `tandem doctor` may tell why",
+                peer, speed / 1e9, self.config.slow_path_bytes_per_s / 1e9,
+            )  # fmt: skip
+
+    def _time_out_reads(self, transport: Transport) -> None:
+        now = time.monotonic()
+        for handle, read in self._reads.items():
+            if now >= read.deadline and not read.timed_out:
+                read.timed_out = True
+                transport.cancel(handle)
+
+    def _read_broke(self, transport: Transport, read: _Read, error: TransportError) -> None:
+        gone = isinstance(error, PeerDisconnected)
+        self._watch_path(read, 0)
+        detail = f"no end after {read.action.timeout_s:.1f} s" if read.timed_out else str(error)
+        reason = AbortReason.PEER_LOST if gone else AbortReason.READ_FAILED
+        self._events.append(ReadFailed(read.action.read_id, reason, detail))
+        if gone:
+            self._lose(transport, read.action.peer, error)
+
+    def _lose(self, transport: Transport, peer: str, error: TransportError) -> None:
+        """Once per connection, however many operations find out."""
+        if peer in self._peers:
+            self._disconnect(transport, peer)
+            self._events.append(PeerLost(peer, str(error)))
+
+    def _disconnect(self, transport: Transport, peer: str) -> None:
+        self._peers.pop(peer, None)
+        self._paths.pop(peer, None)
+        self._slow.discard(peer)
+        transport.disconnect(peer)  # its reads come back broken from the next poll
+
+    def _receive(self, peer: str, payload: bytes) -> None:
+        try:
+            self._events.append(MessageReceived(peer, decode(payload)))
+        except MalformedMessage as error:
+            self.num_malformed += 1
+            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever sends them shall not fill the log
+                logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)
+
+
+def _runs(read: _Read) -> list[Run]:
+    action = read.action
+    if not action.pieces:
+        return read.plan.runs_of_blocks(action.pairs)
+    moved = zip(action.pieces, action.pairs, strict=True)
+    return read.plan.runs_of_pieces((piece, source, target) for piece, (source, target) in moved)
+
+
+def agent_actions(actions: Sequence[object]) -> list[AgentAction]:
+    """Those of a machine's actions that are for the agent."""
+    return [action for action in actions if isinstance(action, AgentAction)]

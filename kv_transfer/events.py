@@ -1,0 +1,148 @@
+"""What enters and leaves a TransferMachine.
+
+    worker machine --offer, add_ready, reserve_pull, ...--> TransferMachine --results-----> worker machine
+    agent          --events-------------------------------> TransferMachine --AgentAction-> agent
+
+A worker machine calls the TransferMachine synchronously and gets a list of actions. It keeps the results (`PullEnded`,
+`OfferEnded`) for itself and passes the rest on to its shell, which gives them to the agent. What the agent reports
+comes back through `TransferMachine.handle`.
+
+Whoever performs the actions (the agent, or the simulator) owes this:
+  - `SendMessage` of a READY: fill in the digest of every offered block just before sending, unless digests are off;
+  - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
+    nothing writes into the target blocks any more;
+  - `Connect` or `SendMessage` that fails for good: one `PeerLost`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, TransferId
+from core.machine import Tick
+
+# ---- events: from the agent
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    peer: str  # name of the agent it came from, as the transport knows it
+    message: HandoffMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFinished:
+    """All blocks of a read are in place. `digests` are those of the target blocks, in the order of the read's pairs."""
+
+    read_id: int
+    digests: tuple[int, ...]  # empty where digests are off
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read ended without its bytes, and writes nothing any more."""
+
+    read_id: int
+    reason: AbortReason  # READ_FAILED or PEER_LOST
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection to a peer is gone. `died` only where it is known that the peer's process has ended."""
+
+    peer: str
+    detail: str = ""
+    died: bool = False
+
+
+TransferEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFailed:
+    """The agent itself cannot go on; not for the machine. The worker must stop: its pool can no longer be read."""
+
+    detail: str
+
+
+AgentEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | AgentFailed
+
+# ---- actions: for the agent
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    peer: AgentAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    peer: str
+    message: HandoffMessage
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    read_id: int  # never used twice by one machine
+    transfer_id: TransferId
+    peer: str
+    pairs: tuple[tuple[int, int], ...]  # (source block, target block), rising by source
+    timeout_s: float
+    pieces: tuple[int, ...] = ()  # where the pools' layouts differ: which piece (kv_transfer/plan.py) each pair moves
+
+
+AgentAction = Connect | Disconnect | SendMessage | StartRead
+
+# ---- results: for the worker machine around it
+
+
+@dataclass(frozen=True, slots=True)
+class PullStats:
+    num_blocks: int
+    num_bytes: int
+    num_reads: int
+    num_blocks_reread: int  # whose digest did not match at first
+    total_s: float  # from reserve_pull
+    read_s: float  # in which at least one read was in flight
+    exposed_s: float  # after the owner's last READY: what was not hidden behind its computing
+
+
+@dataclass(frozen=True, slots=True)
+class PullCompleted:
+    """Every target block holds the owner's bytes, verified under a lease that was still our own."""
+
+    transfer_id: TransferId
+    first_token_id: int | None
+    stats: PullStats
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """The target blocks hold nothing of use, and no read of ours touches them any more."""
+
+    transfer_id: TransferId
+    state: PullerState  # FAILED or CANCELLED
+    reason: AbortReason
+    detail: str = ""
+
+
+PullEnded = PullCompleted | PullFailed  # exactly one for each reserve_pull
+
+
+@dataclass(frozen=True, slots=True)
+class OfferEnded:
+    """No block of the offer is leased any more; exactly one for each offer. `reason` is None where all went well."""
+
+    transfer_id: TransferId
+    state: OwnerState  # RELEASED, EXPIRED or ABORTED
+    reason: AbortReason | None
+
+
+TransferResult = PullCompleted | PullFailed | OfferEnded
+TransferAction = AgentAction | TransferResult

@@ -1,0 +1,32 @@
+"""What a worker's transfers add to what it says about itself: its load, and who holds its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.handoff import OwnerState
+from core.ledger import Claim
+from core.worker import WorkerLoad
+from kv_transfer.machine import TransferMachine
+from kv_transfer.peers import Drop, short_name
+
+
+def with_transfers(load: WorkerLoad, transfers: TransferMachine) -> WorkerLoad:
+    counters = transfers.counters
+    return replace(
+        load,
+        num_transfers=transfers.num_alive,
+        transfers=transfers.num_by_state(),
+        transferred_bytes=counters.num_bytes_read,
+        transfer_seconds=counters.read_seconds,
+        num_expired_leases=counters.offers[OwnerState.EXPIRED.value],
+        num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
+    )
+
+
+def transfer_claims(transfers: TransferMachine, now: float) -> list[Claim]:
+    """The leased blocks of every live offer and the target blocks of every live pull."""
+    return [
+        Claim(short_name(status.transfer_id), status.state, status.blocks, now - status.age_s, status.peer)
+        for status in transfers.snapshot(now)
+    ]

@@ -1,0 +1,349 @@
+"""The owner's half of a hand-off: offer blocks under a lease, announce them, free them exactly once.
+
+    COMPUTING --first block--> OFFERED --RELEASE--> RELEASED
+        `----------------------------+--lease_s without a sign of the puller--> EXPIRED
+                                     `--abort, then RELEASE or end of lease--> ABORTED
+
+A block is leased when it is offered. Positions the puller turns out not to want are unleased when its WANT comes. The
+rest is unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
+waits for the RELEASE, or for the lease to end. A peer whose connection broke may still be reading, so that does not end
+a lease either; only the proven death of its process does.
+
+Messages get lost. A READY says how many blocks were announced before it and a heartbeat how many arrived, so the
+missing ones are repeated. A message for an offer that is not made yet waits for it a while; one for an offer that ended
+is answered with how it ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from core.block_pool import BlockPool
+from core.config import TransferConfig
+from core.errors import QueueFull, TransferFailed
+from core.handoff import (
+    OWNER_STEPS,
+    Abort,
+    AbortReason,
+    AgentAddress,
+    Heartbeat,
+    HeartbeatEntry,
+    OfferedBlock,
+    OwnerState,
+    Ready,
+    Release,
+    TransferId,
+    Want,
+)
+from kv_transfer.events import OfferEnded
+from kv_transfer.peers import Drop, Peers, transfer_name
+from kv_transfer.plan import TransferPlan
+
+MAX_BLOCKS_PER_READY = 64  # the puller reads those of one READY while the digests of the next are computed
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    transfer_id: TransferId
+    peer: AgentAddress
+    created_at: float
+    heard_at: float  # last sign of life of the puller; the lease runs from here
+    state: OwnerState = OwnerState.COMPUTING
+    leased: dict[int, int] = field(default_factory=dict)  # position -> block
+    parts: int = 1  # pieces that each of our blocks has for the puller; a WANT and a READY count those
+    wanted_pieces: frozenset[int] = frozenset()
+    wanted: frozenset[int] | None = None  # positions; None until the WANT has come
+    announced: list[OfferedBlock] = field(default_factory=list)  # wanted and readable, in order of announcement
+    last: bool = False  # nothing more will be offered
+    first_token_id: int | None = None
+    newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
+    renewed_by: int = 0  # counter of the newest message that renewed the lease
+    ready_sent_at: float = 0.0
+    aborting: AbortReason | None = None
+    detail: str = ""
+
+    @property
+    def may_be_read(self) -> bool:
+        return bool(self.announced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    sender: str
+    message: Want | Release
+    arrived_at: float
+
+
+class Owner:
+    def __init__(self, config: TransferConfig, pool: BlockPool, peers: Peers) -> None:
+        self.config = config
+        self.pool = pool
+        self.offers: dict[TransferId, Offer] = {}  # alive
+        self._peers = peers
+        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # what to tell a puller that asks on
+        self._early: dict[TransferId, _Early] = {}
+
+    # ---- told by the worker
+
+    def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress) -> None:
+        """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
+        TransferPlan(self._peers.address.layout, peer.layout)
+        if transfer_id in self.offers or transfer_id in self._ended:
+            raise TransferFailed(f"{transfer_name(transfer_id)} was offered before")
+        if len(self.offers) >= self.config.max_transfers:
+            raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
+
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> None:
+        parts = TransferPlan(self._peers.address.layout, peer.layout).source_parts
+        self.offers[transfer_id] = Offer(transfer_id, peer, created_at=now, heard_at=now, parts=parts)
+        early = self._early.pop(transfer_id, None)
+        match early:
+            case _Early(sender, Want() as want):
+                self.on_want(sender, want, now)
+            case _Early(sender, Release() as release):
+                self.on_release(sender, release, now)
+
+    def add_ready(
+        self,
+        transfer_id: TransferId,
+        blocks: Iterable[tuple[int, int]],
+        last: bool,
+        first_token_id: int | None,
+        now: float,
+    ) -> None:
+        offer = self.offers.get(transfer_id)
+        if offer is None or offer.aborting is not None or offer.last:
+            return
+        wanted = {
+            position: block
+            for position, block in blocks
+            if position not in offer.leased and (offer.wanted is None or position in offer.wanted)
+        }
+        self.pool.lease(wanted.values())
+        self._peers.counters.num_blocks_leased += len(wanted)
+        offer.leased |= wanted
+        if wanted and offer.state is OwnerState.COMPUTING:
+            _step(offer, OwnerState.OFFERED)
+        if last:
+            offer.last, offer.first_token_id = True, first_token_id
+        if offer.wanted is not None and (wanted or last):
+            num_announced = len(offer.announced)
+            offer.announced += _offered(offer, wanted)
+            self._announce(offer, num_announced, now)
+
+    def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
+        offer = self.offers.get(transfer_id)
+        if offer is None or offer.aborting is not None:
+            return
+        offer.aborting, offer.detail = reason, detail
+        self._send_abort(offer.peer, transfer_id, reason, detail)
+        if not offer.may_be_read:
+            self._end(offer, OwnerState.ABORTED, reason)
+
+    # ---- told by the puller
+
+    def on_want(self, sender: str, want: Want, now: float) -> None:
+        offer = self._offer_for(sender, want, now)
+        if offer is None:
+            return
+        _renew(offer, want.counter, now)
+        if offer.aborting is not None:
+            self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        elif want.layout_fingerprint != offer.peer.layout.fingerprint():
+            self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
+        else:
+            if offer.wanted is None:
+                offer.wanted_pieces = frozenset(want.positions)
+                offer.wanted = frozenset(piece // offer.parts for piece in want.positions)
+                self._unlease(offer, [position for position in offer.leased if position not in offer.wanted])
+                offer.announced = _offered(offer, offer.leased)
+            self._announce(offer, 0, now)  # a repeated WANT has heard nothing yet
+
+    def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> None:
+        if not self._peers.accept_heartbeat(sender, heartbeat):
+            return
+        peer = self._peers.address_of(sender)
+        assert peer is not None
+        renewed = []
+        for entry in heartbeat.entries:
+            offer = self.offers.get(entry.transfer_id)
+            if offer is None:
+                if entry.transfer_id in self._ended:
+                    self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
+            elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
+                self._peers.drop(Drop.FOREIGN)
+            else:
+                _renew(offer, heartbeat.counter, now)
+                renewed.append(HeartbeatEntry(entry.transfer_id, len(offer.announced)))
+                self._repeat_lost(offer, entry.num_ready, now)
+        self._peers.send(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
+
+    def on_release(self, sender: str, release: Release, now: float) -> None:
+        offer = self._offer_for(sender, release, now)
+        if offer is None:
+            return
+        if release.reason is AbortReason.DIGEST_MISMATCH:
+            self.pool.distrust(offer.leased.values())  # or the next request finds the same bytes in the prefix cache
+        if offer.aborting is not None:
+            self._end(offer, OwnerState.ABORTED, offer.aborting)
+        else:
+            self._end(offer, OwnerState.RELEASED, release.reason)
+
+    def on_abort(self, sender: str, abort: Abort, now: float) -> None:
+        """The puller gives up; its RELEASE follows when its reads have ended."""
+        offer = self._offer_for(sender, abort, now)
+        if offer is None or offer.aborting is not None:
+            return
+        offer.aborting, offer.detail = abort.reason, abort.detail
+        if not offer.may_be_read:
+            self._end(offer, OwnerState.ABORTED, abort.reason)
+
+    def on_peer_lost(self, name: str, died: bool) -> None:
+        for offer in [offer for offer in self.offers.values() if offer.peer.name == name]:
+            offer.aborting = offer.aborting or AbortReason.PEER_LOST
+            if died or not offer.may_be_read:
+                self._end(offer, OwnerState.ABORTED, offer.aborting)
+
+    # ---- time
+
+    def on_tick(self, now: float) -> None:
+        for offer in [offer for offer in self.offers.values() if now >= offer.heard_at + self.config.lease_s]:
+            if offer.aborting is not None:
+                self._end(offer, OwnerState.ABORTED, offer.aborting)
+            else:
+                self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
+        for transfer_id, early in list(self._early.items()):
+            if now >= early.arrived_at + self._early_kept_s:
+                del self._early[transfer_id]
+                self._peers.drop(Drop.UNKNOWN_TRANSFER)
+                peer = self._peers.address_of(early.sender)
+                if peer is not None and isinstance(early.message, Want):
+                    self._send_abort(peer, transfer_id, AbortReason.UNKNOWN_TRANSFER)
+
+    def deadlines(self) -> list[float]:
+        leases = [offer.heard_at + self.config.lease_s for offer in self.offers.values()]
+        return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
+
+    @property
+    def _early_kept_s(self) -> float:
+        # The router calls both workers at once; what has not arrived after half a lease will not come.
+        return self.config.lease_s / 2
+
+    # ---- inside
+
+    def _offer_for(self, sender: str, message: Want | Release | Abort, now: float) -> Offer | None:
+        """The live offer a message is for; where there is none, the message is answered, kept or dropped."""
+        offer = self.offers.get(message.transfer_id)
+        if offer is None:
+            self._without_offer(sender, message, now)
+            return None
+        if not self._peers.accept(offer.peer, offer.newest, sender, message):
+            return None
+        offer.newest = message.counter
+        return offer
+
+    def _without_offer(self, sender: str, message: Want | Release | Abort, now: float) -> None:
+        ended_by = self._ended.get(message.transfer_id)
+        if ended_by is not None:
+            self._peers.drop(Drop.LATE)
+            peer = self._peers.address_of(sender)
+            if isinstance(message, Want) and peer is not None:
+                self._send_abort(peer, message.transfer_id, ended_by)
+            return
+        if isinstance(message, Abort):
+            self._peers.drop(Drop.UNKNOWN_TRANSFER)
+            return
+        kept = self._early.get(message.transfer_id)
+        if kept is None and len(self._early) >= self.config.max_transfers:
+            self._peers.drop(Drop.TABLE_FULL)
+        elif kept is None or message.counter > kept.message.counter:
+            self._early[message.transfer_id] = _Early(sender, message, now if kept is None else kept.arrived_at)
+
+    def _announce(self, offer: Offer, first_block: int, now: float) -> None:
+        """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
+        total = len(offer.announced)
+        for start in range(first_block, max(total, first_block + 1), MAX_BLOCKS_PER_READY):
+            end = min(start + MAX_BLOCKS_PER_READY, total)
+            last = offer.last and end == total
+            self._peers.send(
+                offer.peer,
+                Ready(
+                    offer.transfer_id,
+                    *self._peers.stamp(),
+                    ack=offer.renewed_by,
+                    first_block=start,
+                    blocks=tuple(offer.announced[start:end]),
+                    last=last,
+                    first_token_id=offer.first_token_id if last else None,
+                ),
+            )
+        offer.ready_sent_at = now
+
+    def _repeat_lost(self, offer: Offer, num_heard: int, now: float) -> None:
+        """A puller that lists the transfer has not heard the end of it, or is still reading."""
+        if offer.aborting is not None:
+            self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        elif (
+            offer.wanted is not None
+            and (num_heard < len(offer.announced) or offer.last)
+            and now - offer.ready_sent_at >= self.config.heartbeat_s / 2
+        ):
+            self._peers.counters.num_ready_repeated += 1
+            self._announce(offer, min(num_heard, len(offer.announced)), now)
+
+    def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
+        self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+
+    def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
+        self.pool.unlease([offer.leased.pop(position) for position in positions])
+
+    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> None:
+        """The only way out: frees the blocks, and the offer cannot come back."""
+        _step(offer, state)
+        self._unlease(offer, list(offer.leased))
+        del self.offers[offer.transfer_id]
+        self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
+        while len(self._ended) > self.config.max_transfers:
+            self._ended.popitem(last=False)
+        self._peers.counters.offers[state.value] += 1
+        self._peers.act(OfferEnded(offer.transfer_id, state, reason))
+
+    def check(self) -> None:
+        """Leases here are the leases of the pool, block for block; tables are bounded."""
+        leases: Counter[int] = Counter()
+        for transfer_id, offer in self.offers.items():
+            assert transfer_id == offer.transfer_id
+            assert OWNER_STEPS[offer.state], "an ended offer is still in the table"
+            leases.update(offer.leased.values())
+            if offer.wanted is None:
+                assert not offer.announced
+            else:
+                assert offer.leased.keys() <= offer.wanted
+                assert {block.position // offer.parts: block.block for block in offer.announced} == offer.leased
+        for block in range(self.pool.num_blocks):
+            assert self.pool.num_leases(block) == leases[block], f"block {block}"
+        assert not self.offers.keys() & self._ended.keys()
+        assert not self.offers.keys() & self._early.keys()
+        assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers
+
+
+def _offered(offer: Offer, blocks: dict[int, int]) -> list[OfferedBlock]:
+    """In order of position. The digest is filled in by the agent, just before the READY leaves."""
+    return [
+        OfferedBlock(piece, block, 0)
+        for position, block in sorted(blocks.items())
+        for piece in range(position * offer.parts, (position + 1) * offer.parts)
+        if piece in offer.wanted_pieces
+    ]
+
+
+def _renew(offer: Offer, counter: int, now: float) -> None:
+    offer.heard_at = now
+    offer.renewed_by = max(offer.renewed_by, counter)
+
+
+def _step(offer: Offer, state: OwnerState) -> None:
+    assert state in OWNER_STEPS[offer.state], f"{offer.state.name} -> {state.name} is not a step of an owner"
+    offer.state = state

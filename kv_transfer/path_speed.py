@@ -1,0 +1,39 @@
+"""How fast reads from one peer run, seen in passing: no probe, and no memory but that of the last window.
+
+A path that is far slower than what joins the two machines has most likely fallen back to TCP. The time that counts is
+that in which at least one read was in flight, so reads side by side are not counted twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW_BYTES = 8_388_608  # less says more about latency than about speed
+
+
+@dataclass(slots=True)
+class PathSpeed:
+    num_in_flight: int = 0
+    num_bytes: int = 0  # of the window
+    seconds: float = 0.0
+    since: float = 0.0  # the reads in flight began, or the window did
+
+    def begin(self, now: float) -> None:
+        if not self.num_in_flight:
+            self.since = now
+        self.num_in_flight += 1
+
+    def end(self, num_bytes: int, now: float) -> float | None:
+        """A read has ended, with that many bytes. Returns bytes per second where the window is full, and opens a new
+        one."""
+        if not self.num_in_flight:
+            return None  # it began on an earlier connection
+        self.num_in_flight -= 1
+        self.num_bytes += num_bytes
+        self.seconds += now - self.since
+        self.since = now
+        if self.num_bytes < WINDOW_BYTES or self.seconds <= 0.0:
+            return None
+        speed = self.num_bytes / self.seconds
+        self.num_bytes, self.seconds = 0, 0.0
+        return speed

@@ -1,0 +1,151 @@
+"""What the owner and the puller of one agent share: known peers, the counter of messages, actions under way, counts.
+
+Every message that leaves carries our incarnation and a counter that only rises, so a receiver can tell late, doubled
+and foreign messages from good ones. `accept` is the receiving half of that law.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass, field
+from enum import Enum
+
+from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
+from kv_transfer.events import Connect, Disconnect, SendMessage, TransferAction
+
+MAX_IDLE_PEERS = 64  # connections kept open to peers that no live transfer needs
+
+TransferMessage = Want | Ready | Release | Abort
+
+
+class Drop(Enum):
+    """Why a message was not used."""
+
+    FOREIGN = "foreign"  # not from the transfer's peer, or from another incarnation of it
+    OLD = "old"  # doubled, or overtaken by a newer one
+    LATE = "late"  # the transfer has ended
+    UNKNOWN_PEER = "unknown_peer"
+    UNKNOWN_TRANSFER = "unknown_transfer"
+    GAP = "gap"  # a READY before it is missing; the owner will repeat both
+    UNEXPECTED = "unexpected"  # fits no state the transfer can be in
+    TABLE_FULL = "table_full"  # no room to keep a message that came before its offer
+    UNSENT = "unsent"  # ours, to a peer that is gone
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Totals since the start, for metrics."""
+
+    dropped: Counter[Drop] = field(default_factory=Counter)
+    offers: Counter[str] = field(default_factory=Counter)  # ended, by OwnerState.value
+    pulls: Counter[str] = field(default_factory=Counter)  # ended, by PullerState.value
+    num_reads: int = 0
+    num_bytes_read: int = 0
+    read_seconds: float = 0.0  # in which pulls that have ended had reads in flight
+    num_digest_mismatches: int = 0
+    num_blocks_leased: int = 0
+    num_ready_repeated: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    address: AgentAddress
+    newest_heartbeat: int = 0  # counter of the newest heartbeat it sent as a puller
+
+
+class Peers:
+    def __init__(self, address: AgentAddress) -> None:
+        self.address = address
+        self.counters = TransferCounters()
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently met first
+        self._counter = 0
+        self._actions: list[TransferAction] = []
+
+    # ---- sending
+
+    def act(self, action: TransferAction) -> None:
+        self._actions.append(action)
+
+    def take_actions(self) -> list[TransferAction]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def stamp(self) -> tuple[int, int]:
+        """(incarnation, counter) of the next message."""
+        self._counter += 1
+        return self.address.incarnation, self._counter
+
+    def send(self, peer: AgentAddress, message: HandoffMessage) -> None:
+        if self.knows(peer.name, peer.incarnation):
+            self.act(SendMessage(peer.name, message))
+        else:
+            self.drop(Drop.UNSENT)
+
+    # ---- receiving
+
+    def drop(self, why: Drop) -> None:
+        self.counters.dropped[why] += 1
+
+    def accept(self, peer: AgentAddress, newest: int, sender: str, message: TransferMessage) -> bool:
+        """Whether `message` is from `peer` and newer than counter `newest`; if not, it is counted as dropped."""
+        if (sender, message.incarnation) != (peer.name, peer.incarnation):
+            self.drop(Drop.FOREIGN)
+            return False
+        if message.counter <= newest:
+            self.drop(Drop.OLD)
+            return False
+        return True
+
+    def accept_heartbeat(self, sender: str, heartbeat: Heartbeat) -> bool:
+        """The same for the heartbeat of a puller."""
+        peer = self._peers.get(sender)
+        if peer is None:
+            self.drop(Drop.UNKNOWN_PEER)
+        elif heartbeat.incarnation != peer.address.incarnation:
+            self.drop(Drop.FOREIGN)
+        elif heartbeat.counter <= peer.newest_heartbeat:
+            self.drop(Drop.OLD)
+        else:
+            peer.newest_heartbeat = heartbeat.counter
+            return True
+        return False
+
+    # ---- knowing
+
+    def knows(self, name: str, incarnation: int) -> bool:
+        peer = self._peers.get(name)
+        return peer is not None and peer.address.incarnation == incarnation
+
+    def address_of(self, name: str) -> AgentAddress | None:
+        peer = self._peers.get(name)
+        return None if peer is None else peer.address
+
+    def meet(self, address: AgentAddress, in_use: Container[str]) -> None:
+        """Be connected to this peer. Above the limit, the peer met longest ago that is not `in_use` is let go."""
+        if address.name in self._peers:
+            assert self.knows(address.name, address.incarnation), f"{address.name}: forget its old incarnation first"
+            self._peers.move_to_end(address.name)
+            return
+        idle = [name for name in self._peers if name not in in_use]
+        for name in idle[: max(0, len(idle) + 1 - MAX_IDLE_PEERS)]:
+            self.act(Disconnect(name))
+            self.forget(name)
+        self._peers[address.name] = _Peer(address)
+        self.act(Connect(address))
+
+    def forget(self, name: str) -> None:
+        self._peers.pop(name, None)
+
+    def check(self) -> None:
+        assert all(name == peer.address.name for name, peer in self._peers.items())
+
+
+def short_name(transfer_id: TransferId) -> str:
+    """The first 8 of 32 hex digits: enough to tell transfers apart, too few to be used as a ticket."""
+    return f"{transfer_id:032x}"[:8]
+
+
+def transfer_name(transfer_id: TransferId) -> str:
+    """For messages, which may go as far as the client."""
+    return f"transfer {short_name(transfer_id)}"

@@ -1,0 +1,176 @@
+"""Which bytes of one pool go where in another: the intersection of two boxes, with no addresses.
+
+A pool's layout covers a box: layers x heads x tokens of a sequence, cut into blocks of `block_size` tokens. What two
+pools share is the intersection of their boxes; where heads, layers or block sizes differ, a block becomes many runs:
+
+      source block (layers 0-3, heads 0-3)          target block (layers 2-5, heads 2-3)
+      layer 2: K [h0 h1 h2 h3] V [h0 h1 h2 h3]  ->  layer 2: K [h2 h3] V [h2 h3]
+      layer 3: K [h0 h1 h2 h3] V [h0 h1 h2 h3]  ->  layer 3: K [h2 h3] V [h2 h3]
+
+Offsets count bytes from block 0 of each pool. Runs that go on where the last one ended, on both sides, are merged, so
+equal layouts give one run per block, and neighbouring blocks move as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from core.errors import LayoutMismatch
+from core.kv_layout import DTYPE_BYTES, KVLayout
+
+
+class Run(NamedTuple):
+    source: int  # bytes from block 0 of the source pool
+    target: int  # bytes from block 0 of the target pool
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Raises `LayoutMismatch` where the layouts hold different things or nothing in common."""
+
+    source: KVLayout
+    target: KVLayout
+
+    def __post_init__(self) -> None:
+        compared = self.source.differences(self.target)
+        differing = [str(name) for name in ("model", "dtype", "head_dim") if name in compared]
+        small, large = sorted((self.source.block_size, self.target.block_size))
+        if large % small:
+            differing.append("block_size")
+        if not self.layers:
+            differing += ["first_layer", "num_layers"]
+        if not self.kv_heads:
+            differing += ["first_kv_head", "num_kv_heads"]
+        if differing:
+            raise LayoutMismatch({name: (getattr(self.source, name), getattr(self.target, name)) for name in differing})
+
+    @property
+    def layers(self) -> range:
+        """Layers both pools hold."""
+        return _overlap(
+            (self.source.first_layer, self.source.num_layers), (self.target.first_layer, self.target.num_layers)
+        )
+
+    @property
+    def kv_heads(self) -> range:
+        """Heads both pools hold."""
+        return _overlap(
+            (self.source.first_kv_head, self.source.num_kv_heads), (self.target.first_kv_head, self.target.num_kv_heads)
+        )
+
+    @property
+    def moves_whole_blocks(self) -> bool:
+        return self.source == self.target
+
+    def overlaps(self, other: TransferPlan) -> bool:
+        """Whether two plans into the same target blocks write the same bytes."""
+        return bool(set(self.layers) & set(other.layers)) and bool(set(self.kv_heads) & set(other.kv_heads))
+
+    def runs_of_blocks(self, pairs: Iterable[tuple[int, int]]) -> list[Run]:
+        """Runs for (source block, target block) pairs of two equal layouts."""
+        assert self.moves_whole_blocks, "blocks of unequal layouts do not map one to one"
+        size = self.source.block_bytes
+        runs: list[Run] = []
+        first_source = first_target = count = 0  # of the run that grows
+        for source, target in pairs:
+            if count and source - first_source == count == target - first_target:
+                count += 1
+                continue
+            if count:
+                runs.append(Run(first_source * size, first_target * size, count * size))
+            first_source, first_target, count = source, target, 1
+        if count:
+            runs.append(Run(first_source * size, first_target * size, count * size))
+        return runs
+
+    # ---- pieces: what moves where blocks do not map one to one. Piece i of a sequence is its tokens
+    # [i * piece_tokens, (i + 1) * piece_tokens), in the layers and heads that both pools hold.
+
+    @property
+    def piece_tokens(self) -> int:
+        return min(self.source.block_size, self.target.block_size)
+
+    @property
+    def source_parts(self) -> int:
+        """Pieces in a source block."""
+        return self.source.block_size // self.piece_tokens
+
+    @property
+    def target_parts(self) -> int:
+        """Pieces in a target block."""
+        return self.target.block_size // self.piece_tokens
+
+    @property
+    def piece_bytes(self) -> int:
+        return len(self.layers) * 2 * len(self.kv_heads) * self.span_bytes
+
+    def runs(self, source_blocks: Mapping[int, int], target_blocks: Mapping[int, int]) -> list[Run]:
+        """Runs for all tokens that both maps cover. A map: index of the block in its sequence -> its id in the pool."""
+        if self.moves_whole_blocks:
+            common = sorted(source_blocks.keys() & target_blocks.keys())
+            return self.runs_of_blocks((source_blocks[i], target_blocks[i]) for i in common)
+        parts = self.source_parts
+        pieces = sorted(index * parts + part for index in source_blocks for part in range(parts))
+        return self.runs_of_pieces(
+            (piece, source_blocks[piece // parts], target_blocks[piece // self.target_parts])
+            for piece in pieces
+            if piece // self.target_parts in target_blocks
+        )
+
+    def runs_of_pieces(self, pieces: Iterable[tuple[int, int, int]]) -> list[Run]:
+        """Runs for (piece, source block, target block) triples."""
+        return _merged(
+            Run(source, target, self.span_bytes)
+            for piece, source_block, target_block in pieces
+            for source, target in zip(
+                self.source_spans(piece, source_block), self.target_spans(piece, target_block), strict=True
+            )
+        )
+
+    def source_spans(self, piece: int, block: int) -> list[int]:
+        """Where the piece lies in a source block: the first byte of each of its spans, by layer, K or V, and head."""
+        return self._spans(self.source, block, piece % self.source_parts)
+
+    def target_spans(self, piece: int, block: int) -> list[int]:
+        """The same in a target block, in the same order."""
+        return self._spans(self.target, block, piece % self.target_parts)
+
+    @property
+    def span_bytes(self) -> int:
+        """Length of a span: consecutive tokens of one head, in K or V of one layer."""
+        return self.piece_tokens * self.source.head_dim * DTYPE_BYTES[self.source.dtype]
+
+    def _spans(self, layout: KVLayout, block: int, part: int) -> list[int]:
+        return [
+            _offset(layout, block, (layer, key_or_value, head), part * self.piece_tokens)
+            for layer in self.layers
+            for key_or_value in (0, 1)
+            for head in self.kv_heads
+        ]
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:
+    """Of two (first, count) ranges."""
+    return range(max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1]))
+
+
+def _offset(layout: KVLayout, block: int, place: tuple[int, int, int], token: int) -> int:
+    """Byte offset of one token in [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    layer, key_or_value, head = place
+    row = (block * layout.num_layers + layer - layout.first_layer) * 2 + key_or_value
+    row = row * layout.num_kv_heads + head - layout.first_kv_head
+    return (row * layout.block_size + token) * layout.head_dim * DTYPE_BYTES[layout.dtype]
+
+
+def _merged(pieces: Iterable[Run]) -> list[Run]:
+    runs: list[Run] = []
+    for piece in pieces:
+        last = runs[-1] if runs else None
+        if last and (last.source + last.num_bytes, last.target + last.num_bytes) == (piece.source, piece.target):
+            runs[-1] = Run(last.source, last.target, last.num_bytes + piece.num_bytes)
+        else:
+            runs.append(piece)
+    return runs

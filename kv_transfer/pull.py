@@ -1,0 +1,128 @@
+"""One pull: what has been announced, what is read, and how long the lease is known to run.
+
+Every wanted block (or piece of one, where the layouts differ) walks heard -> to_read -> in flight -> verified, and back
+to to_read when its digest does not match.
+
+The lease: the owner acknowledges a message of ours by its counter, and keeps the blocks for lease_s after it got that
+message, so at least until (when we sent it) + lease_s, on our own clock. An expired offer never comes back, so one such
+moment later than our last read proves that the blocks were leased to us during all of our reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.handoff import PULLER_STEPS, AgentAddress, OfferedBlock, PullerState, TransferId
+from kv_transfer.events import PullFailed, PullStats
+from kv_transfer.plan import TransferPlan
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    transfer_id: TransferId
+    owner: AgentAddress
+    plan: TransferPlan
+    created_at: float
+    state: PullerState = PullerState.RESERVED
+    targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours
+    wanted: frozenset[int] = frozenset()  # pieces of the plan; the positions, where layouts are equal
+    ending: PullFailed | None = None  # decided; waits for our reads to end
+    newest: int = 0  # counter of the owner's newest READY or ABORT
+    # what the owner announced
+    heard: list[OfferedBlock] = field(default_factory=list)  # in its order
+    heard_positions: set[int] = field(default_factory=set)
+    last_heard: bool = False  # the list is complete
+    last_heard_at: float = 0.0
+    first_token_id: int | None = None
+    # where the blocks are
+    to_read: deque[OfferedBlock] = field(default_factory=deque)
+    reads: dict[int, tuple[OfferedBlock, ...]] = field(default_factory=dict)  # in flight, by read id
+    verified: set[int] = field(default_factory=set)  # positions
+    mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
+    # the lease
+    sent: dict[int, float] = field(default_factory=dict)  # counter of a WANT or heartbeat of ours -> when
+    first_heartbeat: int | None = None  # counter of the first that listed us
+    known_to_owner: bool = False
+    lease_until: float = -math.inf
+    read_ended_at: float = -math.inf  # the latest
+    # for the record
+    num_reads: int = 0
+    reading_since: float = 0.0
+    read_s: float = 0.0
+
+    @property
+    def everything_verified(self) -> bool:
+        return self.last_heard and len(self.verified) == len(self.wanted)
+
+    @property
+    def want_arrived(self) -> bool:
+        return self.newest > 0  # the owner answers a WANT with a READY at once, even an empty one
+
+    @property
+    def lease_covers_reads(self) -> bool:
+        return self.lease_until > self.read_ended_at
+
+    def step(self, state: PullerState) -> None:
+        if state is not self.state:
+            assert state in PULLER_STEPS[self.state], f"{self.state.name} -> {state.name} is not a step of a puller"
+            self.state = state
+
+    def can_read(self, blocks: Sequence[OfferedBlock]) -> bool:
+        """Whether these are blocks of the owner's pool for positions that are wanted and were not announced before."""
+        positions = {offered.position for offered in blocks}
+        return (
+            len(positions) == len(blocks)
+            and positions <= self.wanted
+            and positions.isdisjoint(self.heard_positions)
+            and all(0 <= offered.block < self.owner.num_blocks for offered in blocks)
+        )
+
+    def hear(self, blocks: Sequence[OfferedBlock]) -> None:
+        self.heard += blocks
+        self.to_read += blocks
+        self.heard_positions.update([offered.position for offered in blocks])
+
+    def renew(self, ack: int) -> None:
+        """The owner renewed the lease when it got our message `ack`."""
+        sent_at = self.sent.get(ack)
+        if sent_at is None:
+            return  # it tells nothing new, or is not a message of ours
+        self.known_to_owner = True
+        self.lease_until = max(self.lease_until, sent_at + self.owner.lease_s)
+        self.sent = {counter: at for counter, at in self.sent.items() if counter > ack}
+
+    def begin_read(self, read_id: int, blocks: tuple[OfferedBlock, ...], now: float) -> None:
+        if not self.reads:
+            self.reading_since = now
+        self.reads[read_id] = blocks
+        self.num_reads += 1
+
+    def end_read(self, read_id: int, now: float) -> tuple[OfferedBlock, ...]:
+        blocks = self.reads.pop(read_id)
+        self.read_ended_at = now
+        if not self.reads:
+            self.read_s += now - self.reading_since
+        return blocks
+
+    def stats(self, now: float) -> PullStats:
+        return PullStats(
+            num_blocks=len(self.targets),
+            num_bytes=len(self.wanted) * self.plan.piece_bytes,
+            num_reads=self.num_reads,
+            num_blocks_reread=self.mismatches.total(),
+            total_s=now - self.created_at,
+            read_s=self.read_s,
+            exposed_s=now - self.last_heard_at,
+        )
+
+    def check(self) -> None:
+        assert PULLER_STEPS[self.state], "an ended pull is still alive"
+        assert (self.state is PullerState.READING) == bool(self.reads)
+        assert self.ending is None or self.reads, "an ending pull waits for its reads alone"
+        if self.ending is None:
+            in_flight = [offered.position for blocks in self.reads.values() for offered in blocks]
+            somewhere = in_flight + [offered.position for offered in self.to_read] + list(self.verified)
+            assert sorted(somewhere) == sorted(offered.position for offered in self.heard)

@@ -1,0 +1,197 @@
+"""A transport inside one process, with faults on demand.
+
+A `MemoryFabric` joins the transports of one test. Its faults are explicit and counted in `faults_done`, so a test can
+prove that the fault it asked for took place:
+
+    fabric.fate = lambda sender, receiver, payload: ()        # drop; (0, 0) doubles; (3,) delays by 3 polls
+    fabric.fail_operation(5, TransportError("..."))           # the 5th connect, read or notification from now on raises
+    fabric.flip_byte_in_read(2)                               # the 2nd read from now on delivers one wrong bit
+    fabric.stall_reads = True                                 # reads start and do not end
+    fabric.inject("a", "b", payload)                          # b hears it from a, though a did not send it now
+    fabric.kill("name")                                       # as if its process had died
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import AgentAddress
+from kv_transfer.plan import Run
+from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
+
+Fate = Callable[[str, str, bytes], Sequence[int]]
+
+
+def _arrives(_sender: str, _receiver: str, _payload: bytes) -> Sequence[int]:
+    return (0,)
+
+
+class MemoryFabric:
+    """Joins transports of one process. Agents run on threads of their own, so its lock makes each operation atomic."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.transports: dict[str, MemoryTransport] = {}
+        self.fate: Fate = _arrives
+        self.stall_reads = False
+        self.faults_done: Counter[str] = Counter()
+        self._num_operations = 0
+        self._num_reads = 0
+        self._failures: dict[int, TransportError] = {}
+        self._flips: set[int] = set()
+
+    def fail_operation(self, nth: int, error: TransportError) -> None:
+        with self.lock:
+            self._failures[self._num_operations + nth] = error
+
+    def flip_byte_in_read(self, nth: int) -> None:
+        with self.lock:
+            self._flips.add(self._num_reads + nth)
+
+    def kill(self, name: str) -> None:
+        with self.lock:
+            self.transports.pop(name)
+            self.faults_done["kill"] += 1
+
+    def inject(self, sender: str, receiver: str, payload: bytes) -> None:
+        """A notification that arrives though nobody sends it now: a late, repeated or forged one."""
+        with self.lock:
+            self.transports[receiver]._inbox.append(_Letter(0, sender, payload))
+            self.faults_done["inject"] += 1
+
+    # ---- called by the transports, with the lock held
+
+    def reach(self, name: str) -> MemoryTransport:
+        self._num_operations += 1
+        error = self._failures.pop(self._num_operations, None)
+        if error is not None:
+            self.faults_done["fail"] += 1
+            raise error
+        if name not in self.transports:
+            raise PeerDisconnected(f"{name} is gone")
+        return self.transports[name]
+
+    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[Run]) -> None:
+        assert source.view is not None
+        assert target.view is not None
+        for run in runs:
+            piece = source.view[run.source : run.source + run.num_bytes]
+            target.view[run.target : run.target + run.num_bytes] = piece
+        self._num_reads += 1
+        if self._num_reads in self._flips:
+            target.view[runs[0].target] ^= 1
+            self.faults_done["flip"] += 1
+
+
+@dataclass(slots=True)
+class _Letter:
+    polls_left: int
+    sender: str
+    payload: bytes
+
+
+@dataclass(slots=True)
+class _Read:
+    peer: str
+    runs: Sequence[Run]
+    broken: TransportError | None = None
+
+
+@dataclass(slots=True)
+class MemoryTransport:
+    name: str
+    fabric: MemoryFabric
+    _pool: PoolMemory | None = None
+    _inbox: list[_Letter] = field(default_factory=list)
+    _reads: dict[int, _Read] = field(default_factory=dict)
+    _peers: set[str] = field(default_factory=set)
+    _next_handle: int = 0
+    busy: bool = False
+
+    def register(self, pool: PoolMemory) -> None:
+        assert pool.view is not None, "the memory transport copies host memory"
+        self._pool = pool
+        with self.fabric.lock:
+            self.fabric.transports[self.name] = self
+
+    def metadata(self) -> bytes:
+        return self.name.encode()
+
+    def connect(self, peer: AgentAddress) -> None:
+        with self.fabric.lock:
+            self.fabric.reach(peer.metadata.decode())
+            self._peers.add(peer.name)
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.discard(peer)
+        for read in self._reads.values():
+            if read.peer == peer:
+                read.broken = PeerDisconnected(f"disconnected from {peer}")
+
+    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+        with self.fabric.lock:
+            source = self._connected(peer)._pool
+        assert source is not None
+        assert self._pool is not None
+        if any(run.source + run.num_bytes > source.num_bytes or run.source < 0 for run in runs):
+            raise TransportError(f"a run is outside the pool of {peer}")
+        if any(run.target + run.num_bytes > self._pool.num_bytes or run.target < 0 for run in runs):
+            raise TransportError("a run is outside our pool")
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._reads[handle] = _Read(peer, tuple(runs))
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        if handle in self._reads:
+            self._reads[handle].broken = TransportError("cancelled")
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        with self.fabric.lock:
+            receiver = self._connected(peer)
+            delays = self.fabric.fate(self.name, peer, payload)
+            if tuple(delays) != (0,):
+                self.fabric.faults_done["fate"] += 1
+            receiver._inbox += [_Letter(delay, self.name, payload) for delay in delays]
+
+    def poll(self) -> list[TransportEvent]:
+        with self.fabric.lock:
+            for letter in self._inbox:
+                letter.polls_left -= 1
+            arrived = [letter for letter in self._inbox if letter.polls_left < 0]
+            self._inbox = [letter for letter in self._inbox if letter.polls_left >= 0]
+            ended = [self._end(handle) for handle in list(self._reads)]
+        return [event for event in ended if event is not None] + [
+            Notification(letter.sender, letter.payload) for letter in arrived
+        ]
+
+    def close(self) -> None:
+        with self.fabric.lock:
+            self.fabric.transports.pop(self.name, None)
+        self._reads.clear()
+
+    def _connected(self, peer: str) -> MemoryTransport:
+        if peer not in self._peers:
+            raise TransportError(f"not connected to {peer}")
+        return self.fabric.reach(peer)
+
+    def _end(self, handle: int) -> TransportEvent | None:
+        """The copy itself happens here, in one piece; a read that stalls or breaks copies nothing."""
+        read = self._reads[handle]
+        source = self.fabric.transports.get(read.peer)
+        if source is None and read.broken is None:
+            read.broken = PeerDisconnected(f"{read.peer} is gone")
+        if read.broken is None and self.fabric.stall_reads:
+            self.fabric.faults_done["stall"] += 1
+            return None
+        del self._reads[handle]
+        if read.broken is not None:
+            return ReadBroken(handle, read.broken)
+        assert source is not None
+        assert source._pool is not None
+        assert self._pool is not None
+        self.fabric.copy(source._pool, self._pool, read.runs)
+        return ReadDone(handle)

@@ -1,0 +1,243 @@
+"""Reads over UCX by nixl: RDMA, shared memory, cuda_ipc or TCP, whichever UCX finds.
+
+- UCX runs in error mode `peer`: the death of a peer is an exception within milliseconds, and never an abort of ours.
+- No progress thread: it would take a core for itself. The caller's `poll` drives everything, on both sides.
+- Without that thread nixl locks nothing, so two threads inside it crash the process. One thread owns a transport.
+- Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
+  indices; nixl merges those that follow each other on both sides. Any other read brings descriptors of its own.
+- Over shared memory a read copies inside `start_read`, so the caller bounds its size.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import AgentAddress
+from kv_transfer.plan import Run
+from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
+
+# nixl does not tell whether it moved anything, as for a peer that reads from us over TCP. An empty poll is short,
+# unless the last one is so long ago that nixl has left the caches.
+EMPTY_POLL_S = 30e-6
+WARM_S = 0.002
+
+_raise_exceptions = logging.raiseExceptions
+import nixl_cu12._bindings as _bindings  # noqa: E402
+from nixl_cu12 import nixl_agent, nixl_agent_config  # noqa: E402
+
+logging.raiseExceptions = _raise_exceptions  # importing nixl turns it off for the whole process
+logging.getLogger("nixl").setLevel(logging.WARNING)
+
+_NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
+
+
+@contextmanager
+def _errors_mapped(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except _bindings.nixlRemoteDisconnectError as error:
+        raise PeerDisconnected(f"{doing}: the peer is gone") from error
+    except _NIXL_ERRORS as error:
+        raise TransportError(f"{doing}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    address: AgentAddress
+    blocks: Any  # prepared descriptors of its blocks; None where its blocks are not as large as ours
+
+
+@dataclass(slots=True)
+class _Read:
+    peer: str
+    transfer: Any
+    broken: TransportError | None = None  # set by cancel and disconnect; ends with the release of the transfer
+
+
+class NixlTransport:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.busy = False
+        self._polled_at = 0.0
+        self._pool: PoolMemory | None = None
+        self._memory = "DRAM"
+        self._registered: Any = None
+        self._blocks: Any = None  # prepared descriptors of our blocks
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._next_handle = 0
+        with _errors_mapped("start nixl"):
+            # Without a backend list nixl would create UCX with its defaults first.
+            self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+
+    def register(self, pool: PoolMemory) -> None:
+        self._pool = pool
+        self._memory = "DRAM" if pool.device is None else "VRAM"
+        with _errors_mapped("register the pool"):
+            region = (pool.address, pool.num_bytes, pool.device or 0, "")
+            self._registered = self._agent.register_memory([region], self._memory)
+            self._blocks = self._prepare("", pool.address, pool.num_blocks, pool.layout.block_bytes)
+
+    def metadata(self) -> bytes:
+        with _errors_mapped("describe ourselves"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def connect(self, peer: AgentAddress) -> None:
+        assert self._pool is not None
+        with _errors_mapped(f"connect to {peer.name}"):
+            name: Any = self._agent.add_remote_agent(peer.metadata)  # bytes, whatever its annotation says
+            if name != peer.name.encode():
+                self._agent.remove_remote_agent(name)
+                raise TransportError(f"the metadata of {peer.name} is that of {name!r}")
+            size = peer.layout.block_bytes
+            like_ours = size == self._pool.layout.block_bytes
+            blocks = self._prepare(peer.name, peer.pool_base, peer.num_blocks, size) if like_ours else None
+        self._peers[peer.name] = _Peer(peer, blocks)
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        for read in self._reads.values():
+            if read.peer == peer and read.broken is None:
+                read.broken = PeerDisconnected(f"disconnected from {peer}")
+        self._release_broken()
+        with _errors_mapped(f"disconnect from {peer}"):
+            if known.blocks is not None:
+                known.blocks.release()
+            self._agent.remove_remote_agent(peer)
+
+    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"not connected to {peer}")
+        with _errors_mapped(f"read from {peer}"):
+            transfer = self._make_transfer(known, runs)
+            try:
+                self._agent.transfer(transfer)
+            except _NIXL_ERRORS:
+                with suppress(*_NIXL_ERRORS):  # nixl frees it later, with the agent
+                    transfer.release()
+                raise
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._reads[handle] = _Read(peer, transfer)
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        read = self._reads.get(handle)
+        if read is not None and read.broken is None:
+            read.broken = TransportError("cancelled")
+
+    def notify(self, peer: str, payload: bytes) -> None:
+        if peer not in self._peers:
+            raise TransportError(f"not connected to {peer}")
+        with _errors_mapped(f"notify {peer}"):
+            self._agent.send_notif(peer, payload)
+
+    def poll(self) -> list[TransportEvent]:
+        events: list[TransportEvent] = []
+        with _errors_mapped("take notifications"):
+            begun = time.perf_counter()
+            arrived = self._take_notifications()
+            ended = time.perf_counter()
+            warm, self._polled_at = begun - self._polled_at < WARM_S, ended
+            self.busy = bool(self._reads) or (warm and ended - begun > EMPTY_POLL_S)
+        events += (Notification(peer, bytes(payload)) for peer, payloads in arrived.items() for payload in payloads)
+        for handle, read in list(self._reads.items()):
+            if read.broken is None and self._has_ended(read):
+                read.transfer.release()
+                del self._reads[handle]
+                events.append(ReadDone(handle))
+        self._release_broken()
+        for handle, read in list(self._reads.items()):
+            if read.broken is not None and read.transfer is None:
+                del self._reads[handle]
+                events.append(ReadBroken(handle, read.broken))
+        return events
+
+    def close(self) -> None:
+        """Reads that cannot be cancelled keep their buffers registered until the process ends."""
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        if any(read.transfer is not None for read in self._reads.values()):
+            raise TransportError("a read could not be cancelled")
+        with _errors_mapped("close"):
+            if self._blocks is not None:
+                self._blocks.release()
+                self._agent.deregister_memory(self._registered)
+        self._blocks = self._registered = self._agent = None
+
+    # ---- inside
+
+    def _take_notifications(self) -> dict[str, list[bytes]]:
+        """By the sender's name, which the sender chose."""
+        try:
+            arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        except UnicodeDecodeError:
+            # A name that is no text; nixl has dropped all that arrived with it. Something that is no message stands for
+            # it, and is counted as that; the protocol repeats what was lost.
+            return {"": [b""]}
+        return arrived
+
+    def _prepare(self, agent: str, base: int, num_blocks: int, block_bytes: int) -> Any:
+        device = 0 if self._pool is None or self._pool.device is None else self._pool.device
+        # One row stands for all blocks: address, length, device, stride, count.
+        blocks = np.array([[base, block_bytes, device, block_bytes, num_blocks]], dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(agent, blocks, self._memory)
+
+    def _make_transfer(self, peer: _Peer, runs: Sequence[Run]) -> Any:
+        assert self._pool is not None
+        size = self._pool.layout.block_bytes
+        whole = np.array(runs, np.int64) if peer.blocks is not None else np.ones((0, 3), np.int64)
+        if len(whole) and not (whole % size).any():
+            whole //= size
+            if (whole[:, 2] == 1).all():
+                sources, targets = whole[:, 0], whole[:, 1]
+            else:
+                sources = np.concatenate([np.arange(first, first + count) for first, _, count in whole])
+                targets = np.concatenate([np.arange(first, first + count) for _, first, count in whole])
+            return self._agent.make_prepped_xfer(
+                "READ", self._blocks, targets.astype(np.int32), peer.blocks, sources.astype(np.int32)
+            )
+        device = self._pool.device or 0
+        local = [(self._pool.address + run.target, run.num_bytes, device) for run in runs]
+        remote = [(peer.address.pool_base + run.source, run.num_bytes, device) for run in runs]
+        return self._agent.initialize_xfer(
+            "READ",
+            self._agent.get_xfer_descs(local, self._memory),
+            self._agent.get_xfer_descs(remote, self._memory),
+            peer.address.name,
+        )
+
+    def _has_ended(self, read: _Read) -> bool:
+        """Whether all bytes are here. A failure marks the read as broken."""
+        try:
+            state = self._agent.check_xfer_state(read.transfer)
+        except _bindings.nixlRemoteDisconnectError:
+            read.broken = PeerDisconnected(f"read from {read.peer}: the peer is gone")
+            return False
+        except _NIXL_ERRORS as error:
+            read.broken = TransportError(f"read from {read.peer}: {error}")
+            return False
+        if state == "ERR":
+            read.broken = TransportError(f"read from {read.peer} failed")
+        return bool(state == "DONE")
+
+    def _release_broken(self) -> None:
+        """Release aborts a transfer under way, or refuses while it cannot; then the next poll tries again."""
+        for read in self._reads.values():
+            if read.broken is not None and read.transfer is not None:
+                try:
+                    read.transfer.release()
+                except _NIXL_ERRORS:
+                    continue
+                read.transfer = None

@@ -1,0 +1,231 @@
+"""The prefill worker: prompts in, first token and offered KV blocks out.
+
+    PrefillArrived -> queue -> chunks -> first token -> PrefillDone      (the call ends here)
+                               |  each full block is offered to the reader as soon as it is computed
+                               +--> the reader pulls and releases, or its lease ends
+
+The sequence leaves the scheduler with its first token; its blocks stay leased until the reader has them. Blocks are
+leased before the scheduler learns that the step is done, because it releases a finished sequence's blocks at once.
+
+Prompts and readers can wait for each other in a circle: leased blocks wait for readers without room, whose room is
+reserved for prompts that wait here for blocks. `_unblock` breaks it: a prompt whose reader has room waits no longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerUnavailable
+from core.handoff import AbortReason, AgentAddress, TransferId
+from core.ledger import Claim, check_claims
+from core.lifecycle import FinishReason, Timeline
+from core.machine import Tick
+from core.request import Request
+from core.sequence import Sequence
+from core.step import SampledToken, ScheduledChunk, StepOutput
+from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
+from kv_transfer.events import AgentAction, TransferAction, TransferEvent, TransferResult
+from kv_transfer.load import transfer_claims, with_transfers
+from kv_transfer.machine import TransferMachine
+
+MAX_STALL_S = 1.0  # a reader's reserved room waits this long for blocks of ours, then other offers are withdrawn
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillArrived:
+    request: Request
+    transfer_id: TransferId
+    reader: AgentAddress
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCancelled:
+    request_id: str
+
+
+PrefillEvent = PrefillArrived | PrefillCancelled | StepFinished | StepFailed | DrainRequested | TransferEvent | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    request_id: str
+    index: int  # of the token in the output
+    token: SampledToken
+    finish_reason: FinishReason | None  # None: the sequence goes on elsewhere
+    cached_tokens: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    request_id: str
+    error: TandemError
+
+
+PrefillAction = RunStep | PrefillDone | PrefillFailed | AgentAction
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    sequence: Sequence
+    transfer_id: TransferId
+
+
+class PrefillMachine:
+    """Each accepted `PrefillArrived` gets one `PrefillDone` or `PrefillFailed`, at its deadline at the latest."""
+
+    def __init__(self, core: WorkerCore, transfers: TransferMachine) -> None:
+        self.core = core
+        self.transfers = transfers
+        self._calls: dict[str, _OpenCall] = {}  # by request id
+        self._stalled_since: float | None = None
+
+    def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
+        """Raises `TandemError` for a `PrefillArrived` that is refused."""
+        actions: list[PrefillAction] = []
+        match event:
+            case PrefillArrived():
+                actions += self._on_arrived(event, now)
+            case PrefillCancelled(request_id):
+                actions += self._end(request_id, RequestCancelled("the router cancelled the call"))
+            case StepFinished(output):
+                actions += self._on_step(output, now)
+            case StepFailed(error):
+                for sequence in self.core.scheduler.fail_step():
+                    actions += self._end(sequence.sequence_id, error)
+            case DrainRequested():
+                self.core.draining = True
+            case Tick():
+                actions += self._without_results(self.transfers.handle(event, now))
+                for request_id in self.core.deadlines.expire(now):
+                    actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
+            case _:
+                actions += self._without_results(self.transfers.handle(event, now))
+        actions += self.core.next_step(now)
+        return actions + self._unblock(now)
+
+    def next_deadline(self) -> float | None:
+        stalled_until = None if self._stalled_since is None else self._stalled_since + MAX_STALL_S
+        known = (self.core.deadlines.next(), self.transfers.next_deadline(), stalled_until)
+        return min((when for when in known if when is not None), default=None)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being computed and nobody reads our blocks."""
+        return not self._calls and not self.transfers.alive
+
+    @property
+    def transfers_alive(self) -> bool:
+        return self.transfers.alive
+
+    def load(self) -> WorkerLoad:
+        return with_transfers(self.core.load(), self.transfers)
+
+    def claims(self, now: float) -> list[Claim]:
+        """Everyone who holds a block of the pool, and every live transfer."""
+        return [*self.core.claims(), *transfer_claims(self.transfers, now)]
+
+    # ---- a prompt's life
+
+    def _on_arrived(self, event: PrefillArrived, now: float) -> list[PrefillAction]:
+        if self.core.draining:
+            raise WorkerUnavailable("this prefill worker is draining")
+        sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1)
+        try:
+            self.core.scheduler.add(sequence)
+            actions = self._without_results(self.transfers.offer(event.transfer_id, event.reader, now))
+        except TandemError:
+            self.core.refuse(sequence)
+            raise
+        self._calls[sequence.sequence_id] = _OpenCall(sequence, event.transfer_id)
+        return actions
+
+    def _on_step(self, output: StepOutput, now: float) -> list[PrefillAction]:
+        plan = self.core.scheduler.step_in_flight
+        assert plan is not None
+        actions: list[PrefillAction] = []
+        for chunk in plan.chunks:
+            actions += self._offer_computed(chunk, output, now)
+        for event in self.core.complete_step(output, now):
+            # Where the first token was the last, the offer stands all the same: whichever of our answer and the
+            # hand-off comes first ends the request, and an abort could overtake both.
+            call = self._calls.pop(event.sequence_id)
+            goes_on = event.finish_reason is FinishReason.HANDOFF
+            actions.append(
+                PrefillDone(
+                    request_id=event.sequence_id,
+                    index=event.index,
+                    token=event.token,
+                    finish_reason=None if goes_on else event.finish_reason,
+                    cached_tokens=call.sequence.num_cached_tokens,
+                    timeline=self.core.timelines[event.sequence_id],
+                )
+            )
+            self.core.dismiss(event.sequence_id)
+        return actions
+
+    def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
+        """Offer the blocks this step completed: the full ones, and after the last chunk the partly filled one too."""
+        call = self._calls.get(chunk.sequence_id)
+        if call is None:
+            return []  # ended while the step ran
+        num_computed = chunk.start + chunk.num_tokens
+        block_size = self.core.scheduler.block_size
+        num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
+        first_token_id = output.sampled[chunk.sequence_id].token_id if chunk.samples else None
+        blocks = enumerate(chunk.block_table[:num_ready])
+        return self._without_results(
+            self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
+        )
+
+    def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
+        """End an open call without its token; the reader is told."""
+        call = self._calls.pop(request_id, None)
+        if call is None:
+            return []
+        self.core.scheduler.abort(request_id, FinishReason.ERROR)
+        self.core.dismiss(request_id)
+        aborted = self.transfers.abort_offer(call.transfer_id, AbortReason.PREFILL_FAILED)
+        return [*self._without_results(aborted), PrefillFailed(request_id, error)]
+
+    # ---- blocks that wait for each other
+
+    def _unblock(self, now: float) -> list[PrefillAction]:
+        """Where nothing can be computed though a reader has reserved its room for it, withdraw offers, one at a time.
+
+        The router tries the withdrawn ones again; their first tokens are out already.
+        """
+        idle = self.core.scheduler.step_in_flight is None
+        if not idle or not any(self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()):
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = now
+        elif now >= self._stalled_since + MAX_STALL_S:
+            self._stalled_since = now
+            withdrawn = self._least_useful_offer()
+            if withdrawn is not None:
+                aborted = self.transfers.abort_offer(withdrawn, AbortReason.OVERLOADED)
+                return [*self._without_results(aborted), *self.core.next_step(now)]
+        return []
+
+    def _least_useful_offer(self) -> TransferId | None:
+        """The youngest that no reader has room for; else the unfinished one of the lowest rank, but never the first."""
+        unwanted = self.transfers.unwanted_offers()
+        if unwanted:
+            return unwanted[-1]
+        by_rank = sorted(self._calls.values(), key=lambda call: call.sequence.rank)
+        unfinished = [call.transfer_id for call in by_rank[1:] if self.transfers.num_leased(call.transfer_id)]
+        return unfinished[-1] if unfinished else None
+
+    def _without_results(self, actions: list[TransferAction]) -> list[PrefillAction]:
+        """The end of an offer needs nothing of us: its blocks are back in the pool already."""
+        return [action for action in actions if not isinstance(action, TransferResult)]
+
+    def check(self) -> None:
+        """Open calls and the scheduler's sequences are the same, but for those aborted while a step runs."""
+        self.core.check()
+        self.transfers.check()
+        check_claims(self.claims(0.0), self.core.pool)
+        for request_id, call in self._calls.items():
+            assert self.core.scheduler.get(request_id) is call.sequence

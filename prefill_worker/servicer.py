@@ -1,0 +1,100 @@
+"""`tandem.v1.PrefillWorker`: turns each Prefill call into events for the machine, and its answer into the reply."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from core.errors import InvalidRequest, TandemError
+from core.lifecycle import Stage
+from prefill_worker.machine import (
+    PrefillAction,
+    PrefillArrived,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillEvent,
+    PrefillFailed,
+)
+from protos import codec, worker_pb2, worker_pb2_grpc
+from runtime.driver import Driver
+from runtime.grpc_server import abort, remaining_s
+from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, extract
+
+SPAN_OF_STAGE = {Stage.QUEUE: SpanName.PREFILL_QUEUE, Stage.PREFILL: SpanName.PREFILL_COMPUTE}
+
+
+class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
+    full_name = "tandem.v1.PrefillWorker"
+    register = staticmethod(worker_pb2_grpc.add_PrefillWorkerServicer_to_server)
+
+    def __init__(self, default_timeout_s: float, telemetry: Telemetry) -> None:
+        self._default_timeout_s = default_timeout_s
+        self._telemetry = telemetry
+        self._calls: dict[str, asyncio.Future[PrefillDone]] = {}  # open calls, by request id
+
+    def attach(self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str) -> None:
+        self._driver = driver
+        self._worker_id = worker_id
+
+    async def Prefill(
+        self, request: worker_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.PrefillResponse:
+        try:
+            done = await self._compute(request, remaining_s(context, self._default_timeout_s))
+        except TandemError as error:
+            await abort(context, error)
+        attributes: dict[str, AttributeValue] = {
+            Attribute.WORKER: self._worker_id,
+            Attribute.CACHED_TOKENS: done.cached_tokens,
+        }
+        parent = extract(context.invocation_metadata())
+        self._telemetry.draw_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
+        return worker_pb2.PrefillResponse(
+            first_token=codec.encode_token(done.index, done.token),
+            finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],
+            cached_tokens=done.cached_tokens,
+            queue_ms=done.timeline.seconds_in(Stage.QUEUE) * 1e3,
+            prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,
+        )
+
+    async def _compute(self, wire: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillDone:
+        request = codec.decode_sequence(wire.sequence)
+        transfer_id, reader = codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.reader)
+        arrived = PrefillArrived(request, transfer_id, reader, self._driver.now() + timeout_s)
+        if request.request_id in self._calls:
+            raise InvalidRequest("request_id", f"{request.request_id} is being served already")
+        answer: asyncio.Future[PrefillDone] = asyncio.get_running_loop().create_future()
+        self._calls[request.request_id] = answer
+        try:
+            self._driver.post(arrived)
+            return await answer
+        except asyncio.CancelledError:  # the caller went away
+            self._driver.post_threadsafe(PrefillCancelled(request.request_id))
+            raise
+        finally:
+            del self._calls[request.request_id]
+
+    def perform(self, action: object) -> bool:
+        match action:
+            case PrefillDone(request_id=request_id):
+                _set(self._calls.get(request_id), action)
+            case PrefillFailed(request_id, error):
+                _set(self._calls.get(request_id), error)
+            case _:
+                return False
+        return True
+
+    def fail_all(self, error: TandemError) -> None:
+        for answer in self._calls.values():
+            _set(answer, error)
+
+
+def _set(answer: asyncio.Future[PrefillDone] | None, result: PrefillDone | TandemError) -> None:
+    if answer is None or answer.done():
+        return
+    if isinstance(result, TandemError):
+        answer.set_exception(result)
+    else:
+        answer.set_result(result)

@@ -1,0 +1,240 @@
+"""Between the words of core/ and the wire, for what routers and workers exchange. Nothing else knows both.
+
+Decoding is strict: what does not fit raises `InvalidRequest` naming the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from core.block_pool import Column
+from core.errors import InvalidRequest
+from core.handoff import LIVE_STATES, AgentAddress, TransferId
+from core.kv_layout import KVLayout
+from core.ledger import BlockHolder, HolderState, SequenceState
+from core.lifecycle import FinishReason, Path, WorkerRole, WorkerState
+from core.request import Request, SamplingParams
+from core.step import SampledToken
+from core.worker import WorkerLoad
+from protos import inference_pb2, worker_pb2
+
+ROLE_TO_WIRE = {
+    WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+}
+ROLE_FROM_WIRE = {wire: role for role, wire in ROLE_TO_WIRE.items()}
+
+STATE_TO_WIRE = {
+    WorkerState.STARTING: worker_pb2.WORKER_STATE_STARTING,
+    WorkerState.SERVING: worker_pb2.WORKER_STATE_SERVING,
+    WorkerState.DRAINING: worker_pb2.WORKER_STATE_DRAINING,
+    WorkerState.LOST: worker_pb2.WORKER_STATE_LOST,
+}
+STATE_FROM_WIRE = {wire: state for state, wire in STATE_TO_WIRE.items()}
+
+FINISH_TO_WIRE = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+FINISH_FROM_WIRE = {wire: reason for reason, wire in FINISH_TO_WIRE.items()}
+
+PATH_TO_WIRE = {
+    Path.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
+    Path.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
+    Path.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
+    Path.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
+}
+
+# What a holder of blocks is, by the column its blocks are counted in.
+KIND_TO_WIRE = {
+    Column.HELD: worker_pb2.HOLDER_KIND_SEQUENCE,
+    Column.LEASED: worker_pb2.HOLDER_KIND_OFFER,
+    Column.INCOMING: worker_pb2.HOLDER_KIND_PULL,
+}
+HOLDER_STATE_TO_WIRE: dict[HolderState, worker_pb2.HolderState] = {
+    state: getattr(worker_pb2, f"HOLDER_STATE_{state.name}") for state in (*SequenceState, *LIVE_STATES)
+}
+
+_LAYOUT_FIELDS = (
+    "model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head",
+)  # fmt: skip
+
+
+def encode_layout(layout: KVLayout) -> worker_pb2.KVLayout:
+    return worker_pb2.KVLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+
+
+def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
+    try:
+        return KVLayout(**{name: getattr(wire, name) for name in _LAYOUT_FIELDS})
+    except ValueError as error:
+        raise InvalidRequest("layout", str(error)) from error
+
+
+def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
+    return worker_pb2.AgentAddress(
+        name=address.name,
+        incarnation=address.incarnation,
+        metadata=address.metadata,
+        pool_base=address.pool_base,
+        num_blocks=address.num_blocks,
+        layout=encode_layout(address.layout),
+        lease_s=address.lease_s,
+    )
+
+
+def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
+    if not wire.name or not wire.num_blocks:
+        raise InvalidRequest("agent", "name and num_blocks must be set")
+    if not 0 < wire.lease_s < math.inf:
+        raise InvalidRequest("agent.lease_s", f"must be more than 0 and finite, is {wire.lease_s}")
+    return AgentAddress(
+        name=wire.name,
+        incarnation=wire.incarnation,
+        metadata=wire.metadata,
+        pool_base=wire.pool_base,
+        num_blocks=wire.num_blocks,
+        layout=decode_layout(wire.layout),
+        lease_s=wire.lease_s,
+    )
+
+
+def encode_transfer_id(transfer_id: TransferId) -> bytes:
+    return transfer_id.to_bytes(16, "little")
+
+
+def decode_transfer_id(wire: bytes) -> TransferId:
+    if len(wire) != 16:
+        raise InvalidRequest("transfer_id", f"must be 16 bytes, is {len(wire)}")
+    return int.from_bytes(wire, "little")
+
+
+def encode_sequence(request: Request) -> worker_pb2.SequenceRequest:
+    sampling = request.sampling
+    return worker_pb2.SequenceRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=inference_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=sampling.seed,
+            logit_bias=dict(sampling.logit_bias),
+        ),
+        stop=inference_pb2.StopConditions(
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=sorted(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+        ),
+        logprobs=sampling.num_logprobs,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+
+
+def decode_sampling(
+    wire: inference_pb2.SamplingParams,
+    stop: inference_pb2.StopConditions,
+    logprobs: int | None,
+    defaults: dict[str, int],
+) -> SamplingParams:
+    """Fields that are set, over `defaults` (max_tokens, seed) and the defaults of `SamplingParams`."""
+    given: dict[str, int | float] = dict(defaults)
+    for name in (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    ):  # fmt: skip
+        if wire.HasField(name):
+            given[name] = getattr(wire, name)
+    if stop.HasField("max_tokens"):
+        given["max_tokens"] = stop.max_tokens
+    return SamplingParams(
+        **given,  # type: ignore[arg-type]
+        stop_token_ids=frozenset(stop.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        num_logprobs=logprobs,
+        logit_bias=dict(wire.logit_bias),
+    )
+
+
+def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
+    logprobs = wire.logprobs if wire.HasField("logprobs") else None
+    return Request(
+        request_id=wire.request_id,
+        token_ids=tuple(wire.token_ids),
+        num_prompt_tokens=wire.num_prompt_tokens,
+        sampling=decode_sampling(wire.sampling, wire.stop, logprobs, {"max_tokens": 0}),
+        priority=wire.priority,
+        cache_salt=wire.cache_salt,
+    )
+
+
+def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs | None:
+    if token.logprob is None:
+        return None
+    return inference_pb2.TokenLogprobs(
+        logprob=token.logprob,
+        top=[inference_pb2.Logprob(token_id=token_id, logprob=value) for token_id, value in token.top_logprobs],
+    )
+
+
+def encode_token(index: int, token: SampledToken) -> worker_pb2.SampledToken:
+    return worker_pb2.SampledToken(index=index, token_id=token.token_id, logprobs=encode_logprobs(token))
+
+
+def decode_token(wire: worker_pb2.SampledToken) -> tuple[int, SampledToken]:
+    """(index in the output, token)"""
+    if not wire.HasField("logprobs"):
+        return wire.index, SampledToken(wire.token_id)
+    top = tuple((entry.token_id, entry.logprob) for entry in wire.logprobs.top)
+    return wire.index, SampledToken(wire.token_id, wire.logprobs.logprob, top)
+
+
+_LOAD_COUNTS = (
+    "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "num_prefilled_tokens",
+    "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions",
+    "num_malformed_messages", "num_dropped_messages", "transfer_seconds",
+)  # fmt: skip
+
+
+def encode_ledger(ledger: Mapping[Column, int]) -> worker_pb2.Ledger:
+    return worker_pb2.Ledger(**{column.value: count for column, count in ledger.items()})
+
+
+def encode_holder(holder: BlockHolder) -> worker_pb2.BlockHolder:
+    claim = holder.claim
+    return worker_pb2.BlockHolder(
+        kind=KIND_TO_WIRE[claim.column],
+        name=claim.name,
+        state=HOLDER_STATE_TO_WIRE[claim.state],
+        num_blocks=len(claim.blocks),
+        num_counted=holder.num_counted,
+        age_ms=holder.age_s * 1e3,
+        peer=claim.peer,
+    )
+
+
+def encode_load(load: WorkerLoad) -> worker_pb2.LoadReport:
+    return worker_pb2.LoadReport(
+        state=STATE_TO_WIRE[load.state],
+        ledger=encode_ledger(load.ledger),
+        transfers=worker_pb2.TransferCounts(**{state.value: count for state, count in load.transfers.items()}),
+        **{name: getattr(load, name) for name in _LOAD_COUNTS},
+    )
+
+
+def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
+    if wire.state not in STATE_FROM_WIRE:
+        raise InvalidRequest("load.state", f"{wire.state} is not a WorkerState")
+    return WorkerLoad(
+        state=STATE_FROM_WIRE[wire.state],
+        ledger={column: getattr(wire.ledger, column.value) for column in Column},
+        transfers={state: getattr(wire.transfers, state.value) for state in LIVE_STATES},
+        **{name: getattr(wire, name) for name in _LOAD_COUNTS},
+    )

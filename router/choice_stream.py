@@ -1,0 +1,153 @@
+"""One choice of a Generate call, from dispatch to its final message: text, spans and timings around the machine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span
+
+from core.lifecycle import Stage
+from core.request import Request
+from core.step import SampledToken
+from protos import codec, inference_pb2
+from router.events import Deliver, Fail, Finish, Outcome
+from router.text_stream import TextStream
+from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
+
+SPAN_OF_STAGE = {
+    Stage.TOKENIZE: SpanName.ROUTER_TOKENIZE,
+    Stage.QUEUE: SpanName.ROUTER_QUEUE,
+    Stage.ROUTE: SpanName.ROUTER_ROUTE,
+    Stage.PREFILL: SpanName.ROUTER_PREFILL,
+    Stage.DECODE: SpanName.ROUTER_DECODE,
+}
+
+# Of the machine for one choice. Bounded by the request: at most max_tokens deliveries and the end.
+Results = asyncio.Queue[tuple["ChoiceStream", Deliver | Finish | Fail]]
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceStream:
+    choice: int
+    model: str
+    request: Request
+    client_request_id: str
+    arrived_at: float
+    text: TextStream
+    root: Span
+    results: Results
+    result: Finish | Fail | None = None  # set when the machine has ended it
+    token_ids: list[int] = field(default_factory=list)
+
+    def chunk(self, delivered: Deliver) -> inference_pb2.TokenChunk | None:
+        """The message for newly delivered tokens; None after a stop string has ended the text."""
+        if self.text.stop_match:
+            return None
+        chunk = inference_pb2.TokenChunk(choice=self.choice, index=delivered.index)
+        for token in delivered.tokens:
+            self._add(chunk, token)
+            if self.text.stop_match:
+                break
+        return chunk
+
+    def _add(self, chunk: inference_pb2.TokenChunk, token: SampledToken) -> None:
+        self.token_ids.append(token.token_id)
+        chunk.token_ids.append(token.token_id)
+        chunk.text += self.text.push(token.token_id)
+        logprobs = codec.encode_logprobs(token)
+        if logprobs is not None:
+            chunk.logprobs.append(logprobs)
+
+    def last_chunk(self) -> inference_pb2.TokenChunk | None:
+        """Text that was held back and is none of a stop string's after all."""
+        rest = self.text.flush()
+        if not rest:
+            return None
+        return inference_pb2.TokenChunk(choice=self.choice, index=len(self.token_ids), text=rest)
+
+    def finished(self, outcome: Outcome, now: float) -> inference_pb2.Finished:
+        candidate, decode = outcome.candidate, outcome.decode
+        return inference_pb2.Finished(
+            choice=self.choice,
+            finish_reason=codec.FINISH_TO_WIRE[outcome.finish_reason],
+            usage=inference_pb2.Usage(
+                prompt_tokens=outcome.num_prompt_tokens,
+                completion_tokens=len(self.token_ids),
+                cached_tokens=outcome.cached_tokens,
+            ),
+            timings=_timings(outcome, now - self.arrived_at),
+            prefill_worker=candidate.prefill_worker or candidate.decode_worker,
+            decode_worker=candidate.decode_worker,
+            path=codec.PATH_TO_WIRE[outcome.path],
+            attempts=outcome.attempts,
+            transferred_bytes=0 if decode is None else decode.transferred_bytes,
+            request_id=self.client_request_id,
+            seed=self.request.sampling.seed,
+            trace_id=trace_id_of(self.root),
+            stop_match=self.text.stop_match,
+        )
+
+    # ---- the trace
+
+    def end_trace(self, telemetry: Telemetry, now: float) -> None:
+        """Draw the stages and close the root span, after the last message was written."""
+        result = self.result
+        if result is None:
+            telemetry.end_root(self.root, now, self._request_attributes(), error="ended before it was started")
+            return
+        timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
+        telemetry.draw_timeline(timeline, SPAN_OF_STAGE, context_of(self.root), {Attribute.CHOICE: self.choice})
+        attributes = self._request_attributes()
+        if isinstance(result, Finish):
+            attributes |= self._outcome_attributes(result.outcome)
+            telemetry.end_root(self.root, now, attributes)
+        else:
+            telemetry.end_root(self.root, now, attributes, error=str(result.error))
+
+    def _request_attributes(self) -> dict[str, AttributeValue]:
+        sampling = self.request.sampling
+        return {
+            Attribute.OPERATION: "text_completion",
+            Attribute.PROVIDER: "tandem",
+            Attribute.REQUEST_MODEL: self.model,
+            Attribute.RESPONSE_ID: self.client_request_id,
+            Attribute.CHOICE: self.choice,
+            Attribute.MAX_TOKENS: sampling.max_tokens,
+            Attribute.TEMPERATURE: sampling.temperature,
+            Attribute.TOP_P: sampling.top_p,
+            Attribute.TOP_K: sampling.top_k,
+            Attribute.SEED: sampling.seed,
+            Attribute.INPUT_TOKENS: self.request.num_prompt_tokens,
+            Attribute.OUTPUT_TOKENS: len(self.token_ids),
+        }
+
+    def _outcome_attributes(self, outcome: Outcome) -> dict[str, AttributeValue]:
+        candidate = outcome.candidate
+        return {
+            Attribute.FINISH_REASONS: [outcome.finish_reason.value],
+            Attribute.PATH: outcome.path.value,
+            Attribute.ATTEMPTS: outcome.attempts,
+            Attribute.CACHED_TOKENS: outcome.cached_tokens,
+            Attribute.UNCACHED_TOKENS: candidate.uncached_tokens,
+            Attribute.COST: candidate.cost,
+            Attribute.PREFILL_WORKER: candidate.prefill_worker or candidate.decode_worker,
+            Attribute.DECODE_WORKER: candidate.decode_worker,
+        }
+
+
+def _timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:
+    timeline, prefill, decode = outcome.timeline, outcome.prefill, outcome.decode
+    computed = prefill or decode
+    return inference_pb2.PhaseTimings(
+        tokenize_ms=timeline.seconds_in(Stage.TOKENIZE) * 1e3,
+        router_queue_ms=timeline.seconds_in(Stage.QUEUE) * 1e3,
+        route_ms=timeline.seconds_in(Stage.ROUTE) * 1e3,
+        prefill_queue_ms=0.0 if computed is None else computed.queue_s * 1e3,
+        prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
+        first_token_ms=outcome.first_token_s * 1e3,
+        transfer_ms=0.0 if decode is None else decode.transfer_s * 1e3,
+        transfer_exposed_ms=0.0 if decode is None else decode.transfer_exposed_s * 1e3,
+        decode_ms=timeline.seconds_in(Stage.DECODE) * 1e3,
+        total_ms=total_s * 1e3,
+    )

@@ -1,0 +1,143 @@
+"""`tandem.v1.Cluster`: what operators ask."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from core.config import RouterConfig
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.lifecycle import WorkerRole, WorkerState
+from engine.tokenizer import ModelTokenizer
+from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2
+from router import validation
+from router.policy import Candidate, choose, reason_for
+from router.shell import RouterShell
+from router.worker_link import WorkerLink
+from runtime.grpc_server import abort, remaining_s
+from runtime.service import Scale
+
+LEDGER_TIMEOUT_S = 3.0
+ANSWER_SHARE = 0.9  # of the caller's time; the rest is for the way back
+MAX_HOLDERS = 16_384  # in one answer to GetLedger, over all workers, ...
+MIN_HOLDERS = 16  # ... but this many of each
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
+    """`scale` is None where nobody supervises this router; Scale is refused then."""
+
+    def __init__(
+        self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell, scale: Scale | None
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._shell = shell
+        self._scale = scale
+
+    async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: Context) -> cluster_pb2.GetFleetResponse:
+        wanted = (0, 0)
+        try:
+            if self._scale is not None:
+                wanted = await self._scale(None, None)
+        except TandemError as error:
+            await abort(context, error)
+        links = sorted(self._shell.links.values(), key=lambda link: link.endpoint.service_id)
+        return cluster_pb2.GetFleetResponse(
+            workers=[self._describe(link) for link in links],
+            num_queued=self._shell.machine.num_queued,
+            num_in_flight=self._shell.machine.num_in_flight,
+            wanted_prefill=wanted[0],
+            wanted_decode=wanted[1],
+        )
+
+    def _describe(self, link: WorkerLink) -> cluster_pb2.FleetWorker:
+        endpoint = link.endpoint
+        record = self._shell.machine.workers.get(endpoint.service_id)
+        age_s = self._shell.now() - link.reported_at if link.reported_at else 0.0
+        if record is not None:
+            state = record.load.state
+        else:
+            state = WorkerState.LOST if link.reported_at else WorkerState.STARTING
+        return cluster_pb2.FleetWorker(
+            worker_id=endpoint.service_id,
+            role=codec.ROLE_TO_WIRE[endpoint.role] if endpoint.role else None,
+            state=codec.STATE_TO_WIRE[state],
+            address=endpoint.address,
+            load=link.load,
+            report_age_ms=age_s * 1e3,
+            num_dispatched=0 if record is None else len(record.dispatched),
+        )
+
+    async def Explain(self, request: inference_pb2.GenerateRequest, context: Context) -> cluster_pb2.ExplainResponse:
+        try:
+            generation = await asyncio.to_thread(
+                validation.prepare, request, self._tokenizer, self._config, "explain", lambda: 0
+            )
+            machine = self._shell.machine
+            found = machine.find_candidates(generation.choices[0], self._shell.now())
+            chosen = choose(found, {record.worker_id: len(record.dispatched) for record in machine.workers})
+            if chosen is None:
+                raise WorkerUnavailable("no worker can take it now; it would wait in the router's queue")
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ExplainResponse(
+            prompt_tokens=generation.choices[0].num_prompt_tokens,
+            candidates=[_encode_candidate(candidate, candidate is chosen) for candidate in found],
+            path=codec.PATH_TO_WIRE[chosen.path],
+            reason=reason_for(chosen, machine.workers.has_role(WorkerRole.PREFILL)),
+        )
+
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
+        try:
+            if self._scale is None:
+                raise WorkerUnavailable("nobody supervises this router's workers, so it cannot scale them")
+            if not request.HasField("prefill") and not request.HasField("decode"):
+                raise InvalidRequest("prefill", "prefill, decode or both must be set")
+            prefill, decode = await self._scale(
+                request.prefill if request.HasField("prefill") else None,
+                request.decode if request.HasField("decode") else None,
+            )
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ScaleResponse(wanted_prefill=prefill, wanted_decode=decode)
+
+    async def GetLedger(self, request: cluster_pb2.GetLedgerRequest, context: Context) -> cluster_pb2.GetLedgerResponse:
+        """Every worker is asked at once, and each has the same few seconds; who gives no answer is listed without."""
+        links = self._shell.links
+        asked = [links[name] for name in sorted(set(request.worker_ids) or links) if name in links]
+        unknown = sorted(set(request.worker_ids) - links.keys())
+        if unknown:
+            await abort(context, InvalidRequest("worker_ids", f"{unknown[0]} is no worker of this router"))
+        timeout_s = min(LEDGER_TIMEOUT_S, remaining_s(context, LEDGER_TIMEOUT_S))
+        max_holders = max(MIN_HOLDERS, MAX_HOLDERS // max(1, len(asked)))
+        return cluster_pb2.GetLedgerResponse(
+            workers=await asyncio.gather(*(_ask_for_ledger(link, max_holders, timeout_s) for link in asked))
+        )
+
+
+async def _ask_for_ledger(link: WorkerLink, max_holders: int, timeout_s: float) -> cluster_pb2.WorkerLedger:
+    worker_id = link.endpoint.service_id
+    try:
+        return cluster_pb2.WorkerLedger(
+            worker_id=worker_id, ledger=await link.describe_ledger(max_holders, timeout_s * ANSWER_SHARE)
+        )
+    except TandemError as error:
+        return cluster_pb2.WorkerLedger(worker_id=worker_id, error=str(error))
+
+
+def _encode_candidate(candidate: Candidate, chosen: bool) -> cluster_pb2.Candidate:
+    return cluster_pb2.Candidate(
+        prefill_worker=candidate.prefill_worker or "",
+        decode_worker=candidate.decode_worker,
+        cached_tokens=candidate.cached_tokens,
+        uncached_tokens=candidate.uncached_tokens,
+        queued_tokens=candidate.queued_tokens,
+        decode_load=candidate.decode_load,
+        transfer_blocks=candidate.transfer_blocks,
+        cost=candidate.cost,
+        chosen=chosen,
+    )

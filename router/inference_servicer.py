@@ -1,0 +1,135 @@
+"""`tandem.v1.Inference`: the public calls."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import grpc.aio
+
+from core.config import RouterConfig
+from core.errors import DeadlineExceeded, TandemError
+from core.request import MAX_SEED
+from engine.tokenizer import ModelTokenizer
+from protos import inference_pb2, inference_pb2_grpc
+from router import validation
+from router.choice_stream import ChoiceStream, Results
+from router.events import Deliver, Fail, Finish, RequestArrived, StopMatched
+from router.shell import RouterShell
+from router.text_stream import TextStream
+from runtime.grpc_server import abort, remaining_s
+
+Context = grpc.aio.ServicerContext[Any, Any]
+MAX_DETOKENIZE_TOKENS = 1_000_000
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._shell = shell
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        try:
+            await self._generate(request, context)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        arrived_at = self._shell.now()
+        deadline = arrived_at + remaining_s(context, self._config.default_timeout_s)
+        generation = await asyncio.to_thread(
+            validation.prepare, request, self._tokenizer, self._config, self._shell.new_request_id(), _random_seed
+        )
+        results: Results = asyncio.Queue()
+        headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        streams = [
+            ChoiceStream(
+                choice=choice,
+                model=self._tokenizer.info.name,
+                request=choice_request,
+                client_request_id=generation.request_id,
+                arrived_at=arrived_at,
+                text=TextStream(self._tokenizer.detokenizer(), generation.stop_strings),
+                root=self._shell.telemetry.start_root(headers, arrived_at),
+                results=results,
+            )
+            for choice, choice_request in enumerate(generation.choices)
+        ]
+        try:
+            await self._run(streams, results, deadline, context)
+        finally:
+            for stream in streams:
+                self._shell.close(stream)
+
+    async def _run(self, streams: list[ChoiceStream], results: Results, deadline: float, context: Context) -> None:
+        """Start the first choice, the others when its prompt is computed (they find it cached), and stream them all."""
+        self._start(streams[0], deadline)
+        waiting, num_open = streams[1:], len(streams)
+        while num_open:
+            stream, result = await results.get()
+            for other in waiting:
+                self._start(other, deadline)
+            waiting = []
+            match result:
+                case Deliver():
+                    await self._write_tokens(stream, result, context)
+                case Finish():
+                    num_open -= 1
+                    await self._write_end(stream, result, context)
+                case Fail(error=error):
+                    raise error
+
+    def _start(self, stream: ChoiceStream, deadline: float) -> None:
+        if deadline <= self._shell.now():
+            raise DeadlineExceeded("the deadline passed before the request could start")
+        self._shell.open(stream, RequestArrived(stream.request, stream.arrived_at, deadline))
+
+    async def _write_tokens(self, stream: ChoiceStream, delivered: Deliver, context: Context) -> None:
+        chunk = stream.chunk(delivered)
+        if stream.text.stop_match and stream.result is None:
+            self._shell.post(StopMatched(stream.request.request_id))
+        if chunk is not None:
+            await context.write(inference_pb2.GenerateResponse(tokens=chunk))
+
+    async def _write_end(self, stream: ChoiceStream, result: Finish, context: Context) -> None:
+        rest = stream.last_chunk()
+        if rest is not None:
+            await context.write(inference_pb2.GenerateResponse(tokens=rest))
+        finished = stream.finished(result.outcome, self._shell.now())
+        if stream.text.stop_match:
+            finished.finish_reason = inference_pb2.FINISH_REASON_STOP
+        await context.write(inference_pb2.GenerateResponse(finished=finished))
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        try:
+            token_ids = await asyncio.to_thread(validation.tokenize_prompt, request, self._tokenizer, self._config)
+        except TandemError as error:
+            await abort(context, error)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            text = await asyncio.to_thread(self._tokenizer.decode, request.token_ids)
+        except TandemError as error:
+            await abort(context, error)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(self, _: inference_pb2.GetModelRequest, __: Context) -> inference_pb2.GetModelResponse:
+        info = self._tokenizer.info
+        return inference_pb2.GetModelResponse(
+            name=info.name,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            eos_token_ids=sorted(info.eos_token_ids),
+            has_chat_template=self._tokenizer.has_chat_template,
+        )
+
+
+def _random_seed() -> int:
+    return secrets.randbelow(MAX_SEED + 1)

@@ -1,0 +1,123 @@
+"""A request inside the router, and one attempt to serve it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from core.errors import QueueFull, TandemError, TransferFailed
+from core.lifecycle import FinishReason, Path, Timeline
+from core.request import Request
+from core.sequence import Sequence
+from core.step import SampledToken
+from router.events import DecodeResult, IndexedTokens, Outcome, PrefillResult
+from router.policy import Candidate
+
+
+def dispatch_id_of(request_id: str, attempt: int) -> str:
+    return f"{request_id}#{attempt}"
+
+
+def request_id_of(dispatch_id: str) -> str:
+    return dispatch_id.rpartition("#")[0]
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """One attempt: a decode call and, on the disaggregated path, a prefill call beside it."""
+
+    dispatch_id: str
+    candidate: Candidate
+    prefill_open: bool  # the call has not returned
+    decode_open: bool = True
+    prefill: PrefillResult | None = None
+    decode: DecodeResult | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    request: Request
+    arrival: int  # order of arrival
+    arrived_at: float
+    deadline: float
+    timeline: Timeline
+    hashes: list[int] = field(default_factory=list)  # of the full blocks of resumed(); filled when first needed
+    delivered: list[SampledToken] = field(default_factory=list)  # by output index
+    early: dict[int, SampledToken] = field(default_factory=dict)  # output index -> token that came before its turn
+    dispatch: Dispatch | None = None  # the current attempt; None while queued
+    last_dispatch: Dispatch | None = None
+    attempts: int = 0
+    failed_workers: frozenset[str] = frozenset()
+    last_error: str = ""
+    first_token_at: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who is dispatched first: lower priority value, then earlier arrival."""
+        return (self.request.priority, self.arrival)
+
+    def resumed(self) -> Request:
+        """The request as the next worker shall see it: the prompt and what is delivered already."""
+        delivered = tuple(token.token_id for token in self.delivered)
+        return replace(self.request, token_ids=self.request.token_ids + delivered)
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Why the request is complete with what is delivered, though no worker has said so; None where it is not."""
+        if not self.delivered:
+            return None
+        token_ids = [*self.request.token_ids, *(token.token_id for token in self.delivered)]
+        return Sequence(self.request, 0, token_ids=token_ids).finish_reason_after(token_ids[-1], eos_token_ids)
+
+    def outcome(self, reason: FinishReason) -> Outcome:
+        dispatch = self.last_dispatch
+        assert dispatch is not None
+        assert self.first_token_at is not None, "a request cannot finish without a token"
+        cached = dispatch.prefill or dispatch.decode
+        return Outcome(
+            finish_reason=reason,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_output_tokens=len(self.delivered),
+            cached_tokens=0 if cached is None else min(cached.cached_tokens, self.request.num_prompt_tokens),
+            path=dispatch.candidate.path if self.attempts == 1 else Path.RECOMPUTED,
+            attempts=self.attempts,
+            timeline=self.timeline,
+            candidate=dispatch.candidate,
+            first_token_s=self.first_token_at - self.arrived_at,
+            prefill=dispatch.prefill,
+            decode=dispatch.decode,
+        )
+
+    @property
+    def why_no_worker(self) -> str:
+        last = f"; the last attempt failed: {self.last_error}" if self.last_error else ""
+        return f"no decode worker is serving{last}"
+
+    def accept(self, tokens: IndexedTokens) -> int:
+        """Take (index, token) pairs in any order, any number of times. Returns the first index newly in `delivered`.
+
+        A token that lacks the log-probabilities the client asked for is ignored: a decode worker learns the first token
+        from the hand-off, without them, and the prefill worker's answer brings them.
+        """
+        needs_logprob = self.request.sampling.num_logprobs is not None
+        for index, token in tokens:
+            if index >= len(self.delivered) and not (needs_logprob and token.logprob is None):
+                self.early.setdefault(index, token)
+        first = len(self.delivered)
+        while len(self.delivered) in self.early:
+            self.delivered.append(self.early.pop(len(self.delivered)))
+        return first
+
+
+def blamed(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
+    """Whom the next attempt avoids.
+
+    A full queue is nobody's fault; a hand-off that failed may be the fault of either side.
+    """
+    if isinstance(error, QueueFull):
+        return set()
+    if isinstance(error, TransferFailed) and candidate.prefill_worker is not None:
+        return {candidate.prefill_worker, candidate.decode_worker}
+    return {worker_id}

@@ -1,0 +1,81 @@
+"""The router as a service: tokenizer, machine, links to the workers, and the two public gRPC services."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from core.config import RouterConfig, SecurityConfig, TelemetryConfig
+from engine.tokenizer import ModelTokenizer
+from protos import cluster_pb2_grpc, inference_pb2_grpc
+from router.cluster_servicer import ClusterServicer
+from router.inference_servicer import InferenceServicer
+from router.shell import RouterShell
+from runtime.grpc_server import GrpcServer
+from runtime.security import load_credentials, router_rules
+from runtime.service import Endpoint, Scale
+from runtime.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+
+class RouterService:
+    """A `runtime.service.RouterControl`. `load_tokenizer` is called once, in a thread, by `start`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        load_tokenizer: Callable[[], ModelTokenizer],
+        telemetry_config: TelemetryConfig,
+        scale: Scale | None = None,
+        security: SecurityConfig = SecurityConfig(),  # noqa: B008 - it is frozen
+    ) -> None:
+        """Raises `ConfigError` where the credentials of `security` cannot be read."""
+        self._config = config
+        self._load_tokenizer = load_tokenizer
+        self._telemetry_config = telemetry_config
+        self._telemetry = Telemetry(telemetry_config, "tandem-router")
+        self._scale = scale
+        self._credentials, self._rules = load_credentials(security), router_rules(security)
+        self._server: GrpcServer | None = None
+        self._shell: RouterShell | None = None
+
+    async def start(self) -> Endpoint:
+        tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        self._shell = shell = RouterShell(
+            self._config, tokenizer.eos_token_ids, self._telemetry, self._telemetry_config, self._credentials
+        )
+        self._server = server = GrpcServer(
+            self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules
+        )
+        inference = InferenceServicer(self._config, tokenizer, shell)
+        cluster = ClusterServicer(self._config, tokenizer, shell, self._scale)
+        server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
+        server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
+        address = await server.start()
+        logger.info("%s serves %s on %s", shell.router_id, tokenizer.info.name, address)
+        return Endpoint(shell.router_id, address, None)
+
+    async def failed(self) -> BaseException:
+        assert self._shell is not None
+        return await self._shell.failure
+
+    async def set_workers(self, workers: list[Endpoint]) -> None:
+        assert self._shell is not None
+        await self._shell.set_workers(workers)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Calls in flight go on; health says NOT_SERVING, so that load balancers send new ones elsewhere."""
+        assert self._server is not None
+        await self._server.set_serving(False)
+        await self._server.stop(timeout_s)
+
+    async def stop(self) -> None:
+        if self._server is None or self._shell is None:
+            return
+        server, self._server = self._server, None
+        await server.stop(grace_s=0.0)
+        await self._shell.close_links()
+        self._shell.metrics.close()
+        await asyncio.to_thread(self._telemetry.close)

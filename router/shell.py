@@ -1,0 +1,131 @@
+"""Around the router's machine: which stream gets which result, which link makes which call, which span goes along."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from core.config import RouterConfig, TelemetryConfig
+from core.errors import TandemError
+from router import events
+from router.choice_stream import ChoiceStream
+from router.events import RouterAction, RouterEvent
+from router.fleet_metrics import readings, record_end
+from router.machine import RouterMachine
+from router.routed_request import request_id_of
+from router.worker_link import Metadata, WorkerLink
+from runtime.driver import Driver
+from runtime.metrics import Metrics
+from runtime.security import Credentials
+from runtime.service import Endpoint
+from runtime.telemetry import Telemetry, inject
+
+logger = logging.getLogger(__name__)
+
+
+class RouterShell:
+    """Lives on one loop; every method is called there."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        eos_token_ids: frozenset[int],
+        telemetry: Telemetry,
+        telemetry_config: TelemetryConfig,
+        credentials: Credentials,
+    ) -> None:
+        self.telemetry = telemetry
+        self._credentials = credentials
+        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids)
+        self.router_id = f"router-{secrets.token_hex(4)}"
+        self.links: dict[str, WorkerLink] = {}  # by worker id
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
+        self._streams: dict[str, ChoiceStream] = {}  # by the machine's request id
+        self._num_requests = 0
+        self.metrics = Metrics(telemetry_config, readings(self))
+
+    def now(self) -> float:
+        return self._driver.now()
+
+    def new_request_id(self) -> str:
+        """Unique in the cluster."""
+        self._num_requests += 1
+        return f"{self.router_id}.{self._num_requests}"
+
+    # ---- streams
+
+    def open(self, stream: ChoiceStream, arrived: events.RequestArrived) -> None:
+        """Hand a choice to the machine. Raises `QueueFull`."""
+        request_id = stream.request.request_id
+        self._streams[request_id] = stream
+        try:
+            self._driver.post(arrived)
+        except TandemError:
+            del self._streams[request_id]
+            raise
+
+    def post(self, event: RouterEvent) -> None:
+        self._driver.post(event)
+
+    def close(self, stream: ChoiceStream) -> None:
+        """The client's call is over: cancel the choice if it is still open, and end its trace."""
+        if stream.request.request_id in self._streams and not self._driver.stopped:
+            self._driver.post(events.ClientCancelled(stream.request.request_id))
+        stream.end_trace(self.telemetry, self.now())
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    # ---- workers
+
+    async def set_workers(self, endpoints: list[Endpoint]) -> None:
+        wanted = {endpoint.service_id: endpoint for endpoint in endpoints}
+        for worker_id, endpoint in wanted.items():
+            if worker_id not in self.links:
+                self.links[worker_id] = WorkerLink(
+                    endpoint, self.router_id, self.post, self._is_known, self._credentials
+                )
+        # The machine hears of every loss before a link closes: until then it may still choose one of them.
+        gone = [link for worker_id, link in self.links.items() if worker_id not in wanted]
+        for link in gone:
+            self.post(events.WorkerLost(link.endpoint.service_id, "the supervisor took it off the list"))
+        for link in gone:
+            del self.links[link.endpoint.service_id]
+        await asyncio.gather(*(link.close() for link in gone))
+
+    def _is_known(self, worker_id: str) -> bool:
+        return self.machine.workers.get(worker_id) is not None
+
+    async def close_links(self) -> None:
+        self._driver.stop()
+        await asyncio.gather(*(link.close() for link in self.links.values()))
+
+    # ---- acting
+
+    def _perform(self, action: RouterAction) -> None:
+        match action:
+            case events.StartPrefill():
+                self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
+            case events.StartDecode():
+                self.links[action.worker_id].start_decode(action, self._trace_headers(action.dispatch_id))
+            case events.CancelDispatch(dispatch_id):
+                for link in self.links.values():
+                    link.cancel(dispatch_id)
+            case events.Deliver(request_id=request_id):
+                stream = self._streams[request_id]
+                stream.results.put_nowait((stream, action))
+            case events.Finish(request_id=request_id) | events.Fail(request_id=request_id):
+                stream = self._streams.pop(request_id)
+                stream.result = action
+                record_end(self.metrics, action, stream.arrived_at, self.now())
+                stream.results.put_nowait((stream, action))
+
+    def _trace_headers(self, dispatch_id: str) -> Metadata:
+        return inject(self._streams[request_id_of(dispatch_id)].root)
+
+    def _on_fatal(self, error: BaseException) -> None:
+        if not self.failure.done():
+            self.failure.set_result(error)

@@ -1,0 +1,132 @@
+"""From a client's GenerateRequest to what the router's machine takes. Everything invalid ends here, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from core.config import RouterConfig
+from core.errors import InvalidRequest, ModelNotFound
+from core.request import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_CHOICES,
+    MAX_SEED,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    Request,
+)
+from engine.tokenizer import ModelTokenizer
+from protos import codec, inference_pb2
+
+CHAT_ROLES = ("system", "user", "assistant")
+MAX_CHAT_MESSAGES = 1024
+MAX_PRIORITY = 100
+MAX_REQUEST_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A valid request. `choices[i]` is the request of choice i; they differ in id and seed."""
+
+    request_id: str
+    choices: tuple[Request, ...]
+    stop_strings: tuple[str, ...]
+
+
+def prepare(
+    wire: inference_pb2.GenerateRequest,
+    tokenizer: ModelTokenizer,
+    config: RouterConfig,
+    unique_id: str,
+    random_seed: Callable[[], int],
+) -> Generation:
+    """Validate and tokenize; may take milliseconds for a long prompt, so call it in a thread.
+
+    Raises `InvalidRequest` or `ModelNotFound`. The choices' ids begin with `unique_id`.
+    """
+    info = tokenizer.info
+    _check_plain_fields(wire)
+    if wire.model and wire.model != info.name:
+        raise ModelNotFound(f"model {wire.model!r} is not served here; {info.name!r} is")
+    token_ids = tokenize_prompt(wire, tokenizer, config)
+    num_prompt_tokens = len(token_ids)
+    if num_prompt_tokens >= info.context_length:
+        raise InvalidRequest(
+            "prompt", f"{num_prompt_tokens} tokens leave no room in the context of {info.context_length} tokens"
+        )
+    sampling = codec.decode_sampling(
+        wire.sampling,
+        wire.stop,
+        wire.logprobs if wire.HasField("logprobs") else None,
+        {"max_tokens": info.context_length - num_prompt_tokens, "seed": random_seed()},
+    )
+    first = Request(f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt)
+    first.validate_for(info.vocab_size, info.context_length)
+    choices = tuple(
+        replace(
+            first,
+            request_id=f"{unique_id}.{choice}",
+            sampling=replace(sampling, seed=(sampling.seed + choice) % (MAX_SEED + 1)),
+        )
+        for choice in range(wire.n or 1)
+    )
+    return Generation(wire.request_id or unique_id, choices, tuple(wire.stop.stop_strings))
+
+
+def tokenize_prompt(
+    wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    tokenizer: ModelTokenizer,
+    config: RouterConfig,
+) -> tuple[int, ...]:
+    """Token ids of the prompt, in whichever form it came. Raises `InvalidRequest`."""
+    kind = wire.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt", "one of text, chat or token_ids must be set")
+    if kind == "token_ids":
+        assert isinstance(wire, inference_pb2.GenerateRequest)
+        token_ids = tuple(wire.token_ids.ids)
+    elif kind == "text":
+        _check_length("text", wire.text, config.max_prompt_chars)
+        token_ids = tuple(tokenizer.encode(wire.text)) if wire.text else ()
+    else:
+        messages = _check_chat(wire.chat.messages, config.max_prompt_chars)
+        token_ids = tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special=False))
+    if not token_ids:
+        raise InvalidRequest(kind, "must hold at least 1 token")
+    return token_ids
+
+
+def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
+    _check_length("request_id", wire.request_id, MAX_REQUEST_ID_CHARS)
+    _check_length("cache_salt", wire.cache_salt, MAX_CACHE_SALT_CHARS)
+    if wire.n > MAX_CHOICES:
+        raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], is {wire.n}")
+    if abs(wire.priority) > MAX_PRIORITY:
+        raise InvalidRequest("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], is {wire.priority}")
+    if len(wire.stop.stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop_strings", f"at most {MAX_STOP_STRINGS}, are {len(wire.stop.stop_strings)}")
+    for stop in wire.stop.stop_strings:
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(
+                "stop_strings", f"each must have 1 to {MAX_STOP_STRING_CHARS} characters, one has {len(stop)}"
+            )
+
+
+def _check_chat(messages: Sequence[inference_pb2.ChatMessage], max_chars: int) -> list[dict[str, str]]:
+    if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
+        raise InvalidRequest("chat.messages", f"must be 1 to {MAX_CHAT_MESSAGES} messages, are {len(messages)}")
+    num_chars = sum(len(message.content) for message in messages)
+    if num_chars > max_chars:
+        raise InvalidRequest("chat.messages", f"must have at most {max_chars} characters, have {num_chars}")
+    for position, message in enumerate(messages):
+        field = f"chat.messages[{position}].role"
+        if message.role not in CHAT_ROLES:
+            raise InvalidRequest(field, f"must be one of {', '.join(CHAT_ROLES)}, is {message.role!r}")
+        if message.role == "system" and position > 0:
+            raise InvalidRequest(field, "only the first message may be 'system'")
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _check_length(field: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(field, f"must have at most {limit} characters, has {len(text)}")

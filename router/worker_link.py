@@ -1,0 +1,214 @@
+"""The router's line to one worker: a channel, the report stream, and the calls that are open.
+
+The report stream is the worker's sign of life. Where it breaks, the link subscribes again at once; where that fails,
+the worker is lost to the machine, and the link goes on trying until the supervisor takes the worker off the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+import grpc
+import grpc.aio
+
+from core.errors import InvalidRequest, LayoutMismatch, TandemError, Unauthenticated
+from protos import codec, worker_pb2, worker_pb2_grpc
+from router import events
+from router.events import RouterEvent
+from runtime.grpc_server import cancel_and_wait, error_from, open_channel
+from runtime.security import Credentials
+from runtime.service import Endpoint
+
+CONNECT_TIMEOUT_S = 2.0
+RETRY_S = (0.0, 0.2, 0.5, 1.0)  # the last one again and again
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # snapshots of large pools
+
+logger = logging.getLogger(__name__)
+
+Metadata = list[tuple[str, str]]
+
+
+class WorkerLink:
+    """`post` hands events to the router's machine; `is_known` says whether the machine still has the worker."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        router_id: str,
+        post: Callable[[RouterEvent], None],
+        is_known: Callable[[str], bool],
+        credentials: Credentials,
+    ) -> None:
+        self.endpoint = endpoint
+        self.load = worker_pb2.LoadReport()  # the newest
+        self.reported_at = 0.0
+        self._router_id = router_id
+        self._post = post
+        self._is_known = is_known
+        self._credentials = credentials
+        self._channel = open_channel(endpoint.address, MAX_MESSAGE_BYTES, credentials)
+        self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
+        self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
+
+    async def close(self) -> None:
+        await cancel_and_wait([self._watching, *self._calls.values()])
+        await self._channel.close(None)
+
+    # ---- reports
+
+    async def _watch(self) -> None:
+        failures = 0
+        while True:
+            await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
+            try:
+                async with asyncio.timeout(None) as patience:
+                    await self._follow_reports(patience)
+                failures = 0  # the worker cut us off or we are out of step: a fresh snapshot sets it right
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                failures += 1
+                cause = error_from(error) if isinstance(error, grpc.RpcError) else "it does not answer"
+                if isinstance(cause, Unauthenticated) and failures == 1:
+                    logger.error("worker %s has another cluster token than we", self.endpoint.service_id)
+                if failures >= 2:
+                    self._lose(str(cause))
+            except (LayoutMismatch, InvalidRequest) as error:
+                logger.error("worker %s cannot join: %s", self.endpoint.service_id, error)
+                failures = len(RETRY_S)
+                self._lose(str(error))
+
+    async def _follow_reports(self, patience: asyncio.Timeout) -> None:
+        """Pass on reports while they come in step. Returns where the stream has to begin anew."""
+        loop = asyncio.get_running_loop()
+        patience.reschedule(loop.time() + CONNECT_TIMEOUT_S)
+        request = worker_pb2.WatchRequest(router_id=self._router_id)
+        reports = self._worker.Watch(request, metadata=self._credentials.metadata)
+        expected = 0
+        try:
+            async for report in reports:
+                patience.reschedule(None)  # a worker that falls silent later on is the machine's to judge
+                if report.sequence_number != expected or (
+                    expected > 0 and not self._is_known(self.endpoint.service_id)
+                ):
+                    return
+                self.load, self.reported_at = report.load, loop.time()
+                self._post(self._event_of(report, first=expected == 0))
+                expected += 1
+        finally:
+            reports.cancel()
+
+    def _event_of(self, report: worker_pb2.WorkerReport, *, first: bool) -> RouterEvent:
+        load = codec.decode_load(report.load)
+        if first:
+            snapshot = report.snapshot
+            return events.WorkerJoined(
+                worker_id=self.endpoint.service_id,
+                role=codec.ROLE_FROM_WIRE[snapshot.role],
+                agent=codec.decode_agent(snapshot.agent),
+                cached_blocks=tuple(snapshot.cached_blocks),
+                load=load,
+            )
+        changes = tuple(
+            (event.stored, True) if event.HasField("stored") else (event.removed, False)
+            for event in report.block_events
+        )
+        return events.WorkerReported(self.endpoint.service_id, load, changes)
+
+    def _lose(self, detail: str) -> None:
+        if self._is_known(self.endpoint.service_id):
+            logger.warning("worker %s is lost: %s", self.endpoint.service_id, detail)
+            self._post(events.WorkerLost(self.endpoint.service_id, detail))
+
+    # ---- calls
+
+    async def describe_ledger(self, max_holders: int, timeout_s: float) -> worker_pb2.DescribeLedgerResponse:
+        """Raises `TandemError`."""
+        request = worker_pb2.DescribeLedgerRequest(max_holders=max_holders)
+        try:
+            answer: worker_pb2.DescribeLedgerResponse = await self._worker.DescribeLedger(
+                request, timeout=timeout_s, metadata=self._credentials.metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from(error) from error
+        return answer
+
+    def start_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
+        self._start(action.dispatch_id, self._call_prefill(action, metadata))
+
+    def start_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
+        self._start(action.dispatch_id, self._call_decode(action, metadata))
+
+    def cancel(self, dispatch_id: str) -> None:
+        call = self._calls.get(dispatch_id)
+        if call is not None:
+            call.cancel()
+
+    def _start(self, dispatch_id: str, call: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(call, name=dispatch_id)
+        self._calls[dispatch_id] = task
+        task.add_done_callback(lambda _: self._calls.pop(dispatch_id, None))
+
+    async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
+        metadata = [*metadata, *self._credentials.metadata]
+        request = worker_pb2.PrefillRequest(
+            sequence=codec.encode_sequence(action.request),
+            transfer_id=codec.encode_transfer_id(action.transfer_id),
+            reader=codec.encode_agent(action.reader),
+        )
+        result: events.PrefillResult | TandemError
+        try:
+            answer = await self._prefill.Prefill(request, timeout=action.timeout_s, metadata=metadata)
+            result = _decode_prefill(answer)
+        except grpc.aio.AioRpcError as error:
+            result = error_from(error)
+        self._post(events.PrefillReturned(action.dispatch_id, result))
+
+    async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
+        metadata = [*metadata, *self._credentials.metadata]
+        request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
+        if action.source is not None:
+            transfer_id, agent = action.source
+            request.transfer_id = codec.encode_transfer_id(transfer_id)
+            request.source.CopyFrom(codec.encode_agent(agent))
+        result: events.DecodeResult | TandemError = TandemError("the decode worker ended the stream too early")
+        try:
+            async for response in self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata):
+                if response.HasField("finished"):
+                    result = _decode_finished(response.finished)
+                else:
+                    tokens = tuple(codec.decode_token(token) for token in response.tokens.tokens)
+                    self._post(events.DecodeTokens(action.dispatch_id, tokens))
+        except grpc.aio.AioRpcError as error:
+            result = error_from(error)
+        self._post(events.DecodeReturned(action.dispatch_id, result))
+
+
+def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
+    index, token = codec.decode_token(wire.first_token)
+    return events.PrefillResult(
+        index=index,
+        token=token,
+        finish_reason=codec.FINISH_FROM_WIRE[wire.finish_reason],
+        cached_tokens=wire.cached_tokens,
+        queue_s=wire.queue_ms / 1e3,
+        prefill_s=wire.prefill_ms / 1e3,
+    )
+
+
+def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | TandemError:
+    reason = codec.FINISH_FROM_WIRE[wire.finish_reason]
+    if reason is None:
+        return TandemError("the decode worker finished without a reason")
+    return events.DecodeResult(
+        finish_reason=reason,
+        cached_tokens=wire.cached_tokens,
+        queue_s=wire.queue_ms / 1e3,
+        prefill_s=wire.prefill_ms / 1e3,
+        transfer_s=wire.transfer_ms / 1e3,
+        transfer_exposed_s=wire.transfer_exposed_ms / 1e3,
+        transferred_bytes=wire.transferred_bytes,
+    )

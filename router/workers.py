@@ -1,0 +1,148 @@
+"""What the router knows of its workers: who they are, what they last said, and what it has sent them since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from core.block_hash import root_hash, sequence_hashes
+from core.config import RouterConfig
+from core.errors import InvalidRequest, LayoutMismatch
+from core.handoff import AgentAddress
+from core.lifecycle import WorkerRole, WorkerState
+from core.request import Request
+from core.worker import WorkerLoad
+from router.policy import Candidate, WorkerView, candidates
+from router.prefix_index import PrefixIndex
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    worker_id: str
+    role: WorkerRole
+    agent: AgentAddress
+    load: WorkerLoad
+    reported_at: float
+    suspect: bool = False  # a call to it failed; nothing goes there until it reports again
+    # Dispatches of ours that are there now -> prompt tokens they have to compute there.
+    dispatched: dict[str, int] = field(default_factory=dict)
+
+
+class WorkerTable:
+    """The workers by id, with the prefix index. A worker that reports too late is not asked again until it speaks."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._records: dict[str, WorkerRecord] = {}
+        self.index = PrefixIndex()
+
+    def join(self, record: WorkerRecord, cached_blocks: Iterable[int]) -> None:
+        """Add a worker, or take its new snapshot. Raises `LayoutMismatch` where its KV would not fit the others'."""
+        self.refuse_layout(record)
+        known = self._records.get(record.worker_id)
+        if known is not None:
+            record.dispatched = known.dispatched
+        self._records[record.worker_id] = record
+        self.index.replace(record.worker_id, cached_blocks)
+
+    def refuse_layout(self, record: WorkerRecord) -> None:
+        for other in self._records.values():
+            differences = other.agent.layout.differences(record.agent.layout)
+            if differences and other.worker_id != record.worker_id:
+                raise LayoutMismatch(differences)
+
+    def leave(self, worker_id: str) -> WorkerRecord | None:
+        self.index.forget(worker_id)
+        return self._records.pop(worker_id, None)
+
+    def get(self, worker_id: str) -> WorkerRecord | None:
+        return self._records.get(worker_id)
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(self._records.values())
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per block, the same everywhere; None while there is no worker."""
+        return next((record.agent.layout.block_size for record in self._records.values()), None)
+
+    def has_role(self, role: WorkerRole, avoid: frozenset[str] = frozenset()) -> bool:
+        """Is a worker of this role, other than those to `avoid`, alive and not draining?"""
+        return any(
+            record.role is role and record.load.state is WorkerState.SERVING and record.worker_id not in avoid
+            for record in self._records.values()
+        )
+
+    def views(self, role: WorkerRole, hashes: list[int], avoid: frozenset[str], now: float) -> list[WorkerView]:
+        """Workers of this role that can take a request now, those to `avoid` only where there are no others."""
+        matched = self.index.match(hashes)
+        usable = [record for record in self._records.values() if record.role is role and self._usable(record, now)]
+        preferred = [record for record in usable if record.worker_id not in avoid]
+        return [self._view(record, matched.get(record.worker_id, 0)) for record in preferred or usable]
+
+    def _usable(self, record: WorkerRecord, now: float) -> bool:
+        return (
+            record.load.state is WorkerState.SERVING
+            and not record.suspect
+            and now - record.reported_at <= self._config.report_stale_s
+            and len(record.dispatched) < self._config.max_in_flight_per_worker
+        )
+
+    def _view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
+        # Our own count is ahead of its report, its report knows of other routers: the larger is the safer.
+        return WorkerView(
+            worker_id=record.worker_id,
+            num_queued_tokens=max(record.load.num_queued_tokens, sum(record.dispatched.values())),
+            num_sequences=max(record.load.num_running + record.load.num_waiting, len(record.dispatched)),
+            cached_tokens=matched_blocks * record.agent.layout.block_size,
+        )
+
+    def refuse_oversized(self, request: Request) -> None:
+        """Raise `InvalidRequest` where no decode worker's whole pool would hold the request to its end."""
+        pools = [r.agent.num_blocks for r in self._records.values() if r.role is WorkerRole.DECODE]
+        block_size = self.block_size or 1
+        # The last token is only ever sampled, never computed, so it needs no slot.
+        if pools and request.max_total_tokens - 1 > max(pools) * block_size:
+            raise InvalidRequest(
+                "max_tokens",
+                f"prompt + max_tokens is {request.max_total_tokens} tokens, and the largest decode worker holds "
+                f"{max(pools) * block_size}",
+            )
+
+    def hashes(self, request: Request) -> list[int]:
+        """Sequence hashes of the full blocks of a request; none while no worker has said how long a block is."""
+        block_size = self.block_size
+        return sequence_hashes(request.token_ids, block_size, root_hash(request.cache_salt)) if block_size else []
+
+    def candidates(self, num_tokens: int, hashes: list[int], avoid: frozenset[str], now: float) -> list[Candidate]:
+        """Every way a request of `num_tokens` may go now, cheapest first."""
+        block_size = self.block_size
+        if block_size is None:
+            return []
+        decode = self.views(WorkerRole.DECODE, hashes, avoid, now)
+        prefill_alive = self.has_role(WorkerRole.PREFILL, avoid)
+        # Where all have failed it, the decode worker prefills: what they have cached must not draw it back to them.
+        prefill = self.views(WorkerRole.PREFILL, hashes, avoid, now) if prefill_alive else []
+        return candidates(num_tokens, prefill, decode, prefill_alive, self._config, block_size)
+
+    def chosen(self, worker_id: str) -> WorkerRecord:
+        record = self._records.get(worker_id)
+        assert record is not None, f"{worker_id} was chosen but is not here"
+        return record
+
+    def take_off(self, worker_id: str, dispatch_id: str) -> None:
+        """A call of ours on this worker has ended; nothing to do where the worker is gone."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            record.dispatched.pop(dispatch_id, None)
+
+    def suspect(self, worker_id: str) -> None:
+        """A call to it failed: it counts as saturated until its next report."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            record.suspect = True
+
+    def check(self) -> None:
+        self.index.check()
+        for record in self._records.values():
+            assert len(record.dispatched) <= self._config.max_in_flight_per_worker

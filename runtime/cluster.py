@@ -1,0 +1,289 @@
+"""The fleet on Ray: the only module that imports it.
+
+The driver (`tandem serve`) starts a Ray of its own or joins one, and creates one supervisor actor, which creates one
+actor per service, placed by resource. Ownership is a chain, driver > supervisor > hosts: each link ends with the one
+before it. A death is noticed because a call that waits in the dead actor fails; nothing polls. No request ever passes
+through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import socket
+import sys
+from typing import Any
+
+from core.config import ClusterConfig
+from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
+from core.fleet_events import Member
+from runtime.reaper import Reaper
+from runtime.service import Endpoint, Scale
+from runtime.service_host import Placement, ServiceHost, StartFault, share_of_cores
+from runtime.supervisor import FleetSpec, HostDied, News, Refusal, Supervisor
+
+NAMESPACE = "tandem"
+SUPERVISOR_NAME = "supervisor"
+OBJECT_STORE_BYTES = 80 * 1024 * 1024  # close to the least that Ray accepts; no request uses it
+JOIN_TIMEOUT_S = 5.0
+
+# Read by Ray when it is imported.
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nobody asked the operator
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # Ray's own paragraph about each death: our one line says it
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker is placed by its own resource and still sees its GPU
+}
+
+logger = logging.getLogger(__name__)
+
+
+class HostActor(ServiceHost):
+    """A `ServiceHost` inside a Ray actor: it looks up where it was placed."""
+
+    async def start_placed(
+        self, factory: bytes, member: Member, address: str, config: ClusterConfig, num_workers: int
+    ) -> Endpoint | StartFault:
+        import ray
+
+        node_id = ray.get_runtime_context().get_node_id()
+        node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+        room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
+        placement = Placement(
+            ordinal=member.ordinal,
+            host=node["NodeManagerAddress"] if config.address else "",
+            address=address,
+            num_threads=share_of_cores(min(num_workers, int(room) or num_workers)),
+            scale=_ask_supervisor if member.role is None else None,
+        )
+        return await self.start(factory, placement)
+
+
+class RayHost:
+    """A `runtime.supervisor.Host`: the supervisor's handle on one `HostActor`."""
+
+    def __init__(self, member: Member, spec: FleetSpec) -> None:
+        import ray
+
+        options: dict[str, Any] = {"num_cpus": 0, "resources": spec.resources(member.role)}
+        if member.role is None:
+            options["scheduling_strategy"] = _on_this_machine()
+        self._member = member
+        self._spec = spec
+        self._actor: Any = ray.remote(HostActor).options(**options).remote()
+
+    async def start(self, address: str, num_workers: int) -> Endpoint | StartFault:
+        factory = pickle.dumps(self._spec.factory(self._member.role))
+        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, num_workers)
+        result: Endpoint | StartFault = await self._finish(call)
+        return result
+
+    async def wait(self) -> None:
+        reason = await self._finish(self._actor.wait.remote())
+        if reason:
+            self.kill()
+            raise HostDied(f"{reason}; its log is in {_log_dir()}")
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._finish(self._actor.drain.remote(timeout_s))
+
+    async def set_workers(self, workers: list[Endpoint]) -> None:
+        await self._finish(self._actor.set_workers.remote(workers))
+
+    async def _finish(self, call: Any) -> Any:
+        """A service whose own method fails has a bug and cannot be trusted: its process is ended."""
+        import ray
+
+        try:
+            return await _alive(call)
+        except ray.exceptions.RayError as error:
+            self.kill()
+            raise HostDied(str(error).strip().splitlines()[-1]) from error
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+class SupervisorActor(Supervisor):
+    """A `Supervisor` inside a Ray actor on the driver's machine."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        super().__init__(spec, lambda member: RayHost(member, spec))
+
+
+async def _alive(call: Any) -> Any:
+    """The result of an actor call. Raises `HostDied` where the actor is dead or dies."""
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.RayActorError as error:
+        raise HostDied(f"its process ended; its log is in {_log_dir()}") from error
+
+
+async def _ask_supervisor(prefill: int | None, decode: int | None) -> tuple[int, int]:
+    """Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` where no supervisor is alive."""
+    import ray
+
+    try:
+        supervisor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
+        answer: tuple[int, int] | Refusal = await supervisor.scale.remote(prefill, decode)
+    except (ValueError, ray.exceptions.RayActorError) as error:
+        raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
+    if isinstance(answer, Refusal):
+        raise InvalidRequest(answer.field, answer.message)
+    return answer
+
+
+class Cluster:
+    """The driver's handle on a fleet. `connect` makes it."""
+
+    scale: Scale = staticmethod(_ask_supervisor)
+
+    def __init__(self, reaper: Reaper | None) -> None:
+        self._reaper = reaper
+        self._supervisor: Any = None
+        self._pending_news: Any = None
+
+    async def start(self, spec: FleetSpec) -> None:
+        """Begin to start everything; `news` says how it goes. Raises `ConfigError` where a fleet runs there already."""
+        import ray
+
+        actor = ray.remote(SupervisorActor).options(
+            name=SUPERVISOR_NAME, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=_on_this_machine()
+        )
+        self._pending_news = None
+        try:
+            self._supervisor = actor.remote(spec)
+        except ValueError as error:
+            raise ConfigError("a fleet runs in this Ray cluster already; resize it with `tandem scale`") from error
+        await self._ask(self._supervisor.start.remote())
+
+    async def news(self) -> list[News]:
+        """What has happened since the last call; waits for the first item."""
+        if self._pending_news is None:
+            self._pending_news = self._supervisor.news.remote()
+        # Where this wait is cancelled the call goes on, and its answer belongs to the next who asks.
+        news: list[News] = await self._ask(self._pending_news)
+        self._pending_news = None
+        if self._reaper is not None:
+            self._reaper.watch_children()
+        return news
+
+    async def router(self) -> Endpoint | None:
+        """Where the router answers; None before its first start."""
+        endpoint: Endpoint | None = await self._ask(self._supervisor.router.remote())
+        return endpoint
+
+    async def shutdown(self) -> None:
+        """Begin to drain everything; `FleetStopped` is the last of the news."""
+        await self._ask(self._supervisor.shutdown.remote())
+
+    async def _ask(self, call: Any) -> Any:
+        """Raises `WorkerUnavailable` where the supervisor itself is dead."""
+        try:
+            return await _alive(call)
+        except HostDied as death:
+            raise WorkerUnavailable(f"the fleet's supervisor died: {death}") from death
+
+    async def leave(self) -> None:
+        """End the supervisor, and with it what is left of the fleet; another may be started."""
+        import ray
+
+        ray.kill(self._supervisor)
+        with contextlib.suppress(HostDied):
+            await _alive(self._supervisor.news.remote())
+
+    def close(self) -> None:
+        """Leave Ray, and end it where `connect` started it. May be called more than once."""
+        import ray
+
+        ray.shutdown()
+        if self._reaper is not None:
+            self._reaper.close()
+
+
+def connect(config: ClusterConfig, num_cpus: int | None = None) -> Cluster:
+    """Start a Ray on this machine, or join the one at `config.address`.
+
+    To be called from the main thread: the kernel ties the life of Ray's processes to the thread that started them.
+    Raises `ConfigError` where there is nothing to join.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not config.address:
+        _close_to_strangers()
+    import ray
+
+    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
+    if config.address:
+        _require_reachable(config.address)
+        try:
+            ray.init(address=config.address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"cannot join Ray at {config.address}: {str(error).splitlines()[0]}") from error
+        return Cluster(None)
+    reaper = Reaper()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            resources={config.prefill_resource: config.max_workers, config.decode_resource: config.max_workers},
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **quiet,
+        )
+    except BaseException:  # also Ctrl-C while it starts
+        reaper.watch_children()
+        reaper.close()
+        raise
+    reaper.watch_children()
+    return Cluster(reaper)
+
+
+def _close_to_strangers() -> None:
+    """Ray listens on every address, and who may talk to it runs code as we do: only with a token of this process.
+
+    Ray reads these when it is imported, and never again. An operator's own RAY_AUTH_... settings win.
+    """
+    if "ray" in sys.modules:
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            logger.warning("Ray was imported before RAY_AUTH_MODE was set: whoever reaches its ports can join it")
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _require_reachable(address: str) -> None:
+    """Ray itself tries for a minute before it says so."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"cluster.address must be host:port, is {address!r}")
+    try:
+        socket.create_connection((host, int(port)), JOIN_TIMEOUT_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"no Ray cluster at {address} ({why}); start one with deploy/head.sh, or leave the address out"
+        ) from error
+
+
+def _on_this_machine() -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _log_dir() -> str:
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    return os.path.join(node.get_session_dir_path(), "logs")

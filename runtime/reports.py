@@ -1,0 +1,103 @@
+"""What a worker tells its routers: a snapshot, then changes of cache and load, numbered, at a bounded rate.
+
+A router that reads too slowly loses its stream, not a single report out of the middle: it subscribes again and gets a
+fresh snapshot. So each router's view is either in step or known to be stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from core.config import WorkerConfig
+from core.errors import WorkerUnavailable
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.grpc_server import abort
+
+MAX_REPORTS_BEHIND = 64
+MAX_HOLDERS = 1024  # in one answer to DescribeLedger
+
+
+class ReportFeed(worker_pb2_grpc.WorkerServicer):
+    """The `tandem.v1.Worker` service.
+
+    `snapshot()` describes the worker and its whole cache; `changes()` the load and the block events since its last
+    call; `holders()` everyone who holds a block. All are called on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        snapshot: Callable[[], worker_pb2.WorkerSnapshot],
+        changes: Callable[[], worker_pb2.WorkerReport],
+        holders: Callable[[], worker_pb2.DescribeLedgerResponse],
+    ) -> None:
+        self._config = config
+        self._snapshot = snapshot
+        self._changes = changes
+        self._holders = holders
+        self._subscribers: set[asyncio.Queue[worker_pb2.WorkerReport | None]] = set()
+        self._changed = asyncio.Event()
+
+    def notice(self) -> None:
+        """Something changed; a report goes out within `report_interval_s`."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Send reports until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._config.idle_report_interval_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # nothing changed: a sign of life
+            self._changed.clear()
+            self._publish()
+            await asyncio.sleep(self._config.report_interval_s)  # the rate limit
+
+    def _publish(self) -> None:
+        """Give the changes to every router. A router that is too far behind is cut off and comes back."""
+        report = self._changes()
+        for queue in list(self._subscribers):
+            if queue.qsize() >= MAX_REPORTS_BEHIND:
+                self._cut_off(queue)
+            else:
+                queue.put_nowait(report)
+
+    def _cut_off(self, queue: asyncio.Queue[worker_pb2.WorkerReport | None]) -> None:
+        self._subscribers.discard(queue)
+        queue.put_nowait(None)
+
+    def close(self) -> None:
+        for queue in list(self._subscribers):
+            self._cut_off(queue)
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        queue: asyncio.Queue[worker_pb2.WorkerReport | None] = asyncio.Queue(MAX_REPORTS_BEHIND + 1)
+        # Changes before this moment are in the snapshot; send them to the others before it is taken.
+        self._publish()
+        first = worker_pb2.WorkerReport(snapshot=self._snapshot(), load=self._changes().load)
+        self._subscribers.add(queue)
+        try:
+            await context.write(first)
+            number = 1
+            while (report := await queue.get()) is not None:
+                numbered = worker_pb2.WorkerReport(sequence_number=number)
+                numbered.MergeFrom(report)
+                await context.write(numbered)
+                number += 1
+        finally:
+            self._subscribers.discard(queue)
+        await abort(context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker stops"))
+
+    async def DescribeLedger(
+        self, request: worker_pb2.DescribeLedgerRequest, _: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DescribeLedgerResponse:
+        response = self._holders()
+        limit = min(request.max_holders or MAX_HOLDERS, MAX_HOLDERS)
+        response.num_left_out = max(0, len(response.holders) - limit)
+        del response.holders[limit:]
+        return response

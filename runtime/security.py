@@ -1,0 +1,102 @@
+"""What a process shows to prove that it belongs to the cluster: a token, and a certificate where there is TLS.
+
+    client --token--> router: Scale, GetLedger          router --token, certificate--> worker: everything
+    client --certificate, where the config wants it--> router: everything
+
+Health and reflection need no token. The token is compared in constant time, is never logged, and no `repr` shows it.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from core.config import TOKEN_RULE, SecurityConfig, is_token
+from core.errors import ConfigError
+
+TOKEN_KEY = "tandem-cluster-token"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRules:
+    """What a server asks of its callers, where there are credentials at all."""
+
+    guarded: tuple[str, ...]  # prefixes of the full method names that need the token
+    require_client_certs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What `load_credentials` found; everything empty = open to all."""
+
+    token: str = field(default="", repr=False)
+    cert: bytes = field(default=b"", repr=False)  # PEM, as the next two
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = field(default=b"", repr=False)
+    server_name: str = ""
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """To be sent with every guarded call."""
+        return [(TOKEN_KEY, self.token)] if self.token else []
+
+    def for_channel(self) -> grpc.ChannelCredentials | None:
+        """None = no TLS."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert) if self.cert else None
+
+    def for_server(self, rules: ServerRules) -> grpc.ServerCredentials | None:
+        """None = no TLS."""
+        if not self.cert:
+            return None
+        return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, rules.require_client_certs)
+
+
+OPEN = Credentials()
+WORKER_RULES = ServerRules(("/tandem.v1.PrefillWorker/", "/tandem.v1.DecodeWorker/", "/tandem.v1.Worker/"), True)
+CONTROL_METHODS = ("/tandem.v1.Cluster/Scale", "/tandem.v1.Cluster/GetLedger")
+
+
+def router_rules(config: SecurityConfig) -> ServerRules:
+    return ServerRules(CONTROL_METHODS, config.require_client_certs)
+
+
+def load_credentials(config: SecurityConfig) -> Credentials:
+    """Read the files of `config`. Raises `ConfigError` naming the option whose file is missing or of no use."""
+    token = read_token(config)
+    if not config.tls_cert:
+        return Credentials(token)
+    cert, key, ca = (_read(name, getattr(config, name)) for name in ("tls_cert", "tls_key", "tls_ca"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: b"")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            "[security] tls_cert and tls_key must be a certificate and its own unencrypted key, both PEM: "
+            f"{config.tls_cert}, {config.tls_key}"
+        ) from error
+    try:
+        context.load_verify_locations(config.tls_ca)
+    except ssl.SSLError as error:
+        raise ConfigError(f"[security] tls_ca holds no PEM certificate: {config.tls_ca}") from error
+    return Credentials(token, cert, key, ca, config.tls_server_name)
+
+
+def read_token(config: SecurityConfig) -> str:
+    """The cluster's token; empty where there is none. Raises `ConfigError`."""
+    if not config.cluster_token_file:
+        return config.cluster_token
+    path = config.cluster_token_file
+    token = _read("cluster_token_file", path).decode("utf-8", errors="replace").strip()
+    if not is_token(token):
+        raise ConfigError(f"[security] cluster_token_file: what {path} holds is not {TOKEN_RULE}")
+    return token
+
+
+def _read(option: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"[security] {option}: cannot read {path}: {error.strerror}") from error

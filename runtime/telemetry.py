@@ -1,0 +1,187 @@
+"""Traces and metrics. Every name stands in one of the two tables below and nowhere else.
+
+One trace per request. The router opens the root span and, when the request has ended, draws the stages it went through
+as children that touch each other; workers add their own stages to the same root through the W3C `traceparent` header.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+
+from core.config import TelemetryConfig
+from core.lifecycle import Stage, Timeline
+
+EXPORT_DELAY_MS = 500.0  # spans wait at most this long in their process
+
+AttributeValue = str | int | float | bool | Sequence[str]
+
+
+class SpanName(Enum):
+    """All spans. The first word says which process measured it."""
+
+    REQUEST = "tandem.request"  # root: one choice of one Generate call, arrival to last token
+    ROUTER_TOKENIZE = "router.tokenize"
+    ROUTER_QUEUE = "router.queue"
+    ROUTER_ROUTE = "router.route"
+    ROUTER_PREFILL = "router.prefill"  # dispatch to first token, as the router sees it
+    ROUTER_DECODE = "router.decode"  # first token to last
+    PREFILL_QUEUE = "prefill_worker.queue"
+    PREFILL_COMPUTE = "prefill_worker.prefill"
+    DECODE_QUEUE = "decode_worker.queue"  # waiting for blocks or for a place in a step
+    DECODE_PREFILL = "decode_worker.prefill"  # local prefill
+    DECODE_TRANSFER = "decode_worker.transfer"  # first block wanted to last block verified
+    DECODE_COMPUTE = "decode_worker.decode"
+
+
+class Attribute:
+    """All span attributes; gen_ai.* are OpenTelemetry's semantic conventions for generative AI."""
+
+    OPERATION = "gen_ai.operation.name"
+    PROVIDER = "gen_ai.provider.name"
+    REQUEST_MODEL = "gen_ai.request.model"
+    MAX_TOKENS = "gen_ai.request.max_tokens"
+    TEMPERATURE = "gen_ai.request.temperature"
+    TOP_P = "gen_ai.request.top_p"
+    TOP_K = "gen_ai.request.top_k"
+    SEED = "gen_ai.request.seed"
+    INPUT_TOKENS = "gen_ai.usage.input_tokens"
+    OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    RESPONSE_ID = "gen_ai.response.id"
+    FINISH_REASONS = "gen_ai.response.finish_reasons"
+    CHOICE = "tandem.choice"
+    PATH = "tandem.path"
+    ATTEMPTS = "tandem.attempts"
+    CACHED_TOKENS = "tandem.cached_tokens"
+    UNCACHED_TOKENS = "tandem.uncached_tokens"
+    COST = "tandem.route.cost_tokens"
+    PREFILL_WORKER = "tandem.prefill_worker"
+    DECODE_WORKER = "tandem.decode_worker"
+    WORKER = "tandem.worker"
+    TRANSFERRED_BYTES = "tandem.transfer.bytes"
+    TRANSFER_EXPOSED_MS = "tandem.transfer.exposed_ms"
+
+
+class JsonLinesExporter(SpanExporter):
+    """Appends each span to a file as one JSON line; several processes may share the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        lines = "".join(json.dumps(json.loads(span.to_json(indent=None))) + "\n" for span in spans)
+        with self._lock:
+            # O_APPEND makes each write land whole at the end, whoever else writes.
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                os.write(handle, lines.encode())
+            finally:
+                os.close(handle)
+        return SpanExportResult.SUCCESS
+
+
+class Telemetry:
+    """One process's tracer. Without an endpoint or a file, spans are not recorded and cost next to nothing."""
+
+    def __init__(self, config: TelemetryConfig, service_name: str) -> None:
+        self.enabled = bool(config.otlp_endpoint or config.trace_file)
+        resource = Resource.create({"service.name": service_name, "service.namespace": config.service_namespace})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        if config.trace_file:
+            self._export(JsonLinesExporter(Path(config.trace_file)))
+        if config.otlp_endpoint:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+            self._export(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=True))
+        self._tracer = self._provider.get_tracer("tandem")
+
+    def _export(self, exporter: SpanExporter) -> None:
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_DELAY_MS))
+
+    def start_root(self, headers: Mapping[str, str], start: float) -> Span:
+        """Open the root span of a request, below the client's span if the headers name one.
+
+        `start` is on the monotonic clock, as all times here.
+        """
+        if not self.enabled:
+            return trace.INVALID_SPAN
+        parent = propagate.extract(headers)
+        return self._tracer.start_span(
+            SpanName.REQUEST.value, context=parent, kind=SpanKind.SERVER, start_time=_wall_ns(start)
+        )
+
+    def end_root(self, span: Span, end: float, attributes: Mapping[str, AttributeValue], error: str = "") -> None:
+        span.set_attributes(dict(attributes))
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(_wall_ns(end))
+
+    def draw(
+        self, name: SpanName, parent: Context, start: float, end: float, attributes: Mapping[str, AttributeValue]
+    ) -> None:
+        """Record a span whose start and end are known by now."""
+        if not self.enabled:
+            return
+        span = self._tracer.start_span(
+            name.value, context=parent, start_time=_wall_ns(start), attributes=dict(attributes)
+        )
+        span.end(_wall_ns(end))
+
+    def draw_timeline(
+        self,
+        timeline: Timeline,
+        names: Mapping[Stage, SpanName],
+        parent: Context,
+        attributes: Mapping[str, AttributeValue],
+    ) -> None:
+        """One span for each stage the timeline has passed and `names` knows."""
+        for stage, start, end in timeline.history:
+            if stage in names:
+                self.draw(names[stage], parent, start, end, attributes)
+
+    def close(self) -> None:
+        """Export what is still buffered."""
+        self._provider.shutdown()
+
+
+def context_of(span: Span) -> Context:
+    return trace.set_span_in_context(span)
+
+
+def inject(span: Span) -> list[tuple[str, str]]:
+    """gRPC metadata that makes the callee's spans children of `span`."""
+    headers: dict[str, str] = {}
+    propagate.inject(headers, context=context_of(span))
+    return list(headers.items())
+
+
+def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
+    return propagate.extract({key: value for key, value in metadata or () if isinstance(value, str)})
+
+
+def trace_id_of(span: Span) -> str:
+    """32 hex digits; empty where nothing is traced."""
+    span_context = span.get_span_context()
+    return f"{span_context.trace_id:032x}" if span_context.is_valid else ""
+
+
+def _wall_ns(monotonic_s: float) -> int:
+    """Spans carry wall-clock times; everything else in Tandem is monotonic."""
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

@@ -1,0 +1,271 @@
+"""The shell of a prefill or decode worker: one process, one loop, two threads beside it.
+
+    gRPC calls --> role's servicer --events--> Driver(machine) --actions--> servicer, step executor, transfer agent
+                                                  ^                              |
+                                                  +--- StepFinished, MessageReceived, ReadFinished, ... (other threads)
+
+The role gives the machine and the servicer; this file owns what both have: start, reports, drain, stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from core.block_pool import BlockEvent, BlockStored
+from core.config import WorkerConfig
+from core.errors import TandemError, WorkerUnavailable
+from core.handoff import AgentAddress
+from core.ledger import Claim, count_once
+from core.lifecycle import WorkerRole
+from core.step import StepOutput, StepPlan
+from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
+from protos import codec, worker_pb2, worker_pb2_grpc
+from runtime.driver import Driver
+from runtime.grpc_server import GrpcServer, cancel_and_wait
+from runtime.reports import ReportFeed
+from runtime.security import OPEN, WORKER_RULES, Credentials
+from runtime.service import Endpoint
+from runtime.telemetry import Telemetry
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # snapshots of large pools; workers talk to routers only
+STOP_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """engine.executor.StepExecutor"""
+
+    def submit(self, plan: StepPlan, on_done: Callable[[StepOutput | Exception], None]) -> None: ...
+
+    def close(self, timeout_s: float) -> bool: ...
+
+
+class Agent(Protocol):
+    """kv_transfer.agent.TransferAgent, started."""
+
+    num_malformed: int  # notifications that were no message
+
+    @property
+    def address(self) -> AgentAddress: ...
+
+    def perform(self, actions: Iterable[Any], active: bool) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class WorkerMachine(Protocol):
+    """prefill_worker.machine.PrefillMachine or decode_worker.machine.DecodeMachine"""
+
+    core: WorkerCore
+
+    def handle(self, event: Any, now: float) -> list[Any]: ...
+
+    def next_deadline(self) -> float | None: ...
+
+    def check(self) -> None: ...
+
+    def load(self) -> WorkerLoad: ...
+
+    def claims(self, now: float) -> list[Claim]: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def transfers_alive(self) -> bool: ...
+
+
+class Servicer(Protocol):
+    """A role's gRPC service: turns calls into events and its own actions into answers."""
+
+    full_name: str
+
+    def attach(self, driver: Driver[Any, Any], worker_id: str) -> None: ...
+
+    def register(self, servicer: Any, server: Any) -> None: ...
+
+    def perform(self, action: Any) -> bool:
+        """False where the action is not this servicer's."""
+        ...
+
+    def fail_all(self, error: TandemError) -> None:
+        """End every open call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What is slow to build (the model is loaded, the pool is touched): made in a thread when the service starts."""
+
+    worker_id: str
+    machine: WorkerMachine
+    executor: Executor
+    agent: Agent
+
+
+# Given: how to hand an event to the machine, and how to say that a part has failed, both from any thread.
+BuildParts = Callable[[Callable[[Any], None], Callable[[BaseException], None]], WorkerParts]
+
+
+class WorkerService:
+    """A `runtime.service.Service`. `build` is called once, in a thread, by `start`."""
+
+    def __init__(
+        self,
+        role: WorkerRole,
+        config: WorkerConfig,
+        build: BuildParts,
+        servicer: Servicer,
+        telemetry: Telemetry,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        self._role = role
+        self._config = config
+        self._build = build
+        self._servicer = servicer
+        self._telemetry = telemetry
+        self._credentials = credentials
+        self._tasks: list[asyncio.Task[None]] = []
+        self._idle = asyncio.Event()
+        self._parts: WorkerParts | None = None
+        self._for_agent: list[Any] = []
+        self._driver: Driver[Any, Any] | None = None
+
+    async def start(self) -> Endpoint:
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[BaseException] = self._loop.create_future()
+        self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
+        self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
+        self._servicer.attach(self._driver, parts.worker_id)
+        self._server = GrpcServer(self._config.host, 0, MAX_MESSAGE_BYTES, self._credentials, WORKER_RULES)
+        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders)
+        self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
+        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
+        self._tasks.append(asyncio.create_task(self._feed.run(), name="reports"))
+        address = await self._server.start()
+        logger.info("%s serves on %s", parts.worker_id, address)
+        return Endpoint(parts.worker_id, address, self._role)
+
+    async def failed(self) -> BaseException:
+        return await self._failure
+
+    async def drain(self, timeout_s: float) -> None:
+        assert self._driver is not None
+        assert self._parts is not None
+        self._driver.post(DrainRequested())
+        self._feed.notice()
+        await self._server.set_serving(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._parts.machine.idle:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%s still has work after draining for %g s", self._parts.worker_id, timeout_s)
+
+    async def stop(self) -> None:
+        if self._driver is None or self._driver.stopped:
+            return
+        self._driver.stop()
+        self._servicer.fail_all(WorkerUnavailable("this worker stops"))
+        self._feed.close()
+        await cancel_and_wait(self._tasks)
+        await self._server.stop(grace_s=0.5)
+        await asyncio.to_thread(self._close_parts)
+
+    def _close_parts(self) -> None:
+        assert self._parts is not None
+        if not self._parts.executor.close(STOP_TIMEOUT_S):
+            logger.warning("the step in flight did not end within %g s", STOP_TIMEOUT_S)
+        try:
+            self._parts.agent.close(STOP_TIMEOUT_S)
+        except TandemError as error:
+            logger.warning("%s", error)
+        self._telemetry.close()
+
+    # ---- acting
+
+    def _perform(self, action: Any) -> None:
+        assert self._parts is not None
+        if isinstance(action, RunStep):
+            self._parts.executor.submit(action.plan, self._on_step_done)
+        elif not self._servicer.perform(action):
+            self._for_agent.append(action)
+
+    def _after_event(self) -> None:
+        assert self._parts is not None
+        actions, self._for_agent = self._for_agent, []
+        self._parts.agent.perform(actions, self._parts.machine.transfers_alive)
+        if self._parts.machine.idle:
+            self._idle.set()
+        self._feed.notice()
+
+    def _on_step_done(self, result: StepOutput | Exception) -> None:
+        """On the executor's thread."""
+        if isinstance(result, Exception):
+            logger.error("a step failed", exc_info=result)
+            self._post_threadsafe(StepFailed(_step_error(result)))
+        else:
+            self._post_threadsafe(StepFinished(result))
+
+    def _post_threadsafe(self, event: Any) -> None:
+        if self._driver is not None:  # before it is there, nobody can know of us
+            self._driver.post_threadsafe(event)
+
+    def _fail_threadsafe(self, error: BaseException) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_fatal, error)
+
+    def _on_fatal(self, error: BaseException) -> None:
+        """A part can no longer be trusted: end every call, so that routers go elsewhere, and tell our host."""
+        if self._driver is not None:
+            self._driver.stop()
+            self._servicer.fail_all(WorkerUnavailable("this worker failed"))
+            self._feed.close()
+        if not self._failure.done():
+            self._failure.set_result(error)
+
+    # ---- reporting
+
+    def _snapshot(self) -> worker_pb2.WorkerSnapshot:
+        parts = self._parts
+        assert parts is not None
+        return worker_pb2.WorkerSnapshot(
+            worker_id=parts.worker_id,
+            role=codec.ROLE_TO_WIRE[self._role],
+            agent=codec.encode_agent(parts.agent.address),
+            cached_blocks=parts.machine.core.pool.known_hashes(),
+        )
+
+    def _changes(self) -> worker_pb2.WorkerReport:
+        assert self._parts is not None
+        machine = self._parts.machine
+        load = replace(machine.load(), num_malformed_messages=self._parts.agent.num_malformed)
+        return worker_pb2.WorkerReport(
+            load=codec.encode_load(load),
+            block_events=[_encode_block_event(event) for event in machine.core.pool.drain_events()],
+        )
+
+    def _holders(self) -> worker_pb2.DescribeLedgerResponse:
+        assert self._parts is not None
+        machine, now = self._parts.machine, self._loop.time()
+        return worker_pb2.DescribeLedgerResponse(
+            worker_id=self._parts.worker_id,
+            ledger=codec.encode_ledger(machine.core.pool.ledger()),
+            holders=map(codec.encode_holder, count_once(machine.claims(now), machine.core.pool, now)),
+        )
+
+
+def _encode_block_event(event: BlockEvent) -> worker_pb2.BlockEvent:
+    if isinstance(event, BlockStored):
+        return worker_pb2.BlockEvent(stored=event.sequence_hash)
+    return worker_pb2.BlockEvent(removed=event.sequence_hash)
+
+
+def _step_error(error: Exception) -> TandemError:
+    return error if isinstance(error, TandemError) else TandemError(f"a step failed: {type(error).__name__}: {error}")

@@ -1,0 +1,47 @@
+"""`python -m simulator --seed 17 --verbose` replays one seed; `python -m simulator --seeds 0..199` tries many."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections import Counter
+
+from simulator.simulation import run_seed
+
+
+def _seed_range(text: str) -> range:
+    first, separator, last = text.partition("..")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"a range looks like 0..199, not {text!r}")
+    return range(int(first), int(last) + 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns the exit status: 1 where a seed failed."""
+    parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seed", type=int, help="one seed")
+    which.add_argument("--seeds", type=_seed_range, help="first..last, both included")
+    parser.add_argument("--verbose", action="store_true", help="print everything that happens")
+    options = parser.parse_args(arguments)
+    seeds = options.seeds if options.seed is None else [options.seed]
+    totals: Counter[str] = Counter()
+    failed = []
+    for seed in seeds:
+        try:
+            totals += run_seed(seed, print if options.verbose else None).counts
+        except AssertionError as error:
+            failed.append(seed)
+            print(f"seed {seed} FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+            if options.seed is not None:
+                traceback.print_exc()
+    for name, count in sorted(totals.items()):
+        print(f"{count:9d}  {name}")
+    if failed:
+        print(f"{len(failed)} of {len(seeds)} seeds failed: {failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

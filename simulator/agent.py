@@ -1,0 +1,161 @@
+"""The simulated transfer agent: performs a machine's actions on simulated memory, in virtual time.
+
+It owes the machine what kv_transfer/events.py says: digests are filled in just before a READY leaves, and each
+`StartRead` has one end, after which nothing writes into its targets. A read copies one half of its blocks in the middle
+of its time and the other half at its end, so whatever is reused meanwhile shows in what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from core.block_pool import BlockPool, Column
+from core.config import TransferConfig
+from core.handoff import AbortReason, HandoffMessage, Ready
+from kv_transfer.events import (
+    AgentAction,
+    Connect,
+    Disconnect,
+    MessageReceived,
+    PeerLost,
+    ReadFailed,
+    ReadFinished,
+    SendMessage,
+    StartRead,
+)
+from simulator.memory import Memory
+from simulator.network import Network
+from simulator.world import SimulationError, World
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFaults:
+    seconds_per_block: float = 0.0005
+    slow: float = 0.0  # probability that a read takes so long that it times out
+    broken: float = 0.0  # ... that it fails
+    corrupted: float = 0.0  # ... that a bit of a block flips on the way
+
+
+AgentEvents = MessageReceived | ReadFinished | ReadFailed | PeerLost
+
+
+class SimulatedAgent:
+    """One worker's agent. `post` takes its events to the worker; `directory` finds agents by name."""
+
+    def __init__(
+        self,
+        name: str,
+        pool: BlockPool,
+        memory: Memory,
+        config: TransferConfig,
+        post: Callable[[AgentEvents], None],
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.memory = memory
+        self.alive = True
+        self._config = config
+        self._post = post
+        self._peers: set[str] = set()
+
+    def join(self, world: World, network: Network, directory: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
+        self._world, self._network, self._directory, self._faults = world, network, directory, faults
+        directory[self.name] = self
+
+    def die(self) -> None:
+        """Peers find out in their own time; one that was reading finds out at once."""
+        self.alive = False
+
+    def perform(self, action: AgentAction) -> None:
+        if not self.alive:
+            return
+        match action:
+            case Connect(peer):
+                self._peers.add(peer.name)
+                if not self._is_alive(peer.name):
+                    self._lose(peer.name, self._config.connect_timeout_s)
+            case Disconnect(peer):
+                self._peers.discard(peer)
+            case SendMessage(peer, message):
+                self._send(peer, message)
+            case StartRead():
+                self._start_read(action)
+
+    # ---- messages
+
+    def _send(self, peer: str, message: HandoffMessage) -> None:
+        if peer not in self._peers:
+            return  # its PeerLost is on the way
+        if isinstance(message, Ready) and self._config.verify_digests:
+            blocks = tuple(block._replace(digest=self.memory.digest(block.block)) for block in message.blocks)
+            message = replace(message, blocks=blocks)
+        if not self._is_alive(peer):
+            self._lose(peer, self._network.delay(self.name, peer))
+            return
+        receiver, sender = self._directory[peer], self.name
+        self._network.notify(sender, peer, message, lambda: receiver.receive(sender, message))
+
+    def receive(self, sender: str, message: HandoffMessage) -> None:
+        if self.alive:
+            self._post(MessageReceived(sender, message))
+
+    def _is_alive(self, peer: str) -> bool:
+        return peer in self._directory and self._directory[peer].alive
+
+    def _lose(self, peer: str, delay_s: float) -> None:
+        """Once per connection. Sometimes the death of the process is known, too."""
+        self._peers.discard(peer)
+        lost = PeerLost(peer, "connection reset", died=not self._is_alive(peer) and self._world.chance(0.5))
+        self._world.after(delay_s, lambda: self._report(lost))
+
+    def _report(self, event: AgentEvents) -> None:
+        if self.alive:
+            self._world.counts[type(event).__name__] += 1
+            self._post(event)
+
+    # ---- reads
+
+    def _start_read(self, read: StartRead) -> None:
+        world, faults = self._world, self._faults
+        duration = faults.seconds_per_block * len(read.pairs) * world.random.uniform(0.5, 3.0)
+        if world.chance(faults.slow):
+            world.counts["slow read"] += 1
+            duration = read.timeout_s * world.random.uniform(0.5, 1.5)
+        half = len(read.pairs) // 2
+        world.after(duration / 2, lambda: self._copy(read, read.pairs[:half]))
+        if duration > read.timeout_s or world.chance(faults.broken):
+            world.counts["broken read"] += 1
+            failed = ReadFailed(read.read_id, AbortReason.READ_FAILED, "no end in time")
+            world.after(max(duration, read.timeout_s), lambda: self._report(failed))
+        else:
+            world.after(duration, lambda: self._finish_read(read, half))
+
+    def _copy(self, read: StartRead, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Nothing moves where one of the two is gone; the read's end will tell."""
+        if not self.alive or not self._is_alive(read.peer):
+            return
+        source = self._directory[read.peer].memory
+        for source_block, target_block in pairs:
+            if self.pool.column_of(target_block) is not Column.INCOMING:
+                raise SimulationError(
+                    f"seed {self._world.seed}: {self.name} read into block {target_block}, which is not reserved"
+                )
+            slots = source.copy_block(source_block)
+            if self._world.chance(self._faults.corrupted):
+                self._world.counts["corrupted block"] += 1
+                slots[0] ^= 1
+            self.memory.overwrite(target_block, slots)
+
+    def _finish_read(self, read: StartRead, half: int) -> None:
+        if not self.alive:
+            return
+        if read.peer not in self._peers:
+            self._report(ReadFailed(read.read_id, AbortReason.PEER_LOST, "not connected"))
+        elif not self._is_alive(read.peer):
+            self._report(ReadFailed(read.read_id, AbortReason.PEER_LOST, "the peer is gone"))
+            self._lose(read.peer, 0.0)
+        else:
+            self._copy(read, read.pairs[half:])
+            targets = [target for _, target in read.pairs] if self._config.verify_digests else []
+            self._report(ReadFinished(read.read_id, tuple(self.memory.digest(block) for block in targets)))

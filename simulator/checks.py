@@ -1,0 +1,171 @@
+"""The oracle: what clients must see, whatever happens behind the router, and what must be left when all is over.
+
+1. Each index is delivered once, in order, and the token is the one a single undisturbed engine would give.
+2. Each request ends once: finished with all its tokens, or failed for a reason that was really there.
+3. Nobody waits beyond the deadline.
+4. At the end no block is held, leased or incoming anywhere, and the router knows of nothing under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from core.block_pool import Column
+from core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from core.lifecycle import FinishReason
+from core.step import SampledToken
+from router.events import Outcome
+from router.machine import RouterMachine
+from router.routed_request import request_id_of
+from simulator.memory import expected_output
+from simulator.node import WorkerNode
+from simulator.scenario import ClientRequest, Scenario
+from simulator.world import SimulationError, World
+
+PATIENCE_S = 0.001  # a deadline is kept as exactly as a timer
+
+
+@dataclass(slots=True)
+class _Expected:
+    client: ClientRequest
+    deadline: float
+    output: list[int]
+    finish_reason: FinishReason
+    num_delivered: int = 0
+    ended: bool = False
+    cancelled: bool = False
+    stop_matched: bool = False
+    dispatches: set[str] = field(default_factory=set)
+
+
+class Oracle:
+    """Raises `SimulationError` at the first broken law."""
+
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self._world, self._scenario = world, scenario
+        self._requests: dict[str, _Expected] = {}
+
+    @property
+    def num_open(self) -> int:
+        return sum(not expected.ended for expected in self._requests.values())
+
+    def _fail(self, request_id: str, message: str) -> SimulationError:
+        return SimulationError(f"seed {self._world.seed}, {self._world.now:.6f} s, {request_id}: {message}")
+
+    # ---- what the client does
+
+    def expect(self, client: ClientRequest, now: float) -> None:
+        output, reason = expected_output(client.request)
+        request_id, deadline = client.request.request_id, now + client.timeout_s
+        self._requests[request_id] = expected = _Expected(client, deadline, output, reason)
+
+        def must_have_ended() -> None:
+            if not expected.ended:
+                raise self._fail(request_id, "has no end, though its deadline has passed")
+
+        self._world.at(deadline + PATIENCE_S, must_have_ended)
+
+    def cancelled(self, request_id: str) -> bool:
+        """Whether there is still something to cancel."""
+        expected = self._requests[request_id]
+        expected.cancelled = not expected.ended
+        return expected.cancelled
+
+    def stop_matched(self, request_id: str) -> None:
+        self._requests[request_id].stop_matched = True
+
+    def dispatched(self, dispatch_id: str) -> None:
+        self._requests[request_id_of(dispatch_id)].dispatches.add(dispatch_id)
+
+    # ---- what the client gets
+
+    def delivered(self, request_id: str, index: int, tokens: tuple[SampledToken, ...]) -> int:
+        """Returns how many tokens the client has now."""
+        expected = self._requests[request_id]
+        if expected.ended:
+            raise self._fail(request_id, "got tokens after its end")
+        if index != expected.num_delivered or not tokens:
+            raise self._fail(request_id, f"got tokens from {index} on, but {expected.num_delivered} is next")
+        got = [token.token_id for token in tokens]
+        wanted = expected.output[index : index + len(got)]
+        if got != wanted:
+            raise self._fail(request_id, f"got {got} from {index} on, but {wanted} is right")
+        if expected.client.request.sampling.num_logprobs is not None and any(t.logprob is None for t in tokens):
+            raise self._fail(request_id, "asked for log-probabilities and got a token without")
+        expected.num_delivered += len(got)
+        return expected.num_delivered
+
+    def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
+        expected = self._end(request_id, now)
+        if outcome.num_output_tokens != expected.num_delivered:
+            raise self._fail(request_id, f"{outcome.num_output_tokens} tokens of usage, {expected.num_delivered} came")
+        complete = expected.num_delivered == len(expected.output) and outcome.finish_reason is expected.finish_reason
+        stopped = expected.stop_matched and outcome.finish_reason is FinishReason.STOP
+        if not complete and not stopped:
+            raise self._fail(request_id, f"finished by {outcome.finish_reason} after {expected.num_delivered} tokens")
+        self._world.counts[f"finished {outcome.path.value}"] += 1
+        self._world.counts["retried"] += outcome.attempts > 1
+
+    def refused(self, request_id: str, error: TandemError) -> None:
+        expected = self._end(request_id, self._world.now)
+        too_large = isinstance(error, InvalidRequest) and expected.client.oversized
+        if not isinstance(error, QueueFull) and not too_large:
+            raise self._fail(request_id, f"was refused: {error!r}")
+        self._world.counts["refused"] += 1
+
+    def failed(self, request_id: str, error: TandemError, now: float) -> None:
+        expected = self._end(request_id, now)
+        if not self._may_fail(expected, error, now):
+            raise self._fail(request_id, f"failed without cause: {error!r}")
+        self._world.counts[f"failed {type(error).__name__}"] += 1
+
+    def _may_fail(self, expected: _Expected, error: TandemError, now: float) -> bool:
+        """Each kind of failure needs its cause."""
+        match error:
+            case RequestCancelled():
+                return expected.cancelled
+            case DeadlineExceeded():
+                return now >= expected.deadline and expected.client.in_a_hurry
+            case InvalidRequest():
+                return expected.client.oversized
+            case QueueFull() | WorkerUnavailable() | TransferFailed():
+                return not self._scenario.calm
+            case _:
+                return any(f"failed step of {dispatch}" in self._world.marks for dispatch in expected.dispatches)
+
+    def _end(self, request_id: str, now: float) -> _Expected:
+        expected = self._requests[request_id]
+        if expected.ended:
+            raise self._fail(request_id, "ended twice")
+        if now > expected.deadline + PATIENCE_S:
+            raise self._fail(request_id, f"ended {now - expected.deadline:.3f} s after its deadline")
+        expected.ended = True
+        return expected
+
+
+def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNode]) -> None:
+    """When all requests have ended and all leases have run out, nothing is left of them."""
+    if router.num_queued or router.num_in_flight:
+        raise SimulationError(f"seed {seed}: the router still has requests")
+    for record in router.workers:
+        if record.dispatched:
+            raise SimulationError(
+                f"seed {seed}: the router still counts {list(record.dispatched)} on {record.worker_id}"
+            )
+    for node in nodes:
+        ledger = node.pool.ledger()
+        kept = {column.value: ledger[column] for column in (Column.HELD, Column.LEASED, Column.INCOMING)}
+        if any(kept.values()) or not node.machine.idle or node.calls:
+            raise SimulationError(f"seed {seed}: {node.agent.name} still has {kept}, calls {list(node.calls)}")
+        known, held = set(node.pool.known_hashes()), router.workers.index.held(node.spec.worker_id)
+        if known != held:
+            raise SimulationError(f"seed {seed}: the router's index of {node.agent.name} is wrong: {known ^ held}")

@@ -1,0 +1,103 @@
+"""KV content as numbers, so that a block that is stale, foreign, torn or not yet written gives a wrong token.
+
+The slot of the token at position p holds a hash of the tokens 0 .. p. A simulated step computes each slot from the one
+before it, and each new token from *all* slots before it, as attention does, reading them through the block table:
+
+    slot[p]    = mix(slot[p - 1], token[p])
+    token[p]   = drawn from mix(slot[0], ..., slot[p - 1]) and the request's seed
+
+`expected_output` computes the same without any memory: the tokens that a client must get, whatever happens on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.lifecycle import FinishReason
+from core.request import Request
+from core.sequence import Sequence
+from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+
+VOCAB_SIZE = 64
+EOS_TOKEN_IDS = frozenset({0})
+
+_MASK = 2**64 - 1
+_ROOT = 0x243F6A8885A308D3
+
+
+def mix(left: int, right: int) -> int:
+    """64 bits of `left` and `right`; every bit of both matters."""
+    mixed = ((left ^ (right + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def _fold(slots: Iterable[int]) -> int:
+    folded = _ROOT
+    for slot in slots:
+        folded = mix(folded, slot)
+    return folded
+
+
+def _token_from(folded: int, request_seed: int) -> int:
+    return (mix(folded, request_seed) >> 20) % VOCAB_SIZE
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """The tokens that follow the prompt, and why they end."""
+    sequence = Sequence(request, arrival=0)
+    slot, folded = _ROOT, _ROOT
+    for token_id in request.token_ids:
+        slot = mix(slot, token_id)
+        folded = mix(folded, slot)
+    while True:
+        token_id = _token_from(folded, request.sampling.seed)
+        sequence.token_ids.append(token_id)
+        reason = sequence.finish_reason_after(token_id, EOS_TOKEN_IDS)
+        if reason is not None:
+            return sequence.token_ids[request.num_prompt_tokens :], reason
+        slot = mix(slot, token_id)
+        folded = mix(folded, slot)
+
+
+class Memory:
+    """The pool of one worker: block id -> the contents of its slots."""
+
+    def __init__(self, num_blocks: int, block_size: int, garbage: int) -> None:
+        """`garbage`: what is in memory that nobody wrote; other on each worker, and after each start."""
+        self.block_size = block_size
+        self._blocks = [
+            [mix(garbage, block * block_size + slot) for slot in range(block_size)] for block in range(num_blocks)
+        ]
+
+    def digest(self, block: int) -> int:
+        return _fold(self._blocks[block]) or 1  # 0 means that digests are off
+
+    def copy_block(self, block: int) -> list[int]:
+        return list(self._blocks[block])
+
+    def overwrite(self, block: int, slots: list[int]) -> None:
+        self._blocks[block] = list(slots)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute a step, as a Runner does."""
+        sampled = {}
+        for chunk in plan.chunks:
+            self._compute(chunk)
+            if chunk.samples:
+                sampled[chunk.sequence_id] = self._sample(chunk)
+        return StepOutput(plan.step_id, sampled)
+
+    def _compute(self, chunk: ScheduledChunk) -> None:
+        slot = self._slot(chunk, chunk.start - 1) if chunk.start else _ROOT
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            slot = mix(slot, chunk.token_ids[position])
+            block = chunk.block_table[position // self.block_size]
+            self._blocks[block][position % self.block_size] = slot
+
+    def _sample(self, chunk: ScheduledChunk) -> SampledToken:
+        folded = _fold(self._slot(chunk, position) for position in range(chunk.start + chunk.num_tokens))
+        asked = chunk.sampling.num_logprobs is not None
+        return SampledToken(_token_from(folded, chunk.sampling.seed), logprob=-1.0 if asked else None)
+
+    def _slot(self, chunk: ScheduledChunk, position: int) -> int:
+        return self._blocks[chunk.block_table[position // self.block_size]][position % self.block_size]

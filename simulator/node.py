@@ -1,0 +1,303 @@
+"""A simulated worker process: the production machine of its role, driven in virtual time.
+
+    calls, notifications, finished steps --post--> machine --actions--> agent, step, answers of calls
+
+The process has its own clock (an offset to the world's), may be stopped for a while (everything that reaches it waits),
+and may die: with a word, so that its calls break at once, or without, so that only silence tells. After every event the
+machine checks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from core.block_pool import BlockPool, BlockStored
+from core.config import SchedulerConfig, TransferConfig
+from core.errors import TandemError
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.lifecycle import Stage, WorkerRole
+from core.machine import Tick
+from core.scheduler import Scheduler
+from core.step import StepPlan
+from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
+from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
+from kv_transfer.events import AgentAction
+from kv_transfer.machine import TransferMachine
+from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
+from router import events
+from simulator.agent import SimulatedAgent
+from simulator.memory import EOS_TOKEN_IDS, Memory
+from simulator.network import Call, CallState, Network
+from simulator.world import SimulationError, World
+
+TIMER_LATENESS_S = 1e-6  # as any event loop, and so that rounding between two clocks never makes a timer early
+MAX_PULLS_WAITING = 32
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    worker_id: str
+    role: WorkerRole
+    num_blocks: int
+    layout: KVLayout
+    scheduler: SchedulerConfig
+    transfer: TransferConfig
+    step_s: float = 0.004
+    token_s: float = 0.0002
+    step_failure: float = 0.0  # probability
+    report_interval_s: float = 0.1
+    idle_report_interval_s: float = 0.4
+
+
+class WorkerNode:
+    """One incarnation of one worker. `answer` takes what it says to an open call back to the router."""
+
+    def __init__(self, world: World, network: Network, spec: WorkerSpec, incarnation: int) -> None:
+        self.spec = spec
+        self.alive = True
+        self.silent = False  # died without a word
+        self.killed = False  # died before its last words were out
+        self.calls: dict[str, Call] = {}  # open at this end
+        self.answer: Callable[[WorkerNode, Call, Any], None] = _nobody_listens
+        self.subscriber: Callable[[Any], None] | None = None
+        self._world, self._network = world, network
+        self._offset = world.random.uniform(0.0, 1000.0)
+        self._inbox: list[Any] | None = None  # while stopped
+        self._timer_at: float | None = None
+        self._changed = False
+        self.pool = BlockPool(spec.num_blocks)
+        self.memory = Memory(spec.num_blocks, spec.layout.block_size, incarnation)
+        name = f"{spec.worker_id}@{incarnation:04x}"
+        self.agent = SimulatedAgent(name, self.pool, self.memory, spec.transfer, self.post)
+        self.address = AgentAddress(name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s)
+        self.machine = self._build_machine()
+        world.after(spec.report_interval_s, self._report_changes)
+        world.after(spec.idle_report_interval_s, self._report_idle)
+
+    def _build_machine(self) -> PrefillMachine | DecodeMachine:
+        spec = self.spec
+        scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, EOS_TOKEN_IDS)
+        core = WorkerCore(scheduler, self.pool)
+        transfers = TransferMachine(spec.transfer, self.pool, self.address)
+        if spec.role is WorkerRole.PREFILL:
+            return PrefillMachine(core, transfers)
+        return DecodeMachine(core, transfers, MAX_PULLS_WAITING)
+
+    # ---- the driver
+
+    @property
+    def clock(self) -> float:
+        return self._world.now + self._offset
+
+    def post(self, event: Any) -> None:
+        if not self.alive:
+            return
+        if self._inbox is not None:
+            self._inbox.append(event)
+            return
+        actions = self.machine.handle(event, self.clock)
+        if not isinstance(event, Tick):
+            self._world.note(f"{self.agent.name} <- {describe(event)}")
+        for action in actions:
+            self._perform(action)
+        self.machine.check()
+        self._changed = True
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.next_deadline()
+        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+            self._timer_at = deadline
+            self._world.at(deadline - self._offset + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
+
+    def _on_timer(self, planned: float) -> None:
+        if planned != self._timer_at or not self.alive:
+            return
+        if self._inbox is not None:
+            return  # `resume` sets it again
+        self._timer_at = None
+        deadline = self.machine.next_deadline()
+        if deadline is not None and deadline <= self.clock:
+            self.post(Tick())
+        else:
+            self._set_timer()
+
+    # ---- acting
+
+    def _perform(self, action: Any) -> None:
+        if isinstance(action, AgentAction):
+            self.agent.perform(action)
+            return
+        match action:
+            case RunStep(plan):
+                self._run_step(plan)
+            case PrefillDone(request_id=call_id):
+                timeline = action.timeline
+                result = events.PrefillResult(
+                    action.index, action.token, action.finish_reason, action.cached_tokens,
+                    timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL),
+                )  # fmt: skip
+                self._end_call(call_id, result)
+            case DecodeDone(request_id=call_id):
+                self._end_call(call_id, _decode_result(action))
+            case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
+                self._end_call(call_id, error)
+            case EmitTokens(call_id, index, tokens):
+                call = self.calls.get(call_id)
+                if call is not None:
+                    self.answer(self, call, tuple(enumerate(tokens, start=index)))
+            case _:
+                raise SimulationError(f"nobody performs {action}")
+
+    def _run_step(self, plan: StepPlan) -> None:
+        """The runner writes its slots in the middle of the step; the result is known at the end."""
+        world = self._world
+        duration = (self.spec.step_s + self.spec.token_s * plan.num_tokens) * world.random.uniform(0.7, 1.5)
+        if world.chance(self.spec.step_failure):
+            world.counts["failed step"] += 1
+            world.marks.update(f"failed step of {chunk.sequence_id}" for chunk in plan.chunks)
+            world.after(duration, lambda: self.post(StepFailed(TandemError("the step failed"))))
+            return
+        world.after(duration / 2, lambda: self._compute(plan, duration / 2))
+
+    def _compute(self, plan: StepPlan, remaining_s: float) -> None:
+        if not self.alive:
+            return
+        self._check_writes(plan)
+        output = self.memory.run(plan)
+        self._world.after(remaining_s, lambda: self.post(StepFinished(output)))
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """Nobody else holds, reads or knows the blocks that a step writes into."""
+        block_size = self.spec.layout.block_size
+        written: set[int] = set()
+        for chunk in plan.chunks:
+            first, last = chunk.start // block_size, (chunk.start + chunk.num_tokens - 1) // block_size
+            for block in chunk.block_table[first : last + 1]:
+                if block in written or self.pool.num_leases(block):
+                    raise SimulationError(f"{self.agent.name}: block {block} of {chunk.sequence_id} is not its own")
+                written.add(block)
+
+    # ---- calls
+
+    def accept(self, call: Call, arrived: PrefillArrived | DecodeArrived) -> None:
+        self.calls[call.call_id] = call
+        if self._inbox is not None:
+            self._inbox.append((call, arrived))
+            return
+        try:
+            self.post(arrived)
+        except TandemError as error:
+            self.machine.check()
+            self._end_call(call.call_id, error)
+
+    def cancel(self, call: Call) -> None:
+        """The caller gave up, or its connection broke."""
+        if call.worker is CallState.OPEN:
+            self._world.note(f"{self.agent.name} <- cancel of {call.call_id}")
+            call.worker = CallState.ENDED
+            self.calls.pop(call.call_id, None)
+            is_prefill = self.spec.role is WorkerRole.PREFILL
+            self.post(PrefillCancelled(call.call_id) if is_prefill else DecodeCancelled(call.call_id))
+
+    def _end_call(self, call_id: str, result: Any) -> None:
+        call = self.calls.pop(call_id, None)
+        if call is not None:
+            call.worker = CallState.ENDED
+            self.answer(self, call, result)
+
+    # ---- reports
+
+    def snapshot(self) -> events.WorkerJoined:
+        """The first word of a report stream; what changed before it is in it."""
+        self._publish()
+        return events.WorkerJoined(
+            self.spec.worker_id, self.spec.role, self.address, tuple(self.pool.known_hashes()), self.machine.load()
+        )
+
+    def _publish(self) -> None:
+        changes = tuple((event.sequence_hash, isinstance(event, BlockStored)) for event in self.pool.drain_events())
+        if self.subscriber is not None:
+            self.subscriber(events.WorkerReported(self.spec.worker_id, self.machine.load(), changes))
+
+    def _report_changes(self) -> None:
+        if self.alive:
+            if self._changed and self._inbox is None:
+                self._changed = False
+                self._publish()
+            self._world.after(self.spec.report_interval_s, self._report_changes)
+
+    def _report_idle(self) -> None:
+        if self.alive:
+            if self._inbox is None:
+                self._publish()
+            self._world.after(self.spec.idle_report_interval_s, self._report_idle)
+
+    # ---- faults
+
+    def stop(self) -> None:
+        """SIGSTOP: the process stands still, the world does not."""
+        if self.alive and self._inbox is None:
+            self._inbox = []
+
+    @property
+    def stopped(self) -> bool:
+        return self._inbox is not None
+
+    def resume(self) -> None:
+        waiting, self._inbox = self._inbox, None
+        if not self.alive or waiting is None:
+            return
+        if self._world.chance(0.5):
+            self.post(Tick())
+        for item in waiting:
+            match item:
+                case (Call() as call, arrived):
+                    if call.worker is CallState.OPEN:
+                        self.accept(call, arrived)
+                case _:
+                    self.post(item)
+        self._timer_at = None
+        self._set_timer()
+
+    def drain(self) -> None:
+        self.post(DrainRequested())
+
+    def die(self, silent: bool, killed: bool) -> None:
+        self.alive, self.silent, self.killed = False, silent, killed
+        self.agent.die()
+
+
+def _nobody_listens(node: WorkerNode, call: Call, result: Any) -> None:
+    raise SimulationError(f"{node.spec.worker_id} says {result} on {call.call_id}, but is not connected")
+
+
+def _decode_result(done: DecodeDone) -> events.DecodeResult:
+    timeline = done.timeline
+    return events.DecodeResult(
+        finish_reason=done.finish_reason,
+        cached_tokens=done.cached_tokens,
+        queue_s=timeline.seconds_in(Stage.QUEUE),
+        prefill_s=timeline.seconds_in(Stage.PREFILL),
+        transfer_s=timeline.seconds_in(Stage.TRANSFER),
+        transfer_exposed_s=0.0,
+        transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
+    )
+
+
+def describe(event: Any) -> str:
+    """One line for the log: the event's name, and whom it is about."""
+    match event:
+        case PrefillArrived(request=request) | DecodeArrived(request=request):
+            return f"{type(event).__name__} {request.request_id} ({len(request.token_ids)} tokens)"
+        case StepFinished(output):
+            return f"StepFinished {output.step_id} sampled {list(output.sampled)}"
+        case _:
+            message = getattr(event, "message", None)
+            subject = "" if message is None else f"{type(message).__name__} from {event.peer} "
+            transfer_id = getattr(message, "transfer_id", None)
+            named = "" if transfer_id is None else f"of {transfer_id % 65536:04x}"
+            return f"{type(event).__name__} {subject}{named}".rstrip()

@@ -1,0 +1,228 @@
+"""The simulated router process: the production machine, its lines to the workers, and the clients in front of it.
+
+A line to a worker carries the report stream and the calls, as router/worker_link.py does in production: a stream that
+breaks is opened again at once, and a worker that the machine has given up is met again when it speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from core.config import RouterConfig
+from core.errors import TandemError, WorkerUnavailable
+from core.machine import Tick
+from decode_worker.machine import DecodeArrived
+from prefill_worker.machine import PrefillArrived
+from router import events
+from router.machine import RouterMachine
+from simulator.checks import Oracle
+from simulator.memory import EOS_TOKEN_IDS
+from simulator.network import Call, CallState, Network
+from simulator.node import TIMER_LATENESS_S, WorkerNode
+from simulator.scenario import ClientRequest
+from simulator.world import World
+
+ROUTER = "router"
+RECONNECT_S = 0.3
+CONNECT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReportStream:
+    opened_at: float
+
+
+class RouterNode:
+    """`fleet` holds the newest incarnation of each worker, dead or alive."""
+
+    def __init__(
+        self, world: World, network: Network, config: RouterConfig, oracle: Oracle, fleet: dict[str, WorkerNode]
+    ) -> None:
+        self._world, self._network, self._oracle, self._fleet = world, network, oracle, fleet
+        self.machine = RouterMachine(config, lambda: world.random.getrandbits(128), EOS_TOKEN_IDS)
+        self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
+        self._streams: dict[str, _ReportStream] = {}  # by worker id
+        self._timer_at: float | None = None
+        self._stop_after: dict[str, int] = {}  # request id -> output tokens after which a stop string matches
+
+    # ---- the driver
+
+    def post(self, event: Any) -> None:
+        actions = self.machine.handle(event, self._world.now)
+        for action in actions:
+            self._perform(action)
+        self.machine.check()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.next_deadline()
+        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+            self._timer_at = deadline
+            self._world.at(deadline + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
+
+    def _on_timer(self, planned: float) -> None:
+        if planned != self._timer_at:
+            return
+        self._timer_at = None
+        deadline = self.machine.next_deadline()
+        if deadline is not None and deadline <= self._world.now:
+            self.post(Tick())
+        else:
+            self._set_timer()
+
+    # ---- clients
+
+    def arrive(self, client: ClientRequest) -> None:
+        request, now = client.request, self._world.now
+        self._oracle.expect(client, now)
+        if client.stop_after is not None:
+            self._stop_after[request.request_id] = client.stop_after
+        self._world.note(f"client: {request.request_id}, {len(request.token_ids)} tokens in")
+        try:
+            self.post(events.RequestArrived(request, now, now + client.timeout_s))
+        except TandemError as error:
+            self.machine.check()
+            self._oracle.refused(request.request_id, error)
+
+    def cancel(self, request_id: str) -> None:
+        if self._oracle.cancelled(request_id):
+            self.post(events.ClientCancelled(request_id))
+
+    # ---- acting
+
+    def _perform(self, action: Any) -> None:
+        match action:
+            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s):
+                self._world.note(f"router: prefill {dispatch_id} on {worker_id}")
+                self._call(
+                    dispatch_id,
+                    worker_id,
+                    lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s),
+                )
+            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s):
+                self._world.note(f"router: decode {dispatch_id} on {worker_id}{'' if source else ', prefilled there'}")
+                self._oracle.dispatched(dispatch_id)
+                self._call(dispatch_id, worker_id, lambda clock: DecodeArrived(request, source, clock + timeout_s))
+            case events.CancelDispatch(dispatch_id):
+                for key in [key for key in self._calls if key[0] == dispatch_id]:
+                    self._give_up(self._calls.pop(key))
+            case events.Deliver(request_id, index, tokens):
+                self._world.note(f"client: {request_id} gets {len(tokens)} tokens from {index} on")
+                num_delivered = self._oracle.delivered(request_id, index, tokens)
+                if num_delivered >= self._stop_after.get(request_id, num_delivered + 1):
+                    del self._stop_after[request_id]
+                    self._oracle.stop_matched(request_id)
+                    self._world.after(0.0, lambda: self.post(events.StopMatched(request_id)))
+            case events.Finish(request_id, outcome):
+                self._world.note(f"client: {request_id} finished, {outcome.finish_reason.value}, {outcome.path.value}")
+                self._oracle.finished(request_id, outcome, self._world.now)
+            case events.Fail(request_id, error, _):
+                self._world.note(f"client: {request_id} failed, {type(error).__name__}: {error}")
+                self._oracle.failed(request_id, error, self._world.now)
+
+    # ---- calls
+
+    def _call(
+        self, dispatch_id: str, worker_id: str, arrived: Callable[[float], PrefillArrived | DecodeArrived]
+    ) -> None:
+        call = Call(dispatch_id, worker_id)
+        self._calls[(dispatch_id, worker_id)] = call
+        node = self._fleet[worker_id]
+
+        def deliver() -> None:
+            if node.alive:
+                node.answer = self._on_answer
+                node.accept(call, arrived(node.clock))
+            elif not node.silent:
+                self._on_broken(call)
+
+        call.travel(self._world, self._network, ROUTER, worker_id, deliver)
+
+    def _give_up(self, call: Call) -> None:
+        call.caller = CallState.ENDED
+        node = self._fleet[call.worker_id]
+
+        def deliver() -> None:
+            if node.alive and call.call_id in node.calls:
+                node.cancel(call)
+
+        call.travel(self._world, self._network, ROUTER, call.worker_id, deliver)
+
+    def _on_answer(self, node: WorkerNode, call: Call, result: Any) -> None:
+        """What a worker says on an open call reaches the router later, if the worker lives to send it."""
+
+        def deliver() -> None:
+            if call.caller is not CallState.OPEN or call.cut:
+                return
+            if node.killed and self._world.chance(0.5):
+                self._world.counts["cut short"] += 1
+                call.cut = True
+                return
+            if isinstance(result, tuple):
+                self.post(events.DecodeTokens(call.call_id, result))
+                return
+            self._close(call)
+            is_prefill = isinstance(result, events.PrefillResult) or node.address.name.startswith("prefill")
+            self.post((events.PrefillReturned if is_prefill else events.DecodeReturned)(call.call_id, result))
+
+        call.travel(self._world, self._network, call.worker_id, ROUTER, deliver)
+
+    def _on_broken(self, call: Call) -> None:
+        if call.caller is CallState.OPEN:
+            self._close(call)
+            error = WorkerUnavailable(f"{call.worker_id}: connection reset")
+            is_prefill = call.worker_id.startswith("prefill")
+            self.post((events.PrefillReturned if is_prefill else events.DecodeReturned)(call.call_id, error))
+
+    def _close(self, call: Call) -> None:
+        call.caller = CallState.ENDED
+        self._calls.pop((call.call_id, call.worker_id), None)
+
+    # ---- report streams
+
+    def keep_connected(self, worker_id: str) -> None:
+        """Have a report stream open to this worker, now and later."""
+        node = self._fleet[worker_id]
+        if node.alive and not node.stopped and self.machine.workers.get(worker_id) is None:
+            stream = self._streams.get(worker_id)
+            if stream is None or self._world.now - stream.opened_at > CONNECT_TIMEOUT_S:
+                self.subscribe(worker_id)
+        self._world.after(RECONNECT_S, lambda: self.keep_connected(worker_id))
+
+    def subscribe(self, worker_id: str) -> None:
+        """Open a new report stream. What the old one still carries is dropped."""
+        node, stream = self._fleet[worker_id], _ReportStream(self._world.now)
+        self._streams[worker_id] = stream
+        line = (f"{node.agent.name} reports", str(self._world.num_events))
+
+        def send(event: Any) -> None:
+            self._world.at(self._network.in_order(line, self._network.delay(worker_id, ROUTER)), lambda: receive(event))
+
+        def receive(event: Any) -> None:
+            if self._streams.get(worker_id) is not stream:
+                return
+            if isinstance(event, events.WorkerReported) and self.machine.workers.get(worker_id) is None:
+                del self._streams[worker_id]  # given up for its silence, and it speaks again
+                self.subscribe(worker_id)
+            else:
+                self.post(event)
+
+        def open_stream() -> None:
+            if not node.alive or node.stopped:
+                self._streams.pop(worker_id, None)  # no answer: `keep_connected` tries again
+            elif self._streams.get(worker_id) is stream:
+                send(node.snapshot())
+                node.subscriber = send
+
+        self._world.after(self._network.delay(ROUTER, worker_id), open_stream)
+
+    def notice_death(self, node: WorkerNode) -> None:
+        """The connections to a process that has ended break; nobody else may tell."""
+        for call in [call for call in self._calls.values() if node.calls.get(call.call_id) is call]:
+            call.travel(self._world, self._network, call.worker_id, ROUTER, partial(self._on_broken, call))
+        if self._fleet[node.spec.worker_id] is node:
+            self._streams.pop(node.spec.worker_id, None)
+            self.post(events.WorkerLost(node.spec.worker_id, "its process has ended"))

@@ -1,0 +1,203 @@
+"""A seed -> a small fleet, a load and its troubles.
+
+Pools are small, so that requests queue, are preempted and wait for blocks; prompts share prefixes; some clients cancel,
+are in a hurry, or ask for more than any pool holds. One seed in five is calm: nothing breaks, so everybody with time
+enough must be served.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from core.config import RouterConfig, SchedulerConfig, TransferConfig
+from core.kv_layout import KVLayout
+from core.lifecycle import WorkerRole
+from core.request import Request, SamplingParams
+from simulator.agent import ReadFaults
+from simulator.memory import VOCAB_SIZE
+from simulator.network import NetworkFaults
+from simulator.node import WorkerSpec
+
+NUM_REQUESTS = 50
+ARRIVALS_S = 3.0
+BLOCK_SIZES = (4, 8)
+PATIENT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    request: Request
+    arrives_at: float
+    timeout_s: float
+    cancel_at: float | None = None
+    stop_after: int | None = None  # a stop string matches once so many tokens are out
+    oversized: bool = False  # fits no pool, so it must be refused
+
+    @property
+    def in_a_hurry(self) -> bool:
+        """Whether the deadline may pass. For all others there is time enough, whatever breaks on the way."""
+        return self.timeout_s < PATIENT_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind`: dies | vanishes (dies without a word) | drains | stops (SIGSTOP) | loses its report stream."""
+
+    kind: str
+    worker_id: str
+    at: float
+    duration_s: float  # until it is started again, or goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    calm: bool
+    workers: tuple[WorkerSpec, ...]
+    router: RouterConfig
+    network: NetworkFaults
+    reads: ReadFaults
+    requests: tuple[ClientRequest, ...]
+    faults: tuple[Fault, ...]
+
+
+def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
+    chance = random.Random(seed)
+    calm = seed % 5 == 0
+    transfer = TransferConfig(
+        transport="memory",
+        lease_s=chance.choice((0.5, 1.0)),
+        connect_timeout_s=0.3,
+        read_grace_s=0.2,
+        max_reads_in_flight=chance.choice((1, 2, 4)),
+        max_blocks_per_read=chance.choice((1, 3, 64)),
+        max_read_attempts=2,
+        verify_digests=calm or chance.random() < 0.7,
+    )
+    workers = _workers(chance, calm, transfer)
+    block_size = workers[0].layout.block_size
+    largest = block_size * min(spec.num_blocks for spec in workers)
+    return Scenario(
+        seed=seed,
+        calm=calm,
+        workers=workers,
+        router=_router_config(chance, calm),
+        network=NetworkFaults(delay_s=chance.choice((0.0002, 0.002))) if calm else _network_faults(chance),
+        reads=ReadFaults() if calm else _read_faults(chance, transfer),
+        requests=tuple(_requests(chance, num_requests, largest)),
+        faults=() if calm else tuple(_faults(chance, workers)),
+    )
+
+
+def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tuple[WorkerSpec, ...]:
+    layout = KVLayout("simulated", "float32", 1, 1, chance.choice(BLOCK_SIZES), 1)
+    num_tokens = chance.choice((96, 96, 160, 320))  # of one pool
+    step_failure = 0.0 if calm or chance.random() < 0.6 else 0.004
+    names = [(WorkerRole.PREFILL, index) for index in range(chance.choice((0, 1, 1, 2, 2, 3)))]
+    names += [(WorkerRole.DECODE, index) for index in range(chance.choice((1, 1, 2, 2)))]
+    return tuple(
+        WorkerSpec(
+            worker_id=f"{role.value}-{index}",
+            role=role,
+            num_blocks=num_tokens // layout.block_size,
+            layout=layout,
+            scheduler=SchedulerConfig(
+                max_batched_tokens=chance.choice((16, 32, 64)),
+                max_running=chance.choice((4, 8, 16)),
+                max_waiting=256 if calm else chance.choice((4, 256)),
+            ),
+            transfer=transfer,
+            step_failure=step_failure,
+        )
+        for role, index in names
+    )
+
+
+def _router_config(chance: random.Random, calm: bool) -> RouterConfig:
+    return RouterConfig(
+        max_queued=1024 if calm else chance.choice((8, 1024)),
+        max_in_flight_per_worker=chance.choice((6, 12, 64)),
+        max_attempts=chance.choice((2, 3, 4)),
+        local_prefill_tokens=chance.choice((0, 8, 24)),
+        report_stale_s=0.9,
+        worker_lost_s=1.5,
+        worker_wait_s=2.0,
+    )
+
+
+def _network_faults(chance: random.Random) -> NetworkFaults:
+    return NetworkFaults(
+        delay_s=chance.choice((0.0002, 0.002, 0.01)),
+        slow_pair_share=chance.choice((0.0, 0.0, 0.2)),
+        loss=chance.choice((0.0, 0.02, 0.2)),
+        doubling=chance.choice((0.0, 0.05, 0.3)),
+    )
+
+
+def _read_faults(chance: random.Random, transfer: TransferConfig) -> ReadFaults:
+    return ReadFaults(
+        seconds_per_block=chance.choice((0.0002, 0.004)),
+        slow=chance.choice((0.0, 0.05)),
+        broken=chance.choice((0.0, 0.03)),
+        # Without digests nobody could notice.
+        corrupted=chance.choice((0.0, 0.02, 0.1)) if transfer.verify_digests else 0.0,
+    )
+
+
+def _requests(chance: random.Random, count: int, pool_tokens: int) -> list[ClientRequest]:
+    prefixes = [_tokens(chance, chance.randint(8, pool_tokens // 3)) for _ in range(4)]
+    requests = []
+    for number in range(count):
+        prompt = chance.choice(prefixes) if chance.random() < 0.6 else []
+        prompt = prompt[: chance.choice((len(prompt), len(prompt), chance.randint(0, 40)))]
+        prompt = prompt + _tokens(chance, chance.choice((1, 3, chance.randint(1, pool_tokens // 4))))
+        max_tokens = chance.choice((1, 2, 8, chance.randint(1, 30)))
+        oversized = chance.random() < 0.02
+        arrives_at = 0.3 + chance.uniform(0.0, ARRIVALS_S)
+        request = Request(
+            request_id=f"r{number}",
+            token_ids=tuple(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(
+                max_tokens=max_tokens + 2 * pool_tokens if oversized else max_tokens,
+                seed=chance.randint(0, 99),
+                ignore_eos=chance.random() < 0.6,
+                stop_token_ids=frozenset({7}) if chance.random() < 0.2 else frozenset(),
+                num_logprobs=0 if chance.random() < 0.25 else None,
+            ),
+            priority=chance.choice((0, 0, 0, -1, 1)),
+            cache_salt=chance.choice(("", "", "", "tenant")),
+        )
+        client = ClientRequest(request, arrives_at, PATIENT_TIMEOUT_S, oversized=oversized)
+        requests.append(_with_whims(chance, client))
+    return requests
+
+
+def _with_whims(chance: random.Random, client: ClientRequest) -> ClientRequest:
+    """Some clients cancel, some are in a hurry, some stop at a word."""
+    whim = chance.random()
+    if whim < 0.10:
+        return replace(client, cancel_at=client.arrives_at + chance.expovariate(6.0))
+    if whim < 0.20:
+        return replace(client, timeout_s=chance.expovariate(4.0))
+    if whim < 0.30:
+        return replace(client, stop_after=chance.randint(1, 10))
+    return client
+
+
+def _tokens(chance: random.Random, count: int) -> list[int]:
+    return [chance.randrange(1, VOCAB_SIZE) for _ in range(count)]
+
+
+def _faults(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Fault]:
+    kinds = ("dies", "vanishes", "drains", "stops", "stops", "loses its report stream")
+    return [
+        Fault(
+            kind=chance.choice(kinds),
+            worker_id=chance.choice(workers).worker_id,
+            at=chance.uniform(0.2, ARRIVALS_S + 1.0),
+            duration_s=chance.choice((0.2, 0.8, 1.3, 2.5)),
+        )
+        for _ in range(chance.choice((0, 2, 3, 5, 8)))
+    ]

@@ -1,0 +1,148 @@
+"""One seed, from its scenario to the last check."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from simulator.agent import SimulatedAgent
+from simulator.checks import Oracle, check_left_clean
+from simulator.network import Network
+from simulator.node import WorkerNode, WorkerSpec
+from simulator.router_node import RouterNode
+from simulator.scenario import Fault, Scenario, make_scenario
+from simulator.world import SimulationError, World
+
+LATEST_END_S = 100.0
+SETTLE_S = 6.0  # after the last request: leases run out, kept messages are forgotten, reports arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    seed: int
+    counts: Counter[str]  # what happened, by name
+    log_hash: int
+    num_events: int
+    ended_at: float  # virtual seconds
+
+
+class Simulation:
+    """A fleet, a router and clients in one world."""
+
+    def __init__(self, scenario: Scenario, tell: Callable[[str], None] | None = None) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed, tell)
+        self.network = Network(self.world, scenario.network)
+        self.oracle = Oracle(self.world, scenario)
+        self.fleet: dict[str, WorkerNode] = {}  # newest incarnation of each worker, dead or alive
+        self._specs = {spec.worker_id: spec for spec in scenario.workers}
+        self._agents: dict[str, SimulatedAgent] = {}  # by name, all that ever lived
+        self._ended: list[WorkerNode] = []
+        self.router = RouterNode(self.world, self.network, scenario.router, self.oracle, self.fleet)
+
+    def run(self) -> Result:
+        """Raises `SimulationError` at the first broken law, or where a machine breaks down."""
+        try:
+            return self._run()
+        except SimulationError:
+            raise
+        except Exception as error:
+            where = f"seed {self.scenario.seed}, {self.world.now:.6f} s"
+            raise SimulationError(f"{where}: {type(error).__name__}: {error}") from error
+
+    def _run(self) -> Result:
+        world, scenario = self.world, self.scenario
+        for spec in scenario.workers:
+            self._start(spec)
+            self.router.keep_connected(spec.worker_id)
+        for client in scenario.requests:
+            world.at(client.arrives_at, partial(self.router.arrive, client))
+            if client.cancel_at is not None:
+                world.at(client.cancel_at, partial(self.router.cancel, client.request.request_id))
+        for fault in scenario.faults:
+            world.at(fault.at, partial(self._break, fault))
+        last_arrival = max(client.arrives_at for client in scenario.requests)
+        last_fault = max((fault.at + fault.duration_s for fault in scenario.faults), default=0.0)
+        world.run_until(max(last_arrival, last_fault))
+        world.run_until(LATEST_END_S, done=lambda: self.oracle.num_open == 0)
+        ended_at = world.now
+        world.run_until(world.now + SETTLE_S)
+        alive = [node for node in self.fleet.values() if node.alive]
+        check_left_clean(scenario.seed, self.router.machine, alive)
+        self._count(alive + self._ended)
+        return Result(scenario.seed, world.counts, world.log_hash, world.num_events, ended_at)
+
+    def _start(self, spec: WorkerSpec) -> None:
+        node = WorkerNode(self.world, self.network, spec, incarnation=self.world.random.getrandbits(64))
+        node.agent.join(self.world, self.network, self._agents, self.scenario.reads)
+        self.fleet[spec.worker_id] = node
+        self.world.note(f"{node.agent.name} starts")
+
+    # ---- faults
+
+    def _break(self, fault: Fault) -> None:
+        node, world = self.fleet[fault.worker_id], self.world
+        if not node.alive or node.stopped:
+            return
+        world.counts[fault.kind] += 1
+        world.note(f"{node.agent.name} {fault.kind} for {fault.duration_s} s")
+        match fault.kind:
+            case "dies" | "vanishes":
+                node.die(silent=fault.kind == "vanishes", killed=True)
+                self._bury(node, restart_after_s=fault.duration_s)
+            case "drains":
+                node.drain()
+                world.after(0.05, partial(self._end_when_drained, node, fault.duration_s))
+            case "stops":
+                node.stop()
+                world.after(fault.duration_s, partial(self._resume, node))
+            case "loses its report stream":
+                self.router.subscribe(fault.worker_id)
+            case _:
+                raise SimulationError(f"unknown fault {fault.kind}")
+
+    def _bury(self, node: WorkerNode, restart_after_s: float) -> None:
+        self._ended.append(node)
+        if not node.silent:
+            self.world.after(0.05, partial(self.router.notice_death, node))
+        self.world.after(restart_after_s, partial(self._start, node.spec))
+
+    def _end_when_drained(self, node: WorkerNode, restart_after_s: float) -> None:
+        if not node.alive:
+            return
+        if node.machine.idle and not node.stopped:
+            self.world.counts["drained to the end"] += 1
+            node.die(silent=False, killed=False)
+            self._bury(node, restart_after_s)
+        else:
+            self.world.after(0.05, partial(self._end_when_drained, node, restart_after_s))
+
+    def _resume(self, node: WorkerNode) -> None:
+        self.world.note(f"{node.agent.name} goes on")
+        node.resume()
+
+    # ---- counting
+
+    def _count(self, nodes: list[WorkerNode]) -> None:
+        counts = self.world.counts
+        for node in nodes:
+            transfers = node.machine.transfers.counters
+            counts["expired lease"] += transfers.offers["expired"]
+            counts["completed pull"] += transfers.pulls["complete"]
+            counts["failed pull"] += transfers.pulls["failed"]
+            counts["cancelled pull"] += transfers.pulls["cancelled"]
+            counts["digest mismatch"] += transfers.num_digest_mismatches
+            counts["READY repeated"] += transfers.num_ready_repeated
+            counts["preemption"] += node.machine.core.scheduler.num_preemptions
+            for why, count in transfers.dropped.items():
+                counts[f"dropped: {why.value}"] += count
+
+
+def run_scenario(scenario: Scenario, tell: Callable[[str], None] | None = None) -> Result:
+    return Simulation(scenario, tell).run()
+
+
+def run_seed(seed: int, tell: Callable[[str], None] | None = None) -> Result:
+    return run_scenario(make_scenario(seed), tell)

@@ -1,0 +1,207 @@
+"""A request that is cancelled, or whose deadline passes, at each state of its life. Each row holds the request in its
+state, sees it there, and ends it; another request, in the middle of its tokens, is to notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import grpc
+import pytest
+
+from core.handoff import Heartbeat, OwnerState, PullerState, Ready
+from kv_transfer.transports.memory_transport import MemoryFabric
+from protos.handoff_codec import encode
+from tests.support.deployment import Deployment, deploy
+from tests.support.faults import (
+    LEASE_S,
+    Gate,
+    Stream,
+    Wire,
+    fault_config,
+    prompt_of,
+    serves_on,
+    settle,
+    slow_down,
+    transfers,
+    until,
+)
+
+PROMPT = prompt_of(5, num_tokens=150)  # three chunks of 64
+TIMEOUT_S = 1.2  # time enough to reach any state; each is held for longer
+
+
+@dataclass
+class Scene:
+    """One pair of workers, a request that is being decoded, and what holds the other one back."""
+
+    deployment: Deployment
+    fabric: MemoryFabric
+    wire: Wire
+    gate: Gate  # of the prefill worker
+    bystander: Stream
+    let_go: list[Callable[[], object]] = field(default_factory=list)  # undo what holds the request
+
+    def start(self, timeout_s: float) -> Stream:
+        return Stream(self.deployment.inference, PROMPT, num_output=200, timeout_s=timeout_s)
+
+    def offer_states(self) -> list[OwnerState]:
+        return [s.state for s in transfers(self.deployment.prefill[0]).snapshot(0.0)]  # type: ignore[misc]
+
+    def pull_states(self) -> list[PullerState]:
+        return [s.state for s in transfers(self.deployment.decode[0]).snapshot(0.0)]  # type: ignore[misc]
+
+    async def pulls(self, state: PullerState) -> None:
+        await until(lambda: self.pull_states() == [state], f"the pull is {state.value}")
+
+    async def offers(self, state: OwnerState) -> None:
+        await until(lambda: self.offer_states() == [state], f"the offer is {state.value}")
+
+
+Hold = Callable[[Scene, float], Awaitable[Stream]]  # start the request and return when it is in its state
+
+
+async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
+    shell = scene.deployment.router._shell
+    assert shell is not None
+    table = shell.machine.workers
+    table._config = replace(table._config, max_in_flight_per_worker=1)
+    scene.let_go.append(lambda: setattr(table, "_config", replace(table._config, max_in_flight_per_worker=64)))
+    stream = scene.start(timeout_s)
+    await until(lambda: shell.machine.num_queued == 1, "it is queued")
+    return stream
+
+
+async def in_the_prefill_workers_queue(scene: Scene, timeout_s: float) -> Stream:
+    scene.gate.close()
+    first = Stream(scene.deployment.inference, prompt_of(6, num_tokens=64), num_output=5)
+    await until(lambda: scene.gate.waiting, "another prompt is being computed")
+    stream = scene.start(timeout_s)
+    machine = scene.deployment.prefill[0]._parts.machine  # type: ignore[union-attr]
+    await until(lambda: len(machine.core.scheduler.waiting) == 1, "it waits behind it")
+    scene.let_go.append(first.right)
+    return stream
+
+
+async def computing(scene: Scene, timeout_s: float) -> Stream:
+    scene.gate.close()
+    stream = scene.start(timeout_s)
+    await until(lambda: scene.gate.waiting, "it is being computed")
+    await scene.offers(OwnerState.COMPUTING)
+    await scene.pulls(PullerState.WANTING)
+    return stream
+
+
+async def offered_in_part(scene: Scene, timeout_s: float) -> Stream:
+    scene.gate.close(after=1)
+    stream = scene.start(timeout_s)
+    await scene.offers(OwnerState.OFFERED)
+    await until(lambda: transfers(scene.deployment.decode[0]).counters.num_reads >= 2, "its first chunk is read")
+    await scene.pulls(PullerState.WANTING)
+    return stream
+
+
+async def reserved(scene: Scene, timeout_s: float) -> Stream:
+    pool = scene.deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
+    filled = pool.allocate(pool.num_available - 6)  # enough for the other one to grow
+    scene.let_go.append(lambda: pool.release(filled))
+    stream = scene.start(timeout_s)
+    await scene.pulls(PullerState.RESERVED)
+    return stream
+
+
+async def reading(scene: Scene, timeout_s: float) -> Stream:
+    scene.fabric.stall_reads = True
+    scene.let_go.append(lambda: setattr(scene.fabric, "stall_reads", False))
+    stream = scene.start(timeout_s)
+    await until(lambda: scene.fabric.faults_done["stall"], "a read does not end")
+    await scene.pulls(PullerState.READING)
+    return stream
+
+
+async def verifying(scene: Scene, timeout_s: float) -> Stream:
+    """Everything is read, and nothing has told the puller yet that its lease covers that."""
+
+    def without_acks(message: object) -> tuple[int, ...] | None:
+        if isinstance(message, Heartbeat) and message.ack is not None:
+            return ()
+        return () if isinstance(message, Ready) else None
+
+    scene.wire.rule = without_acks
+    stream = scene.start(timeout_s)
+    for sender, receiver, message in await _readys(scene):
+        scene.fabric.inject(sender, receiver, encode(replace(message, ack=1 << 60)))  # of no message of the puller's
+    await scene.pulls(PullerState.VERIFYING)
+    return stream
+
+
+async def _readys(scene: Scene) -> list[tuple[str, str, Ready]]:
+    """Those that were held back, up to the last."""
+
+    def held() -> list[tuple[str, str, Ready]]:
+        decoded = ((s, r, scene.wire.read(payload)) for s, r, payload in scene.wire.kept)
+        return [(s, r, message) for s, r, message in decoded if isinstance(message, Ready)]
+
+    await until(lambda: any(ready.last for _, _, ready in held()), "all READYs are on the way")
+    return held()
+
+
+async def decoding(scene: Scene, timeout_s: float) -> Stream:
+    stream = scene.start(timeout_s)
+    return await stream.reach(4)
+
+
+STATES: list[Hold] = [
+    in_the_routers_queue,
+    in_the_prefill_workers_queue,
+    computing,
+    offered_in_part,
+    reserved,
+    reading,
+    verifying,
+    decoding,
+]
+
+
+@pytest.fixture
+async def scene(request: pytest.FixtureRequest, fabric: MemoryFabric, wire: Wire) -> AsyncIterator[Scene]:
+    # A puller without answers gives up after two thirds of a lease; VERIFYING is to last longer than that.
+    lease_s = 3.0 if request.node.callspec.params["hold"] is verifying else LEASE_S
+    async with deploy(fault_config(lease_s=lease_s)) as deployment:
+        slow_down(deployment.decode[0], 0.01)
+        other = await Stream(deployment.inference, prompt_of(77), num_output=100).reach(3)
+        await until(lambda: not transfers(deployment.prefill[0]).num_alive, "its hand-off is over")
+        yield Scene(deployment, fabric, wire, Gate(deployment.prefill[0]), other)
+
+
+async def everything_ends_well(scene: Scene) -> None:
+    scene.gate.open()
+    scene.wire.rule = lambda _message: None
+    for undo in scene.let_go:
+        pending = undo()
+        if asyncio.iscoroutine(pending):
+            await pending
+    await scene.bystander.right()
+    await settle(scene.deployment)
+    await serves_on(scene.deployment.inference)
+
+
+@pytest.mark.parametrize("hold", STATES, ids=lambda hold: hold.__name__)
+async def test_a_client_may_cancel_at_any_state(scene: Scene, hold: Hold) -> None:
+    stream = await hold(scene, 20.0)
+    assert not stream.ended
+    stream.cancel()
+    await stream.typed(grpc.StatusCode.CANCELLED)
+    await everything_ends_well(scene)
+
+
+@pytest.mark.parametrize("hold", STATES, ids=lambda hold: hold.__name__)
+async def test_a_deadline_may_pass_at_any_state(scene: Scene, hold: Hold) -> None:
+    started = time.monotonic()
+    stream = await hold(scene, TIMEOUT_S)
+    assert not stream.ended
+    await stream.typed(grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert time.monotonic() - started < TIMEOUT_S + 1.0
+    await everything_ends_well(scene)

@@ -1,0 +1,352 @@
+"""Faults on the way of a hand-off, in one process: what is lost, doubled, late, flipped, stale, full, or refused.
+
+Real gRPC, agents and machines; the memory transport makes the faults and counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import grpc
+import pytest
+
+from cli.compose import build_prefill_worker
+from core.config import RouterConfig
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import HandoffMessage, Heartbeat, OwnerState, PullerState, Ready, Release, Want
+from kv_transfer.peers import Drop
+from kv_transfer.transports.memory_transport import MemoryFabric
+from protos import inference_pb2
+from tests.support.deployment import Deployment, deploy, place, wait_until_known
+from tests.support.faults import (
+    LEASE_S,
+    Gate,
+    Stream,
+    Wire,
+    busy_blocks,
+    fault_config,
+    prompt_of,
+    serves_on,
+    settle,
+    slow_down,
+    transfers,
+    until,
+)
+
+FIRST, SECOND = prompt_of(1), prompt_of(2)
+
+
+def offers_ended(deployment: Deployment, state: OwnerState) -> int:
+    return transfers(deployment.prefill[0]).counters.offers[state.value]
+
+
+def pulls_ended(deployment: Deployment, state: PullerState) -> int:
+    return transfers(deployment.decode[0]).counters.pulls[state.value]
+
+
+def agent_name(deployment: Deployment) -> str:
+    return transfers(deployment.prefill[0]).address.name
+
+
+def lose(kind: type[HandoffMessage], count: int = 1_000_000) -> Callable[[HandoffMessage], Sequence[int] | None]:
+    """A rule: the first `count` messages of this kind are lost."""
+    left = [count]
+
+    def rule(message: HandoffMessage) -> Sequence[int] | None:
+        if not isinstance(message, kind) or not left[0]:
+            return None
+        left[0] -= 1
+        return ()
+
+    return rule
+
+
+async def bystander(deployment: Deployment, num_output: int = 60) -> Stream:
+    """A request that is being decoded while a fault happens; it is to see nothing of it."""
+    slow_down(deployment.decode[0], 0.01)
+    return await Stream(deployment.inference, prompt_of(77), num_output).reach(3)
+
+
+# ---- bytes
+
+
+async def test_a_byte_flipped_on_the_way_is_read_again(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config()) as deployment:
+        other = await bystander(deployment)
+        fabric.flip_byte_in_read(1)
+        stream = await Stream(deployment.inference, FIRST).right()
+        assert fabric.faults_done["flip"] == 1
+        assert transfers(deployment.decode[0]).counters.num_digest_mismatches == 1
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 1, "reading once more was enough"
+        await other.right()
+        await settle(deployment)
+
+
+async def test_bytes_that_flip_at_every_reading_end_the_hand_off_and_not_the_request(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config()) as deployment:
+        other = await bystander(deployment)
+        for nth in range(1, deployment.config.transfer.max_read_attempts + 1):
+            fabric.flip_byte_in_read(nth)
+        gate = Gate(deployment.prefill[0])
+        gate.close()  # so that all blocks are read in one go
+        streaming = Stream(deployment.inference, FIRST[:60])
+        await until(lambda: gate.waiting, "the prompt waits")
+        gate.open()
+        stream = await streaming.right()
+        assert fabric.faults_done["flip"] == 2
+        assert pulls_ended(deployment, PullerState.FAILED) == 1
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 2
+        assert stream.answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
+        await other.right()
+        await settle(deployment)
+
+
+async def test_a_byte_that_changes_in_the_source_pool_after_the_digest_reaches_nobody(
+    fabric: MemoryFabric, wire: Wire
+) -> None:
+    changed: list[int] = []
+    one_chunk = FIRST[:64]  # the first token is out before the byte changes, and every block is full and cached
+
+    def flip_after_the_digest(message: HandoffMessage) -> None:
+        if isinstance(message, Ready) and message.last and not changed:  # its digests are in it already
+            pool = fabric.transports[agent_name(deployment)]._pool
+            assert pool is not None
+            changed.append(message.blocks[0].block)
+            pool.block(changed[0])[5] ^= 0x40
+
+    async with deploy(fault_config()) as deployment:
+        other = await bystander(deployment)
+        wire.rule = flip_after_the_digest
+        stream = await Stream(deployment.inference, one_chunk).right()
+        assert len(changed) == 1
+        assert pulls_ended(deployment, PullerState.FAILED) == 1
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 2
+        await other.right()
+        await settle(deployment)
+        # Nor does the owner's prefix cache bring the spoilt block to a later request.
+        deployment.drop_caches(deployment.decode)
+        again = await Stream(deployment.inference, one_chunk).right()
+        assert again.answer.finished is not None
+        assert again.answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        await settle(deployment)
+
+
+# ---- messages
+
+
+@pytest.mark.parametrize("kind", [Want, Ready, Heartbeat])
+async def test_a_lost_message_costs_time_and_nothing_else(wire: Wire, kind: type[HandoffMessage]) -> None:
+    async with deploy(fault_config()) as deployment:
+        gate = Gate(deployment.prefill[0])
+        gate.close(after=1)  # between two chunks, so that heartbeats are due
+        wire.rule = lose(kind, 1)
+        stream = Stream(deployment.inference, FIRST)
+        await until(lambda: wire.done[kind.__name__] == 1, f"a {kind.__name__} is lost")
+        await until(lambda: wire.seen["Heartbeat"] >= 3, "heartbeats go on")
+        gate.open()
+        await stream.right()
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 1
+        await settle(deployment)
+
+
+async def test_a_lost_release_costs_the_owner_its_blocks_until_the_lease_ends(wire: Wire) -> None:
+    async with deploy(fault_config()) as deployment:
+        wire.rule = lose(Release)
+        await Stream(deployment.inference, FIRST).right()
+        assert wire.done["Release"] == 1
+        assert busy_blocks(deployment.prefill[0]) == {"leased": 5}
+        await settle(deployment)
+        assert offers_ended(deployment, OwnerState.EXPIRED) == 1
+        wire.rule = lambda _message: None
+        await serves_on(deployment.inference)
+
+
+async def test_a_doubled_release_frees_once(wire: Wire) -> None:
+    async with deploy(fault_config()) as deployment:
+        wire.rule = lambda message: (0, 0) if isinstance(message, Release) else None
+        await Stream(deployment.inference, FIRST).right()
+        await settle(deployment)
+        assert wire.done["Release"] == 1
+        counters = transfers(deployment.prefill[0]).counters
+        await until(lambda: counters.dropped[Drop.LATE] == 1, "the second one is dropped")
+        assert offers_ended(deployment, OwnerState.RELEASED) == 1
+        await serves_on(deployment.inference)
+
+
+async def test_a_late_release_frees_nothing_that_belongs_to_another(fabric: MemoryFabric, wire: Wire) -> None:
+    async with deploy(fault_config()) as deployment:
+        wire.rule = lose(Release, 1)
+        await Stream(deployment.inference, FIRST).right()
+        await until(lambda: offers_ended(deployment, OwnerState.EXPIRED) == 1, "the lease ends")
+        deployment.drop_caches(deployment.decode)
+        fabric.stall_reads = True
+        second = Stream(deployment.inference, FIRST)  # the same blocks, leased to another transfer
+        await until(lambda: fabric.faults_done["stall"], "they are being read")
+        leased = busy_blocks(deployment.prefill[0])
+        assert leased
+        fabric.inject(*wire.kept[0])
+        dropped = transfers(deployment.prefill[0]).counters.dropped
+        await until(lambda: dropped[Drop.LATE] == 1, "the late one is dropped")
+        assert busy_blocks(deployment.prefill[0]) == leased
+        fabric.stall_reads = False
+        await second.right()
+        await settle(deployment)
+
+
+async def test_a_peer_that_restarts_under_its_name_is_another_one(fabric: MemoryFabric, wire: Wire) -> None:
+    config = fault_config()
+    async with deploy(config) as deployment:
+        old, decode_agent = deployment.prefill[0], transfers(deployment.decode[0]).address.name
+        other = await bystander(deployment)
+        gate = Gate(old)
+        gate.close(after=1)
+        stream = Stream(deployment.inference, FIRST)
+        await until(lambda: transfers(deployment.decode[0]).counters.num_reads >= 2, "the first chunk is read")
+        wire.rule = lose(Ready)
+        gate.open()
+        await until(lambda: wire.kept, "its last word is on the way")
+        fabric.kill(agent_name(deployment))
+        await old.stop()
+
+        new = build_prefill_worker(config, place(0))
+        deployment.prefill[0] = new
+        started = await new.start()
+        deployment.endpoints[id(new)] = started
+        await deployment.router.set_workers([started, deployment.endpoints[id(deployment.decode[0])]])
+        await wait_until_known(deployment, 2)
+        wire.rule = lambda _message: None
+        assert transfers(new).address.name.split(".")[0] == wire.kept[0][0].split(".")[0], "the same worker id"
+        await stream.right()
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 2
+        await other.right()
+
+        gate = Gate(new)
+        gate.close()
+        second = Stream(deployment.inference, SECOND)
+        await until(lambda: gate.waiting, "the new one computes")
+        fabric.inject(wire.kept[0][0], decode_agent, wire.kept[0][2])
+        dropped = transfers(deployment.decode[0]).counters.dropped
+        await until(lambda: dropped[Drop.LATE] + dropped[Drop.UNKNOWN_TRANSFER] == 1, "the old one's READY is dropped")
+        gate.open()
+        await second.right()
+        await settle(deployment)
+        await new.stop()
+
+
+# ---- time and room
+
+
+@pytest.mark.parametrize("verify_digests", [True, False])
+async def test_a_lease_that_expires_during_a_read_makes_its_bytes_worthless(
+    fabric: MemoryFabric, wire: Wire, verify_digests: bool
+) -> None:
+    """Also without digests: the lease alone must keep what was overwritten from being used."""
+    config = fault_config(verify_digests=verify_digests, read_grace_s=30.0)
+    async with deploy(config) as deployment:
+        other = await bystander(deployment, num_output=120)
+        fabric.stall_reads = True
+        wire.rule = lose(Heartbeat)
+        stream = Stream(deployment.inference, FIRST)
+        await until(lambda: offers_ended(deployment, OwnerState.EXPIRED) == 1, "the lease ends", LEASE_S + 1)
+        assert busy_blocks(deployment.decode[0])["incoming"] == 5, "targets stay reserved while a read may write"
+        assert fabric.faults_done["stall"]
+        assert wire.done["Heartbeat"]
+        deployment.drop_caches(deployment.prefill)
+        pool = fabric.transports[agent_name(deployment)]._pool
+        assert pool is not None
+        assert pool.view is not None
+        pool.view[:] = bytes([0xAA]) * pool.num_bytes  # somebody else's content now
+        wire.rule = lambda _message: None
+        fabric.stall_reads = False
+        await stream.right()
+        assert pulls_ended(deployment, PullerState.FAILED) == 1
+        await other.right()
+        await settle(deployment)
+        await serves_on(deployment.inference)
+
+
+async def test_a_read_without_end_is_given_up_and_the_request_recomputed(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config()) as deployment:
+        other = await bystander(deployment)
+        fabric.stall_reads = True
+        stream = Stream(deployment.inference, FIRST)
+        await until(lambda: pulls_ended(deployment, PullerState.FAILED) == 1, "the read is given up")
+        assert fabric.faults_done["stall"]
+        fabric.stall_reads = False
+        await stream.right()
+        await other.right()
+        await settle(deployment)
+
+
+async def test_a_hand_off_to_a_full_pool_waits_its_turn(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config()) as deployment:
+        assert fabric.transports, "it must be the memory transport"
+        other = await bystander(deployment, num_output=30)
+        pool = deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
+        filled = pool.allocate(pool.num_available - 3)
+        waiting = Stream(deployment.inference, FIRST)
+        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")  # type: ignore[union-attr]
+        assert not other.ended
+        await other.right()
+        await waiting.right()
+        assert waiting.answer.finished is not None
+        assert waiting.answer.finished.attempts == 1
+        pool.release(filled)
+        await settle(deployment)
+
+
+async def test_a_pool_that_stays_full_ends_the_request_at_its_deadline(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config()) as deployment:
+        assert fabric.transports, "it must be the memory transport"
+        other = await bystander(deployment, num_output=200)
+        pool = deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
+        filled = pool.allocate(pool.num_available - 14)  # enough for the other one to grow
+        waiting = Stream(deployment.inference, prompt_of(3, num_tokens=400), timeout_s=1.5)
+        await until(lambda: deployment.decode[0]._parts.machine.load().num_pulls_waiting == 1, "it waits")  # type: ignore[union-attr]
+        await waiting.typed(grpc.StatusCode.DEADLINE_EXCEEDED)
+        await other.right()
+        pool.release(filled)
+        await settle(deployment)
+        await serves_on(deployment.inference)
+
+
+# ---- every operation of the transport, one after the other
+
+
+@pytest.mark.parametrize("error", [TransportError, PeerDisconnected])
+async def test_an_error_at_the_nth_operation_for_every_n(fabric: MemoryFabric, error: type[TransportError]) -> None:
+    """N = 1, 2, 3, ... in a fresh deployment each, until a request passes without meeting its error."""
+    met = 0
+    for nth in range(1, 40):
+        async with deploy(fault_config(lease_s=0.4)) as deployment:
+            fabric.fail_operation(nth, error(f"operation {nth}"))
+            before = fabric.faults_done["fail"]
+            await Stream(deployment.inference, FIRST, num_output=6).right()
+            await settle(deployment)
+            if fabric.faults_done["fail"] == before:
+                break
+            met += 1
+            await serves_on(deployment.inference)
+    else:
+        raise AssertionError("no run passed untouched")
+    assert met >= 6, "connect on both sides, WANT, READY, two reads and RELEASE at least"
+    assert nth == met + 1
+
+
+async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: MemoryFabric) -> None:
+    async with deploy(fault_config(local_prefill_tokens=0)) as deployment:
+        other = await bystander(deployment)
+        for nth in range(1, 2000):
+            fabric.fail_operation(nth, TransportError("nothing goes"))
+        streams = [Stream(deployment.inference, prompt_of(20 + n), timeout_s=8.0) for n in range(4)]
+        await asyncio.gather(*(stream.right_or_typed() for stream in streams))
+        # One failed message loses the peer for all four, so each round of attempts takes at least one.
+        assert fabric.faults_done["fail"] >= RouterConfig().max_attempts
+        await other.right()
+        await settle(deployment)

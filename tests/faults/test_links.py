@@ -1,0 +1,160 @@
+"""Hand-offs over UCX on TCP between machines whose link fails, loses packets, or is slow (three network namespaces)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from protos import inference_pb2
+from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, until
+from tests.support.namespaces import Machines, why_not
+from tests.support.processes import Fleet
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces are there"),
+]
+
+STEP_S = {"prefill": 0.25, "decode": 0.02}
+NEW_SEEDS = itertools.count(1000)  # of prompts that no cache knows
+DISAGGREGATED = inference_pb2.REQUEST_PATH_DISAGGREGATED
+
+
+@contextlib.asynccontextmanager
+async def three_machines(transport: str) -> AsyncIterator[tuple[Machines, Fleet]]:
+    with Machines.made() as machines:
+        async with machines.reachable() as reach:
+            sizes = {"prefill": 1, "decode": 1}
+            async with Fleet.start(fault_config(transport), sizes, STEP_S, machines.site_of, reach) as fleet:
+                yield machines, fleet
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world() -> AsyncIterator[tuple[Machines, Fleet]]:
+    async with three_machines("nixl") as world:
+        yield world
+
+
+@pytest.fixture
+def machines(world: tuple[Machines, Fleet]) -> Machines:
+    return world[0]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(world: tuple[Machines, Fleet]) -> AsyncIterator[Fleet]:
+    """Every hand-off works before, and again afterwards."""
+    await hands_off(world[1])
+    yield world[1]
+    await hands_off(world[1])
+    await world[1].settle()
+
+
+async def hands_off(fleet: Fleet) -> None:
+    """TCP takes a while to find that a link works again; until then requests are recomputed, but never wrong."""
+    deadline = time.monotonic() + 20.0
+    while True:
+        stream = await Stream(fleet.inference, prompt_of(next(NEW_SEEDS)), 5).right()
+        assert stream.answer.finished is not None
+        if stream.answer.finished.path == DISAGGREGATED:
+            assert stream.answer.finished.transferred_bytes > 0
+            return
+        assert time.monotonic() < deadline, "no hand-off works any more"
+
+
+async def in_the_middle(fleet: Fleet, seed: int) -> tuple[Stream, Stream]:
+    """A request whose first blocks have moved and whose others have not, and one in the middle of its tokens."""
+    other = await Stream(fleet.inference, prompt_of(seed + 1, 30), 100).reach(2)
+    (decode,) = fleet.pool("decode")
+    await until(lambda: not decode.load.num_transfers, "its hand-off is over")
+    pulled = decode.load.transferred_bytes
+    stream = Stream(fleet.inference, prompt_of(seed, 180), 10)
+    await until(lambda: decode.load.transferred_bytes > pulled, "the first blocks are there")
+    assert decode.load.num_transfers == 1
+    return stream, other
+
+
+async def test_ucxx_too_connects_at_the_device_that_ucx_may_use() -> None:
+    """A machine has two addresses that its peer can reach, and KV may pass at one of them only."""
+    async with three_machines("ucxx") as (machines, fleet):
+        await kv_moves(machines, fleet)
+
+
+async def test_kv_moves_over_the_link_between_two_machines(machines: Machines, fleet: Fleet) -> None:
+    await kv_moves(machines, fleet)
+
+
+async def kv_moves(machines: Machines, fleet: Fleet) -> None:
+    before = machines.num_bytes_arrived()
+    stream = await Stream(fleet.inference, prompt_of(10, 300), 20).right()
+    assert stream.answer.finished is not None
+    assert stream.answer.finished.path == DISAGGREGATED
+    assert stream.answer.finished.transferred_bytes > 0
+    assert machines.num_bytes_arrived() - before > stream.answer.finished.transferred_bytes
+
+
+def cut(machines: Machines) -> None:
+    machines.cut()
+    state = machines.inside("decode", "cat", "/sys/class/net/dat/operstate")
+    assert state.strip() == "down"
+
+
+def lose_everything(machines: Machines) -> None:
+    machines.drop_packets(1.0)
+
+
+@pytest.mark.parametrize("fail", [cut, lose_everything])
+async def test_a_link_that_fails_during_a_hand_off(
+    machines: Machines, fleet: Fleet, fail: Callable[[Machines], None]
+) -> None:
+    stream, other = await in_the_middle(fleet, seed=20 + len(fail.__name__))
+    (prefill,) = fleet.pool("prefill")
+    expired = prefill.load.num_expired_leases
+    fail(machines)
+    try:
+        await stream.right()
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 2
+        await until(lambda: not prefill.busy_blocks, "the owner's lease ends, too", LEASE_S + 1)
+        await other.right()
+        while_down = await Stream(fleet.inference, prompt_of(40 + len(fail.__name__), 100), 5).right()
+        assert while_down.answer.finished is not None
+        assert while_down.answer.finished.path != DISAGGREGATED
+        await fleet.settle()
+        if fail is lose_everything:
+            assert machines.num_dropped() > 0
+        assert prefill.load.num_expired_leases > expired, "it has not heard that the reader gave up"
+    finally:
+        machines.mend()
+        machines.drop_no_more()
+
+
+async def test_a_link_that_loses_packets_costs_time_only(machines: Machines, fleet: Fleet) -> None:
+    machines.drop_packets(0.1)
+    try:
+        streams = [Stream(fleet.inference, prompt_of(60 + n, 100), 5) for n in range(6)]
+        await asyncio.gather(*(stream.right() for stream in streams))
+        assert machines.num_dropped() > 0
+        await fleet.settle(within_s=5.0)
+    finally:
+        machines.drop_no_more()
+
+
+@pytest.mark.parametrize(("rate", "suffices"), [("1mbit", True), ("32kbit", False)])
+async def test_a_slow_link(machines: Machines, fleet: Fleet, rate: str, suffices: bool) -> None:
+    """A hand-off takes as long as it takes, up to the time a read may take; then the prompt is computed again."""
+    machines.slow_down(rate)
+    try:
+        stream = await Stream(fleet.inference, prompt_of(80 + suffices, 180), 5).right()
+        assert machines.num_held_up() > 0
+        assert stream.answer.finished is not None
+        assert (stream.answer.finished.path == DISAGGREGATED) == suffices
+        assert (stream.answer.finished.attempts == 1) == suffices
+        await fleet.settle(within_s=5.0)
+    finally:
+        machines.slow_down_no_more()

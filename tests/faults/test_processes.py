@@ -1,0 +1,134 @@
+"""kill -9 and SIGSTOP of real workers that hand KV over real UCX: before, during and after a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on, until
+from tests.support.processes import Fleet, ServiceProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MOMENTS = ["before", "during", "after"]
+STEP_S = {"prefill": 0.3, "decode": 0.02}  # a prompt of three chunks takes 0.9 s, 40 tokens take 0.8 s
+NUM_OUTPUT = 40
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running() -> AsyncIterator[Fleet]:
+    config = fault_config("nixl")
+    async with Fleet.start(config, {"prefill": 2, "decode": 2}, STEP_S) as fleet:
+        yield fleet
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
+    """Everyone is there and idle; afterwards, too."""
+    await running.heal()
+    await running.settle()
+    yield running
+    await running.settle()
+    await serves_on(running.inference)
+
+
+def bytes_pulled(fleet: Fleet, but: ServiceProcess) -> int:
+    return sum(int(service.load.transferred_bytes) for service in fleet.pool("decode") if service is not but)
+
+
+async def only_busy(fleet: Fleet, role: str, but: ServiceProcess | None = None) -> ServiceProcess:
+    """The worker of this role that has a sequence or a transfer, other than `but`."""
+
+    def busy() -> list[ServiceProcess]:
+        return [
+            service
+            for service in fleet.pool(role)
+            if service is not but and (service.load.num_running or service.load.num_transfers)
+        ]
+
+    await until(busy, f"a {role} worker is busy")
+    (worker,) = busy()
+    return worker
+
+
+class Scene:
+    """A request at a moment of its hand-off, and another one in the middle of its tokens on another decode worker."""
+
+    fleet: Fleet
+    stream: Stream
+    bystander: Stream
+    decode: ServiceProcess
+    prefill: ServiceProcess
+
+    @classmethod
+    async def at(cls, fleet: Fleet, moment: str, seed: int) -> Scene:
+        scene = cls()
+        scene.fleet = fleet
+        scene.bystander = await Stream(fleet.inference, prompt_of(seed + 1, 30), 100).reach(2)
+        elsewhere = await only_busy(fleet, "decode")
+        await until(lambda: not any(s.load.num_transfers for s in fleet.pool("prefill")), "its hand-off is over")
+        pulled = bytes_pulled(fleet, elsewhere)
+        scene.stream = Stream(fleet.inference, prompt_of(seed, 180), NUM_OUTPUT)
+        scene.prefill = await only_busy(fleet, "prefill")
+        scene.decode = await only_busy(fleet, "decode", but=elsewhere)
+        if moment == "before":
+            assert bytes_pulled(fleet, elsewhere) == pulled, "it has begun already"
+        elif moment == "during":
+            await until(lambda: bytes_pulled(fleet, elsewhere) > pulled, "the first blocks are there")
+            assert scene.decode.load.num_transfers == 1, "it is over already"
+            assert scene.stream.num_tokens == 0
+        else:
+            await scene.stream.reach(3)
+            assert scene.stream.num_tokens < NUM_OUTPUT - 5
+        return scene
+
+    async def ends_well(self, *, attempts: int) -> None:
+        await self.stream.right()
+        assert self.stream.answer.finished is not None
+        assert self.stream.answer.finished.attempts == attempts
+        await self.bystander.right()
+        assert self.bystander.answer.finished is not None
+        assert self.bystander.answer.finished.attempts == 1
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_killed_prefill_worker(fleet: Fleet, moment: str) -> None:
+    scene = await Scene.at(fleet, moment, seed=100 + MOMENTS.index(moment))
+    await fleet.kill(scene.prefill.name)
+    # After the transfer nobody needs it any more.
+    await scene.ends_well(attempts=1 if moment == "after" else 2)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_killed_decode_worker(fleet: Fleet, moment: str) -> None:
+    scene = await Scene.at(fleet, moment, seed=200 + MOMENTS.index(moment))
+    await fleet.kill(scene.decode.name)
+    await scene.ends_well(attempts=2)
+
+
+@pytest.mark.parametrize(("role", "moment"), [("prefill", "during"), ("decode", "during"), ("decode", "after")])
+async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: str, moment: str) -> None:
+    scene = await Scene.at(fleet, moment, seed=300 + len(role) + len(moment))
+    victim = scene.prefill if role == "prefill" else scene.decode
+    expired = sum(service.load.num_expired_leases for service in fleet.pool("prefill"))
+    async with fleet.stopped(victim.name):
+        await asyncio.sleep(2.5 * LEASE_S)
+        if (role, moment) == ("decode", "during"):
+            seen = sum(service.load.num_expired_leases for service in fleet.pool("prefill"))
+            assert seen == expired + 1, "the owner keeps its blocks for nobody"
+    await scene.ends_well(attempts=2)
+    await fleet.settle()  # also the one that slept
+    await fleet.publish()  # and the router has it back
+
+
+async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> None:
+    """Each attempt loses its worker; the decode worker then prefills alone."""
+    scene = await Scene.at(fleet, "during", seed=400)
+    await fleet.kill(scene.prefill.name)
+    (second,) = [service for service in fleet.pool("prefill") if service.alive]
+    await until(lambda: second.load.num_running, "the other one has it now")
+    await fleet.kill(second.name)
+    await scene.ends_well(attempts=3)

@@ -1,0 +1,136 @@
+"""A worker that goes away takes no request with it: another one continues at the next token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+
+from core.config import EngineConfig
+from core.request import Request, SamplingParams
+from protos import inference_pb2
+from runtime.worker_service import WorkerService
+from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
+from tests.support.faults import slow_down
+from tests.support.reference import CoLocatedEngine
+
+PROMPT = tuple(range(1, 70))
+NUM_OUTPUT = 40
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    engine = CoLocatedEngine(EngineConfig(model="fake:tiny", dtype="float32", kv_memory_mb=32))
+    params = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
+    tokens = engine.generate(Request("reference", PROMPT, len(PROMPT), params))
+    engine.close()
+    return tokens
+
+
+def serving(deployment: Deployment, answer_worker: str) -> WorkerService:
+    """The worker service with this id."""
+    return next(w for w in deployment.workers if deployment.endpoints[id(w)].service_id == answer_worker)
+
+
+async def busy_worker(pool: list[WorkerService]) -> WorkerService:
+    """The one of `pool` that computes a sequence now."""
+    async with asyncio.timeout(10):
+        while True:
+            for worker in pool:
+                assert worker._parts is not None
+                if worker._parts.machine.core.scheduler.running:
+                    return worker
+            await asyncio.sleep(0.002)
+
+
+async def collect(deployment: Deployment, answer: Answer, reached: asyncio.Event, at: int) -> None:
+    request = make_request(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+    async for response in deployment.inference.Generate(request, timeout=30):
+        if response.HasField("finished"):
+            answer.finished = response.finished
+            continue
+        answer.indices += range(response.tokens.index, response.tokens.index + len(response.tokens.token_ids))
+        answer.token_ids += response.tokens.token_ids
+        if len(answer.token_ids) >= at:
+            reached.set()
+
+
+async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_token(expected: list[int]) -> None:
+    async with deploy(tiny_config(), num_prefill=1, num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.01)
+        answer, reached = Answer(), asyncio.Event()
+        streaming = asyncio.create_task(collect(deployment, answer, reached, at=8))
+        await asyncio.wait_for(reached.wait(), 10)
+        victim = await busy_worker(deployment.decode)
+        await victim.stop()
+        num_before = len(answer.token_ids)
+        await streaming
+        assert num_before < NUM_OUTPUT, "the worker went after the stream had ended: nothing was tested"
+        assert answer.token_ids == expected
+        assert answer.indices == list(range(NUM_OUTPUT))
+        assert answer.finished is not None
+        assert answer.finished.attempts == 2
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
+        assert serving(deployment, answer.finished.decode_worker) is not victim
+        deployment.decode.remove(victim)
+        await deployment.assert_pools_settle()
+
+
+async def test_a_prefill_worker_that_goes_during_the_prompt_is_replaced(expected: list[int]) -> None:
+    async with deploy(tiny_config(), num_prefill=2, num_decode=1) as deployment:
+        for worker in deployment.prefill:
+            slow_down(worker, 0.3)
+        answer, reached = Answer(), asyncio.Event()
+        streaming = asyncio.create_task(collect(deployment, answer, reached, at=1))
+        victim = await busy_worker(deployment.prefill)
+        assert not answer.token_ids, "the prompt was computed before the worker went"
+        await victim.stop()
+        await streaming
+        assert answer.token_ids == expected
+        assert answer.finished is not None
+        assert answer.finished.attempts == 2
+        deployment.prefill.remove(victim)
+        await deployment.assert_pools_settle()
+
+
+async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retryable() -> None:
+    config = tiny_config(worker_wait_s=0.5)
+    async with deploy(config) as deployment:
+        slow_down(deployment.decode[0], 0.01)
+        answer, reached = Answer(), asyncio.Event()
+        streaming = asyncio.create_task(collect(deployment, answer, reached, at=3))
+        await asyncio.wait_for(reached.wait(), 10)
+        await deployment.decode[0].stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(streaming, 10)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.value.trailing_metadata() or ())["tandem-retryable"] == "true"
+        assert "no decode worker" in (caught.value.details() or "")
+        deployment.decode.clear()
+        await deployment.assert_pools_settle()
+
+
+async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expected: list[int]) -> None:
+    async with deploy(tiny_config()) as deployment:
+        assert deployment.decode[0]._parts is not None
+        runner = deployment.decode[0]._parts.executor._runner  # type: ignore[attr-defined]
+        run, failed = runner.run, []
+
+        def fail_once(plan):  # type: ignore[no-untyped-def]
+            if not failed:
+                failed.append(plan)
+                raise MemoryError("no memory for this step")
+            return run(plan)
+
+        runner.run = fail_once
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert failed, "the fault did not happen"
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert "no memory for this step" in (caught.value.details() or "")
+        again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert again.token_ids == expected
+        await deployment.assert_pools_settle()

@@ -1,0 +1,141 @@
+"""Services that serve nothing but say what happens to them, for tests of everything that hosts them.
+
+Actors in other processes import this module, so it stands beside the tests and holds no test. What a service says goes
+to a Unix datagram socket of the test: the test waits for a message and never polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from core.config import ClusterConfig
+from core.errors import ModelNotFound
+from core.lifecycle import WorkerRole
+from runtime.service import Endpoint
+from runtime.service_host import Placement
+from runtime.supervisor import FleetSpec
+
+PATIENCE_S = 30.0
+
+
+class FakeService:
+    """A router or a worker. Its port is taken for real, so that a restart on the same port means something."""
+
+    def __init__(self, role: WorkerRole | None, journal: str, placement: Placement) -> None:
+        self._role, self._journal, self._placement = role, journal, placement
+        self._server: asyncio.Server | None = None
+        self._broken = asyncio.Event()
+        self.name = f"{role.value if role else 'router'}-{placement.ordinal}"
+
+    async def start(self) -> Endpoint:
+        port = int(self._placement.address.rpartition(":")[2] or 0)
+        self._server = await asyncio.start_server(self._break, "127.0.0.1", port)
+        address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._say(
+            "started",
+            address=address,
+            host=self._placement.host,
+            num_threads=self._placement.num_threads,
+            omp=os.environ["OMP_NUM_THREADS"],
+        )
+        return Endpoint(f"{self.name}-{os.getpid():x}", address, self._role)
+
+    def _break(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        self._broken.set()
+
+    async def set_workers(self, workers: list[Endpoint]) -> None:
+        self._say("workers", workers=sorted(worker.service_id.rpartition("-")[0] for worker in workers))
+
+    async def failed(self) -> BaseException:
+        """Whoever connects to its port breaks it."""
+        await self._broken.wait()
+        return RuntimeError("somebody connected")
+
+    async def drain(self, timeout_s: float) -> None:
+        self._say("drained", timeout_s=timeout_s)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._say("stopped")
+
+    def _say(self, event: str, **details: object) -> None:
+        message = json.dumps({"name": self.name, "event": event, "pid": os.getpid(), **details})
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.sendto(message.encode(), self._journal)
+
+
+def build_router(journal: str, placement: Placement) -> FakeService:
+    return FakeService(None, journal, placement)
+
+
+def build_prefill_worker(journal: str, placement: Placement) -> FakeService:
+    return FakeService(WorkerRole.PREFILL, journal, placement)
+
+
+def build_decode_worker(journal: str, placement: Placement) -> FakeService:
+    return FakeService(WorkerRole.DECODE, journal, placement)
+
+
+def build_nothing(placement: Placement) -> FakeService:
+    raise ModelNotFound(f"no model of that name for worker {placement.ordinal}")
+
+
+def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
+    return FleetSpec(
+        config,
+        router=functools.partial(build_router, str(journal)),
+        prefill=functools.partial(build_prefill_worker, str(journal)),
+        decode=functools.partial(build_decode_worker, str(journal)),
+        drain_timeout_s=7.0,
+        router_drain_timeout_s=5.0,
+    )
+
+
+class Journal(asyncio.DatagramProtocol):
+    """The test's end of the socket: messages in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+        self.pids: set[int] = set()
+        self.drained: set[object] = set()
+        self.started: dict[str, dict[str, object]] = {}  # the newest start of each
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, path: Path) -> AsyncIterator[Journal]:
+        transport, journal = await asyncio.get_running_loop().create_datagram_endpoint(
+            cls, local_addr=str(path), family=socket.AF_UNIX
+        )
+        yield journal
+        transport.close()
+
+    def datagram_received(self, data: bytes, _addr: object) -> None:
+        message = json.loads(data)
+        self.pids.add(message["pid"])
+        if message["event"] == "started":
+            self.started[message["name"]] = message
+        if message["event"] == "drained":
+            self.drained.add(message["name"])
+        self._messages.put_nowait(message)
+
+    async def wait_for(self, **wanted: object) -> dict[str, object]:
+        """The next message with these fields; those before it are passed over."""
+        seen: list[dict[str, object]] = []
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    message = await self._messages.get()
+                    seen.append(message)
+                    if all(message.get(key) == value for key, value in wanted.items()):
+                        return message
+        except TimeoutError:
+            raise AssertionError(f"no message with {wanted}; there were {seen}") from None

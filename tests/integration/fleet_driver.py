@@ -1,0 +1,28 @@
+"""A driver that brings up a fleet of fake services and then waits: run as a process of its own, to be killed.
+
+Usage: python -m tests.integration.fleet_driver JOURNAL [HOST:PORT of a Ray cluster to join]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from core.config import ClusterConfig
+from core.fleet_events import FleetReady
+from runtime.cluster import connect
+from tests.integration.fake_services import fake_fleet
+
+
+async def main() -> None:
+    config = ClusterConfig(address=sys.argv[2] if len(sys.argv) > 2 else "", max_workers=4)
+    cluster = connect(config, None if config.address else 2)
+    await cluster.start(fake_fleet(Path(sys.argv[1]), config))
+    while True:
+        for news in await cluster.news():
+            print("ready" if isinstance(news, FleetReady) else news, flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,182 @@
+"""The fleet on a real Ray: placed, watched, started again, resized, and gone with its driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from core.config import ClusterConfig
+from core.errors import ConfigError, InvalidRequest
+from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
+from runtime.cluster import Cluster, connect
+from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = ClusterConfig(max_workers=4, restart_backoff_s=0.2)
+SMALLEST = ["decode-0", "prefill-0"]
+Fleet = tuple[Cluster, Journal]
+
+
+async def wait_for_news(cluster: Cluster, kind: type) -> object:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for news in await cluster.news():
+                if isinstance(news, kind):
+                    return news
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ray_here() -> AsyncIterator[Cluster]:
+    """One Ray for all tests of this file: each start takes seconds."""
+    cluster = connect(CONFIG, num_cpus=2)
+    yield cluster
+    cluster.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet_here(ray_here: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    """One fleet of a router, a prefill and a decode worker that serve; drained at the end."""
+    path = tmp_path_factory.mktemp("fleet") / "journal"
+    async with Journal.open(path) as journal:
+        await ray_here.start(fake_fleet(path, CONFIG))
+        await wait_for_news(ray_here, FleetReady)
+        await journal.wait_for(event="workers", workers=SMALLEST)
+        yield ray_here, journal
+        await ray_here.shutdown()
+        await wait_for_news(ray_here, FleetStopped)
+        for name in ("router-0", "prefill-0", "decode-0"):
+            assert name in journal.drained
+        await ray_here.leave()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def fleet(fleet_here: Fleet) -> AsyncIterator[Fleet]:
+    """The same fleet for every test, brought back to its first size after each."""
+    cluster, journal = fleet_here
+    yield cluster, journal
+    if await cluster.scale(None, None) != (1, 1):
+        await cluster.scale(1, 1)
+        await journal.wait_for(event="workers", workers=SMALLEST)
+
+
+async def test_a_start_that_cannot_succeed_is_one_line_that_says_why(ray_here: Cluster, tmp_path: Path) -> None:
+    """Stands first: the fleet of the other tests has this Ray for itself."""
+    async with Journal.open(tmp_path / "journal"):
+        spec = replace(fake_fleet(tmp_path / "journal", CONFIG), decode=build_nothing)
+        await ray_here.start(spec)
+        failed = await wait_for_news(ray_here, FleetFailed)
+        assert failed == FleetFailed("decode-0: no model of that name for worker 0")
+        await ray_here.shutdown()
+        await wait_for_news(ray_here, FleetStopped)
+        await ray_here.leave()
+
+
+async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
+    fleet: Fleet,
+) -> None:
+    cluster, journal = fleet
+    await cluster.scale(None, 2)
+    second = await journal.wait_for(name="decode-1", event="started")
+    await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
+    os.kill(int(str(second["pid"])), signal.SIGKILL)
+    await journal.wait_for(event="workers", workers=SMALLEST)
+    again = await journal.wait_for(name="decode-1", event="started")
+    assert again["pid"] != second["pid"]
+    assert "decode-1 died: its process ended" in str(await wait_for_news(cluster, Notice))
+    await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
+
+
+async def test_a_worker_that_fails_by_its_own_fault_is_ended_and_the_operator_told(fleet: Fleet) -> None:
+    cluster, journal = fleet
+    await cluster.scale(2, None)
+    started = await journal.wait_for(name="prefill-1", event="started")
+    await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
+    host, port = str(started["address"]).split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    notice = await wait_for_news(cluster, Notice)
+    writer.close()
+    assert "prefill-1 died: RuntimeError: somebody connected" in str(notice)
+    assert (await journal.wait_for(name="prefill-1", event="started"))["pid"] != started["pid"]
+    await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
+
+
+async def test_a_dead_router_comes_back_at_its_address_and_hears_of_every_worker(
+    fleet: Fleet,
+) -> None:
+    cluster, journal = fleet
+    router = await cluster.router()
+    assert router is not None
+    pid = int(router.service_id.rpartition("-")[2], 16)
+    os.kill(pid, signal.SIGKILL)
+    again = await journal.wait_for(name="router-0", event="started")
+    assert again["address"] == router.address
+    assert again["pid"] != pid
+    assert (await journal.wait_for(event="workers"))["workers"] == SMALLEST
+
+
+async def test_pools_grow_and_shrink_while_serving_and_shrinking_drains(fleet: Fleet) -> None:
+    cluster, journal = fleet
+    assert await cluster.scale(3, None) == (3, 1)
+    grown = ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
+    await journal.wait_for(event="workers", workers=grown)
+    assert await cluster.scale(2, 1) == (2, 1)
+    assert (await journal.wait_for(event="drained"))["timeout_s"] == 7.0
+    stopped = await journal.wait_for(event="stopped")
+    await journal.wait_for(event="workers", workers=[name for name in grown if name != stopped["name"]])
+    assert stopped["name"] in ("prefill-1", "prefill-2")
+
+
+async def test_a_size_out_of_bounds_is_refused_by_name(fleet: Fleet) -> None:
+    cluster, _ = fleet
+    with pytest.raises(InvalidRequest, match=r"decode: must be in \[0, 4\]"):
+        await cluster.scale(1, 5)
+    assert await cluster.scale(None, None) == (1, 1)
+
+
+async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
+    cluster, journal = fleet
+    await cluster.scale(2, None)
+    started = await journal.wait_for(name="prefill-1", event="started")
+    cores = len(os.sched_getaffinity(0))
+    assert started["num_threads"] == max(1, cores // 3)
+    assert started["omp"] == str(started["num_threads"])
+
+
+async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    del fleet
+    with pytest.raises(ConfigError, match="tandem scale"):
+        await Cluster(None).start(fake_fleet(tmp_path / "other", CONFIG))
+
+
+@pytest.mark.parametrize(("address", "message"), [("127.0.0.1:9", "no Ray cluster at"), ("here", "must be host:port")])
+async def test_joining_what_is_not_there_says_so_at_once(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connect(ClusterConfig(address=address))
+
+
+async def test_kill_nine_of_the_driver_leaves_no_process(tmp_path: Path) -> None:
+    async with Journal.open(tmp_path / "journal") as journal:
+        driver = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.integration.fleet_driver", str(tmp_path / "journal"), stdout=PIPE
+        )
+        assert driver.stdout is not None
+        line = await asyncio.wait_for(driver.stdout.readline(), PATIENCE_S)
+        family = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        await driver.communicate()
+        assert line == b"ready\n"
+        assert len(family) > 6, "Ray's own processes, the supervisor, three services"
+        assert journal.pids <= {process.pid for process in family}
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, 10)
+    assert left == []

@@ -1,0 +1,137 @@
+"""`DescribeLedger` and `GetLedger`: the holders of a worker's blocks add up to its ledger, at every look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+
+from core.config import SecurityConfig
+from protos import cluster_pb2, worker_pb2
+from tests.support.deployment import Deployment, deploy, tiny_config
+
+COLUMN_OF_KIND = {
+    worker_pb2.HOLDER_KIND_SEQUENCE: "held",
+    worker_pb2.HOLDER_KIND_OFFER: "leased",
+    worker_pb2.HOLDER_KIND_PULL: "incoming",
+}
+PATIENCE_S = 20.0
+
+
+def assert_adds_up(described: worker_pb2.DescribeLedgerResponse, num_blocks: int) -> None:
+    sums: Counter[str] = Counter()
+    for holder in described.holders:
+        assert holder.num_counted <= holder.num_blocks
+        assert holder.age_ms >= 0
+        sums[COLUMN_OF_KIND[holder.kind]] += holder.num_counted
+    ledger = described.ledger
+    assert (sums["held"], sums["leased"], sums["incoming"]) == (ledger.held, ledger.leased, ledger.incoming)
+    assert ledger.free + ledger.cached + ledger.held + ledger.leased + ledger.incoming == num_blocks
+    ages = [holder.age_ms for holder in described.holders]
+    assert ages == sorted(ages, reverse=True), "the oldest first"
+
+
+async def look(deployment: Deployment, **request: object) -> dict[str, cluster_pb2.WorkerLedger]:
+    """By role and number of the worker."""
+    asked = cluster_pb2.GetLedgerRequest(**request)  # type: ignore[arg-type]
+    answer = await deployment.cluster.GetLedger(asked, timeout=5.0)
+    return {worker.worker_id.partition(".")[0]: worker for worker in answer.workers}
+
+
+async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger() -> None:
+    async with deploy(tiny_config(), num_prefill=1, num_decode=2) as deployment:
+        num_blocks = {sum(ledger.values()) for ledger in deployment.ledgers()}
+        assert len(num_blocks) == 1
+        seen: set[int] = set()
+        prompts = [f"story {number % 3}: " + "once upon a time " * (2 + number) for number in range(8)]
+        asking = asyncio.gather(*(deployment.generate(text=text, max_tokens=24) for text in prompts))
+        while not asking.done():
+            workers = await look(deployment)
+            assert sorted(name[:-2] for name in workers) == ["decode", "decode", "prefill"]
+            for worker in workers.values():
+                assert not worker.error
+                assert worker.ledger.num_left_out == 0
+                assert_adds_up(worker.ledger, *num_blocks)
+                seen |= {holder.kind for holder in worker.ledger.holders}
+        await asking
+        assert worker_pb2.HOLDER_KIND_SEQUENCE in seen
+        await deployment.assert_pools_settle()
+        for worker in (await look(deployment)).values():
+            assert_adds_up(worker.ledger, *num_blocks)
+            assert list(worker.ledger.holders) == []
+
+
+async def test_a_running_sequence_is_named_with_its_blocks_and_since_when() -> None:
+    async with deploy(tiny_config(local_prefill_tokens=1000)) as deployment:
+        asking = asyncio.create_task(deployment.generate(text="tell me more " * 8, max_tokens=200))
+        async with asyncio.timeout(PATIENCE_S):
+            while not (holders := (await look(deployment))["decode-0"].ledger.holders):
+                assert not asking.done(), "it ended before anybody looked"
+        (holder,) = holders
+        assert holder.kind == worker_pb2.HOLDER_KIND_SEQUENCE
+        assert holder.state == worker_pb2.HOLDER_STATE_RUNNING
+        assert holder.name.startswith("router-")
+        assert holder.num_blocks == holder.num_counted > 0
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await deployment.assert_pools_settle()
+
+
+async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config()
+    config = replace(config, transfer=replace(config.transfer, lease_s=1.0))
+    async with deploy(config) as deployment:
+        reader = deployment.decode[0]._parts
+        assert reader is not None
+        monkeypatch.setattr(reader.agent, "perform", lambda *_: None)  # all that it says is lost
+        call = asyncio.create_task(deployment.generate(text="an offer for nobody", max_tokens=4, timeout_s=4.0))
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                described = (await look(deployment))["prefill-0"].ledger
+                offers = [holder for holder in described.holders if holder.kind == worker_pb2.HOLDER_KIND_OFFER]
+                if offers and offers[0].num_counted:
+                    break
+        (offer,) = offers
+        assert offer.state == worker_pb2.HOLDER_STATE_OFFERED
+        assert offer.num_counted == described.ledger.leased > 0
+        assert offer.peer.startswith("decode-0.")
+        assert len(offer.name) == 8, "a whole transfer id would be a ticket"
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await deployment.assert_pools_settle()
+
+
+async def test_a_worker_that_does_not_answer_is_listed_without_and_keeps_nobody_waiting() -> None:
+    async with deploy(tiny_config(), num_decode=2) as deployment:
+        await deployment.decode[1].stop()
+        workers = await look(deployment)
+        assert workers["decode-1"].error
+        assert not workers["decode-1"].HasField("ledger")
+        assert workers["decode-0"].HasField("ledger")
+
+
+async def test_one_worker_may_be_asked_and_an_unknown_one_is_refused() -> None:
+    async with deploy(tiny_config()) as deployment:
+        (worker,) = (
+            await look(deployment, worker_ids=[deployment.endpoints[id(deployment.decode[0])].service_id])
+        ).values()
+        assert worker.ledger.worker_id == worker.worker_id
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await look(deployment, worker_ids=["decode-9"])
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "decode-9" in str(refused.value.details())
+
+
+async def test_the_router_shows_the_workers_its_token() -> None:
+    config = replace(tiny_config(), security=SecurityConfig(cluster_token="the-token-of-this-cluster"))
+    async with deploy(config) as deployment:
+        request = cluster_pb2.GetLedgerRequest()
+        token = [("tandem-cluster-token", "the-token-of-this-cluster")]
+        answer = await deployment.cluster.GetLedger(request, timeout=5.0, metadata=token)
+        assert [worker.error for worker in answer.workers] == ["", ""]

@@ -1,0 +1,311 @@
+"""tandem.v1.Inference and Cluster as a client meets them: streams, refusals, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from protos import cluster_pb2, inference_pb2
+from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, SamplingParams, StopConditions, TokenIds
+from runtime.grpc_server import FIELD_KEY, RETRYABLE_KEY
+from tests.support.deployment import Deployment, deploy, make_request, tiny_config
+
+CONTEXT = 512  # of fake:tiny
+VOCAB = 320
+
+
+@pytest.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config(local_prefill_tokens=4)) as deployment:
+        yield deployment
+
+
+def text(**fields: object) -> GenerateRequest:
+    return GenerateRequest(**({"text": "hello", "stop": StopConditions(max_tokens=4)} | fields))  # type: ignore[arg-type]
+
+
+def sampled(**fields: object) -> GenerateRequest:
+    return text(sampling=SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def chat(*turns: tuple[str, str]) -> GenerateRequest:
+    messages = [ChatMessage(role=role, content=content) for role, content in turns]
+    return GenerateRequest(chat=ChatPrompt(messages=messages))
+
+
+REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
+    "no prompt": (GenerateRequest(), "prompt", "one of text, chat or token_ids"),
+    "empty text": (GenerateRequest(text=""), "text", "at least 1 token"),
+    "no ids": (GenerateRequest(token_ids=TokenIds()), "token_ids", "at least 1 token"),
+    "id outside the vocabulary": (GenerateRequest(token_ids=TokenIds(ids=[1, 10**6])), "token_ids", "1000000"),
+    "prompt as long as the context": (GenerateRequest(text="a" * 10_000), "prompt", "context of"),
+    "prompt + max_tokens over the context": (
+        text(stop=StopConditions(max_tokens=100_000)), "max_tokens", "over the context of",
+    ),
+    "text over the limit": (GenerateRequest(text="a" * 1_000_001), "text", "at most 1000000 characters"),
+    "max_tokens 0": (text(stop=StopConditions(max_tokens=0)), "max_tokens", "at least 1"),
+    "temperature NaN": (sampled(temperature=math.nan), "temperature", "[0, 100]"),
+    "temperature negative": (sampled(temperature=-0.5), "temperature", "[0, 100]"),
+    "top_p 0": (sampled(top_p=0.0), "top_p", "(0, 1]"),
+    "top_p NaN": (sampled(top_p=math.nan), "top_p", "(0, 1]"),
+    "min_p 2": (sampled(min_p=2.0), "min_p", "[0, 1]"),
+    "repetition_penalty 0": (sampled(repetition_penalty=0.0), "repetition_penalty", "(0, 100]"),
+    "presence_penalty 3": (sampled(presence_penalty=3.0), "presence_penalty", "[-2, 2]"),
+    "frequency_penalty infinite": (sampled(frequency_penalty=math.inf), "frequency_penalty", "[-2, 2]"),
+    "seed over 63 bits": (sampled(seed=2**63), "seed", "[0, "),
+    "logit_bias of no token": (sampled(logit_bias={10**6: 1.0}), "logit_bias", "outside the vocabulary"),
+    "logit_bias NaN": (sampled(logit_bias={1: math.nan}), "logit_bias", "[-100, 100]"),
+    "logprobs 21": (text(logprobs=21), "logprobs", "[0, 20]"),
+    "n 17": (text(n=17), "n", "[1, 16]"),
+    "priority 101": (text(priority=101), "priority", "[-100, 100]"),
+    "17 stop strings": (text(stop=StopConditions(stop_strings=["x"] * 17)), "stop_strings", "at most 16"),
+    "empty stop string": (text(stop=StopConditions(stop_strings=[""])), "stop_strings", "1 to 256 characters"),
+    "65 stop ids": (text(stop=StopConditions(stop_token_ids=range(65))), "stop_token_ids", "at most 64"),
+    "stop id of no token": (text(stop=StopConditions(stop_token_ids=[10**6])), "stop_token_ids", "outside"),
+    "salt too long": (text(cache_salt="s" * 257), "cache_salt", "at most 256"),
+    "request id too long": (text(request_id="r" * 129), "request_id", "at most 128"),
+    "no messages": (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
+    "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, user, assistant"),
+    "late system": (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only the first"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, tuple[GenerateRequest, str, str]]:
+    return REFUSED
+
+
+async def test_invalid_requests_are_refused_by_field_and_limit(
+    deployment: Deployment, refusals: dict[str, tuple[GenerateRequest, str, str]]
+) -> None:
+    """One deployment for all rows: none of them may reach a worker."""
+    for name, (request, field, says) in refusals.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await deployment.generate_all(request)
+        error = caught.value
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error.details()}"
+        trailers = {str(key): value for key, value in error.trailing_metadata() or ()}
+        assert trailers[FIELD_KEY] == field, name
+        assert trailers[RETRYABLE_KEY] == "false", name
+        details = error.details() or ""
+        assert details.startswith(f"{field}: "), f"{name}: {details}"
+        assert says in details, f"{name}: {details}"
+    for worker in deployment.workers:
+        assert worker._parts is not None
+        assert worker._parts.machine.core.num_arrived == 0
+    await deployment.assert_pools_settle()
+
+
+async def test_an_unknown_model_is_not_found(deployment: Deployment) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.generate(text="hi", model="gpt-17")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "fake:tiny" in (caught.value.details() or "")
+
+
+async def test_a_message_over_the_size_limit_is_refused(deployment: Deployment) -> None:
+    request = GenerateRequest(text="a" * (5 * 1024 * 1024))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.generate_all(request)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_how_it_went(
+    deployment: Deployment,
+) -> None:
+    answer = await deployment.generate(text="What a fine day it is today", max_tokens=12)
+    assert answer.indices == list(range(12))
+    assert answer.finished is not None
+    assert answer.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+    assert answer.finished.usage.prompt_tokens == 27
+    assert answer.finished.usage.completion_tokens == 12
+    assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+    assert answer.finished.attempts == 1
+    assert answer.finished.prefill_worker.startswith("prefill-0.")
+    assert answer.finished.decode_worker.startswith("decode-0.")
+    timings = answer.finished.timings
+    assert 0 < timings.tokenize_ms < timings.first_token_ms < timings.total_ms
+    assert timings.prefill_ms > 0
+    assert timings.transfer_ms > 0
+    assert timings.decode_ms > 0
+
+
+async def test_a_short_prompt_is_prefilled_on_the_decode_worker(deployment: Deployment) -> None:
+    answer = await deployment.generate(text="hey", max_tokens=3)
+    assert answer.finished is not None
+    assert answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL
+    assert answer.finished.prefill_worker == answer.finished.decode_worker
+    assert answer.finished.transferred_bytes == 0
+
+
+async def test_without_a_prefill_worker_requests_succeed_and_say_so(deployment: Deployment) -> None:
+    with_both = await deployment.generate(text="a prompt that is long enough", max_tokens=6)
+    await deployment.router.set_workers([deployment.endpoints[id(deployment.decode[0])]])
+    deployment.drop_caches(deployment.decode)
+    alone = await deployment.generate(text="a prompt that is long enough", max_tokens=6)
+    assert alone.finished is not None
+    assert alone.finished.path == inference_pb2.REQUEST_PATH_LOCAL
+    assert alone.token_ids == with_both.token_ids
+    await deployment.assert_pools_settle()
+
+
+async def test_a_stop_string_ends_the_text_before_it(deployment: Deployment) -> None:
+    whole = await deployment.generate(text="tell me more about it", max_tokens=24)
+    readable = [i for i in range(4, len(whole.text)) if whole.text[i].isascii() and whole.text[i].isprintable()]
+    stop = whole.text[readable[0]]
+    stopped = await deployment.generate(text="tell me more about it", max_tokens=24, stop_strings=[stop])
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    assert stopped.finished is not None
+    assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
+    assert stopped.finished.stop_match == stop
+    assert stopped.finished.usage.completion_tokens == len(stopped.token_ids) < 24
+    await deployment.assert_pools_settle()
+
+
+async def test_a_stop_token_ends_the_answer_with_it(deployment: Deployment) -> None:
+    whole = await deployment.generate(text="count with me please", max_tokens=16)
+    stop_id = whole.token_ids[6]
+    stopped = await deployment.generate(text="count with me please", max_tokens=16, stop_token_ids=[stop_id])
+    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
+    assert stopped.finished is not None
+    assert stopped.finished.finish_reason == inference_pb2.FINISH_REASON_STOP
+
+
+async def test_a_first_token_that_ends_the_answer_needs_no_hand_off(deployment: Deployment) -> None:
+    answer = await deployment.generate(text="only one token of this", max_tokens=1)
+    assert answer.indices == [0]
+    assert answer.finished is not None
+    assert answer.finished.finish_reason == inference_pb2.FINISH_REASON_LENGTH
+    await deployment.assert_pools_settle()
+
+
+async def test_logprobs_come_with_every_token_the_first_one_too(deployment: Deployment) -> None:
+    answer = await deployment.generate(text="how likely is each of these", max_tokens=6, logprobs=3)
+    entries = [entry for chunk in answer.chunks for entry in chunk.logprobs]
+    assert len(entries) == len(answer.token_ids) == 6
+    for token_id, entry in zip(answer.token_ids, entries, strict=True):
+        assert entry.logprob <= 0
+        assert len(entry.top) == 3
+        assert entry.top[0].logprob == max(top.logprob for top in entry.top)
+        assert entry.top[0].token_id == token_id  # greedy
+
+
+async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Deployment) -> None:
+    sent = "naïve 日本語 🙂 text"
+    tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(text=sent), timeout=5)
+    back = await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=5)
+    assert back.text == sent
+    with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary"):
+        await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=5)
+
+
+async def test_get_model_says_what_is_served(deployment: Deployment) -> None:
+    model = await deployment.inference.GetModel(inference_pb2.GetModelRequest(), timeout=5)
+    assert model.name == "fake:tiny"
+    assert model.has_chat_template
+    assert model.context_length > 0
+    assert model.vocab_size > 256
+
+
+async def test_the_deadline_of_the_client_ends_the_request_everywhere(deployment: Deployment) -> None:
+    _slow_down(deployment, step_s=0.05)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.generate(text="this will take far too long", max_tokens=200, timeout_s=0.5)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await deployment.assert_pools_settle()
+    await _assert_no_call_is_open(deployment)
+
+
+async def test_cancelling_the_call_cancels_it_everywhere(deployment: Deployment) -> None:
+    _slow_down(deployment, step_s=0.02)
+    call = deployment.inference.Generate(make_request(text="a story without an end", max_tokens=400), timeout=30)
+    num_seen = 0
+    async for _ in call:
+        num_seen += 1
+        if num_seen == 3:
+            break
+    call.cancel()
+    await deployment.assert_pools_settle()
+    await _assert_no_call_is_open(deployment)
+
+
+async def test_explain_names_the_candidates_and_runs_nothing(deployment: Deployment) -> None:
+    request = make_request(text="where would this one go", max_tokens=4)
+    explained = await deployment.cluster.Explain(request, timeout=5)
+    assert explained.prompt_tokens == 23
+    assert explained.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+    assert [candidate.chosen for candidate in explained.candidates].count(True) == 1
+    assert explained.candidates[0].chosen
+    for worker in deployment.workers:
+        assert worker._parts is not None
+        assert worker._parts.machine.core.num_arrived == 0
+
+
+async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(deployment: Deployment) -> None:
+    await deployment.generate(text="something to remember for later", max_tokens=4)
+    await deployment.assert_pools_settle()
+    async with asyncio.timeout(5):
+        while True:
+            fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=5)
+            if all(worker.load.ledger.cached for worker in fleet.workers):
+                break
+            await asyncio.sleep(0.02)  # the reports are on their way
+    assert sorted(worker.role for worker in fleet.workers) == [1, 2]
+    for worker, shell in zip(
+        sorted(fleet.workers, key=lambda w: -w.role), deployment.decode + deployment.prefill, strict=True
+    ):
+        ledger = worker.load.ledger
+        assert shell._parts is not None
+        assert (
+            ledger.free + ledger.cached + ledger.held + ledger.leased + ledger.incoming
+            == shell._parts.machine.core.pool.num_blocks
+        )
+
+
+async def test_scaling_without_a_supervisor_is_unavailable(deployment: Deployment) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.cluster.Scale(cluster_pb2.ScaleRequest(prefill=2), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_health_and_reflection_are_served(deployment: Deployment) -> None:
+    health = health_pb2_grpc.HealthStub(deployment.channel)
+    for service in ("", "tandem.v1.Inference", "tandem.v1.Cluster"):
+        status = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+    stub = reflection_pb2_grpc.ServerReflectionStub(deployment.channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+    names = {service.name for reply in [await call.read()] for service in reply.list_services_response.service}
+    assert {"tandem.v1.Inference", "tandem.v1.Cluster", "grpc.health.v1.Health"} <= names
+
+
+def _slow_down(deployment: Deployment, step_s: float) -> None:
+    """Every step of every worker takes at least `step_s`."""
+    import time
+
+    for worker in deployment.workers:
+        assert worker._parts is not None
+        runner = worker._parts.executor._runner  # type: ignore[attr-defined]
+        run = runner.run
+
+        def slow(plan, run=run):  # type: ignore[no-untyped-def]
+            time.sleep(step_s)
+            return run(plan)
+
+        runner.run = slow
+
+
+async def _assert_no_call_is_open(deployment: Deployment) -> None:
+    shell = deployment.router._shell
+    assert shell is not None
+    async with asyncio.timeout(5):
+        while shell.num_open or shell.machine.num_in_flight:
+            await asyncio.sleep(0.01)
+    shell.machine.check()

@@ -1,0 +1,316 @@
+"""Without the cluster's credentials nobody gets anything from a worker, and nobody steers the cluster.
+
+Real servers, real certificates. What must not leak is what a hand-off needs: the agent's address and the tickets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cli.client import connect
+from core.config import SecurityConfig, TandemConfig
+from core.errors import Unauthenticated, WorkerUnavailable
+from protos import cluster_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router import shell as shell_module
+from router import worker_link
+from runtime.grpc_server import error_from, open_channel
+from runtime.security import OPEN, TOKEN_KEY, Credentials, load_credentials
+from tests.support.certificates import Authority
+from tests.support.deployment import Deployment, deploy, make_request, tiny_config
+
+TOKEN = "the-token-of-this-cluster"
+TIMEOUT_S = 5.0
+REFUSED = grpc.StatusCode.UNAUTHENTICATED
+
+
+def with_security(security: SecurityConfig) -> TandemConfig:
+    return replace(tiny_config(), security=security)
+
+
+@contextlib.asynccontextmanager
+async def channel_to(address: str, credentials: Credentials = OPEN) -> AsyncIterator[grpc.aio.Channel]:
+    channel = open_channel(address, 1 << 20, credentials)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+
+
+def addresses(deployment: Deployment) -> dict[str, str]:
+    """Of the two workers: role -> host:port."""
+    return {
+        "prefill": deployment.endpoints[id(deployment.prefill[0])].address,
+        "decode": deployment.endpoints[id(deployment.decode[0])].address,
+    }
+
+
+async def status_of(call: object) -> grpc.StatusCode:
+    """How a call of either kind ends; of a stream, how its first message does."""
+    try:
+        if hasattr(call, "read"):
+            await call.read()
+            call.cancel()
+        else:
+            await call  # type: ignore[misc]
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def statuses_of_worker_calls(deployment: Deployment, metadata: list[tuple[str, str]]) -> set[grpc.StatusCode]:
+    found = addresses(deployment)
+    statuses = set()
+    async with channel_to(found["prefill"]) as prefill, channel_to(found["decode"]) as decode:
+        watch = worker_pb2.WatchRequest(router_id="stranger")
+        for call in (
+            worker_pb2_grpc.WorkerStub(prefill).Watch(watch, timeout=TIMEOUT_S, metadata=metadata),
+            worker_pb2_grpc.WorkerStub(decode).Watch(watch, timeout=TIMEOUT_S, metadata=metadata),
+            worker_pb2_grpc.WorkerStub(decode).DescribeLedger(
+                worker_pb2.DescribeLedgerRequest(), timeout=TIMEOUT_S, metadata=metadata
+            ),
+            worker_pb2_grpc.PrefillWorkerStub(prefill).Prefill(
+                worker_pb2.PrefillRequest(), timeout=TIMEOUT_S, metadata=metadata
+            ),
+            worker_pb2_grpc.DecodeWorkerStub(decode).Decode(
+                worker_pb2.DecodeRequest(), timeout=TIMEOUT_S, metadata=metadata
+            ),
+        ):
+            statuses.add(await status_of(call))
+    return statuses
+
+
+# ---- the token
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [],
+        [(TOKEN_KEY, "")],
+        [(TOKEN_KEY, "another-token-altogether")],
+        [(TOKEN_KEY, TOKEN[:-1])],
+        [(TOKEN_KEY, TOKEN + "x")],
+        [(TOKEN_KEY, TOKEN), (TOKEN_KEY, "two-tokens-are-none")],
+    ],
+    ids=["none", "empty", "another", "shorter", "longer", "two"],
+)
+async def test_without_the_token_every_call_of_a_worker_is_refused(metadata: list[tuple[str, str]]) -> None:
+    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
+        assert await statuses_of_worker_calls(deployment, metadata) == {REFUSED}
+        answer = await deployment.generate(text="the router has the token", max_tokens=3)
+        assert len(answer.token_ids) == 3
+        await deployment.assert_pools_settle()
+
+
+async def test_with_the_token_a_worker_answers() -> None:
+    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
+        statuses = await statuses_of_worker_calls(deployment, Credentials(TOKEN).metadata)
+        assert statuses == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}  # the empty requests
+
+
+async def test_a_router_with_another_token_never_learns_a_worker_s_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = asyncio.Event()
+
+    def hear(message: str, *_: object) -> None:
+        if "another cluster token" in message:
+            said.set()
+
+    monkeypatch.setattr(worker_link.logger, "error", hear)
+    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as theirs:
+        worker = theirs.endpoints[id(theirs.prefill[0])]
+        async with deploy(with_security(SecurityConfig(cluster_token="a-token-of-strangers")), 0, 0) as ours:
+            await ours.router.set_workers([worker])
+            async with asyncio.timeout(TIMEOUT_S):
+                await said.wait()
+            shell = ours.router._shell
+            assert shell is not None
+            assert list(shell.machine.workers) == []
+
+
+async def test_the_public_api_and_health_need_no_token_but_steering_does() -> None:
+    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
+        for address in (*addresses(deployment).values(), deployment.router_address):
+            async with channel_to(address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+                assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest())
+        for method, request in (
+            ("Scale", cluster_pb2.ScaleRequest(decode=2)),
+            ("GetLedger", cluster_pb2.GetLedgerRequest()),
+        ):
+            call = getattr(deployment.cluster, method)
+            assert await status_of(call(request, timeout=TIMEOUT_S)) is REFUSED, method
+        # With the token it is refused for another reason: nobody supervises this fleet.
+        with_token = deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, TOKEN)])
+        assert await status_of(with_token) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_refusal_is_a_typed_error_that_does_not_repeat_the_token() -> None:
+    async with deploy(with_security(SecurityConfig(cluster_token=TOKEN))) as deployment:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await deployment.cluster.Scale(cluster_pb2.ScaleRequest(decode=2), metadata=[(TOKEN_KEY, "a-wrong-guess")])
+    error = error_from(refused.value)
+    assert isinstance(error, Unauthenticated)
+    assert not error.retryable
+    assert str(error) == "this call needs the cluster's token"
+
+
+async def test_no_log_line_and_no_repr_shows_the_token(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    config = with_security(SecurityConfig(cluster_token=TOKEN))
+    async with deploy(config) as deployment:
+        await deployment.generate(text="say something", max_tokens=2)
+    assert caplog.text
+    assert TOKEN not in caplog.text
+    assert TOKEN not in repr(config)
+    assert TOKEN not in repr(load_credentials(config.security))
+
+
+# ---- tickets
+
+
+async def test_every_hand_off_has_a_ticket_of_128_random_bits_that_both_workers_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[int] = []
+
+    def draw(num_bits: int) -> int:
+        value = secrets.SystemRandom().getrandbits(num_bits)
+        if num_bits == 128:
+            drawn.append(value)
+        return value
+
+    monkeypatch.setattr(shell_module.secrets, "randbits", draw)
+    seen: dict[str, list[int]] = {"prefill": [], "decode": []}
+
+    def note(role: str, start: Callable[..., None], find: Callable[[Any], int]) -> Callable[..., None]:
+        def noting(self: object, action: Any, metadata: object) -> None:
+            seen[role].append(find(action))
+            start(self, action, metadata)
+
+        return noting
+
+    link = worker_link.WorkerLink
+    monkeypatch.setattr(link, "start_prefill", note("prefill", link.start_prefill, lambda action: action.transfer_id))
+    monkeypatch.setattr(link, "start_decode", note("decode", link.start_decode, lambda action: action.source[0]))
+    async with deploy(tiny_config()) as deployment:
+        for number in range(5):
+            await deployment.generate(text=f"request {number} goes through both pools", max_tokens=2)
+    assert seen["prefill"] == seen["decode"]
+    assert len(set(seen["prefill"])) == 5
+    assert set(seen["prefill"]) <= set(drawn)
+
+
+# ---- certificates
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates") / "ours")
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("certificates") / "strangers")
+
+
+async def watch_with(address: str, credentials: Credentials) -> grpc.StatusCode:
+    async with channel_to(address, credentials) as channel:
+        request = worker_pb2.WatchRequest(router_id="stranger")
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        return await status_of(stub.Watch(request, timeout=TIMEOUT_S, metadata=credentials.metadata))
+
+
+async def test_a_worker_answers_only_who_has_a_certificate_of_the_cluster(
+    ours: Authority, strangers: Authority
+) -> None:
+    security = ours.config("fleet", cluster_token=TOKEN)
+    right = load_credentials(security)
+    wrong = load_credentials(strangers.config("stranger", ca=ours.certificate, cluster_token=TOKEN))
+    none = replace(right, cert=b"", key=b"", ca=right.ca)
+    async with deploy(with_security(security)) as deployment:
+        answer = await deployment.generate(text="all of it over TLS", max_tokens=3)
+        assert len(answer.token_ids) == 3
+        for address in addresses(deployment).values():
+            assert await watch_with(address, right) is grpc.StatusCode.OK
+            assert await watch_with(address, replace(right, token="")) is REFUSED
+            assert await watch_with(address, wrong) is grpc.StatusCode.UNAVAILABLE
+            assert await watch_with(address, none) is grpc.StatusCode.UNAVAILABLE  # no TLS at all
+            assert await watch_without_certificate(address, right) is grpc.StatusCode.UNAVAILABLE
+
+
+async def watch_without_certificate(address: str, credentials: Credentials) -> grpc.StatusCode:
+    """TLS that trusts the right authority and shows nothing itself."""
+    tls = grpc.ssl_channel_credentials(credentials.ca)
+    async with grpc.aio.secure_channel(address, tls) as channel:
+        request = worker_pb2.WatchRequest(router_id="stranger")
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        return await status_of(stub.Watch(request, timeout=TIMEOUT_S, metadata=credentials.metadata))
+
+
+@pytest.mark.parametrize("required", [False, True])
+async def test_the_public_api_asks_clients_for_a_certificate_where_the_config_says_so(
+    ours: Authority, required: bool
+) -> None:
+    security = ours.config(f"router-{required}", require_client_certs=required)
+    async with deploy(with_security(security)) as deployment:
+        tls = grpc.ssl_channel_credentials(ours.certificate.read_bytes())
+        async with grpc.aio.secure_channel(deployment.router_address, tls) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(
+                make_request(text="hi", max_tokens=2), timeout=TIMEOUT_S
+            )
+            expected = grpc.StatusCode.UNAVAILABLE if required else grpc.StatusCode.OK
+            assert await status_of(call) is expected
+        assert len((await deployment.generate(text="with one", max_tokens=2)).token_ids) == 2
+
+
+async def test_a_router_hands_nothing_to_a_worker_whose_certificate_is_not_of_the_cluster(
+    ours: Authority, strangers: Authority
+) -> None:
+    theirs = load_credentials(strangers.config("false-worker", cluster_token=TOKEN))
+    seen: list[object] = []
+
+    class FalseWorker(worker_pb2_grpc.WorkerServicer):
+        async def Watch(self, request: object, context: object) -> None:
+            seen.append((request, context))
+
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(FalseWorker(), server)
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(theirs.key, theirs.cert)]))
+    await server.start()
+    router = load_credentials(ours.config("router", cluster_token=TOKEN))
+    assert await watch_with(f"127.0.0.1:{port}", router) is grpc.StatusCode.UNAVAILABLE
+    assert seen == []
+    assert await watch_with(f"127.0.0.1:{port}", theirs) is grpc.StatusCode.OK  # it would have listened
+    await server.stop(0)
+
+
+async def test_one_name_for_all_certificates_serves_where_addresses_are_not_known_beforehand(
+    ours: Authority,
+) -> None:
+    certificate, key = ours.sign("shared", alternative_name="DNS:tandem.internal")
+    security = SecurityConfig(tls_cert=str(certificate), tls_key=str(key), tls_ca=str(ours.certificate))
+    nameless = load_credentials(security)
+    named = load_credentials(replace(security, tls_server_name="tandem.internal"))
+    async with deploy(with_security(replace(security, tls_server_name="tandem.internal"))) as deployment:
+        address = addresses(deployment)["decode"]
+        assert await watch_with(address, named) is grpc.StatusCode.OK
+        assert await watch_with(address, nameless) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_command_without_the_fleet_s_tls_says_what_may_be_missing(ours: Authority) -> None:
+    async with deploy(with_security(ours.config("tls-only"))) as deployment:
+        async with connect(deployment.router_address) as client:
+            with pytest.raises(WorkerUnavailable, match=r"its TLS and ours do not fit \(--config\)"):
+                await client.fleet()

@@ -1,0 +1,91 @@
+"""One trace per request, across all processes, with no unexplained time in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core.config import TelemetryConfig
+from runtime.telemetry import Attribute, SpanName
+from tests.support.deployment import Answer, deploy, tiny_config
+
+MIN_COVERAGE = 0.98
+CLIENT_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.fixture
+async def traced(tmp_path: Path) -> tuple[Answer, list[dict]]:
+    """One request through both pools, and every span of it."""
+    path = tmp_path / "spans.jsonl"
+    config = tiny_config("random:llama-tiny", "nixl", TelemetryConfig(trace_file=str(path)))
+    async with deploy(config) as deployment:
+        answer = await deployment.generate(token_ids=range(1, 81), max_tokens=16)
+        await deployment.assert_pools_settle()
+    # Leaving the deployment has closed every exporter.
+    return answer, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def times(span: dict) -> tuple[float, float]:
+    from datetime import datetime
+
+    return tuple(datetime.fromisoformat(span[key]).timestamp() for key in ("start_time", "end_time"))  # type: ignore[return-value]
+
+
+async def test_every_stage_of_every_process_is_a_child_of_one_root(traced: tuple[Answer, list[dict]]) -> None:
+    answer, spans = traced
+    roots = [span for span in spans if span["name"] == SpanName.REQUEST.value]
+    assert len(roots) == 1
+    root = roots[0]
+    children = [span for span in spans if span is not root]
+    assert {span["name"] for span in children} == {
+        "router.tokenize", "router.queue", "router.route", "router.prefill", "router.decode",
+        "prefill_worker.queue", "prefill_worker.prefill",
+        "decode_worker.queue", "decode_worker.transfer", "decode_worker.decode",
+    }  # fmt: skip
+    assert {span["context"]["trace_id"] for span in spans} == {root["context"]["trace_id"]}
+    assert {span["parent_id"] for span in children} == {root["context"]["span_id"]}
+    services = {span["resource"]["attributes"]["service.name"] for span in spans}
+    assert services == {"tandem-router", "tandem-prefill-worker", "tandem-decode-worker"}
+    assert answer.finished is not None
+    assert root["context"]["trace_id"] == f"0x{answer.finished.trace_id}"
+
+
+async def test_the_children_cover_98_percent_of_the_root(traced: tuple[Answer, list[dict]]) -> None:
+    _, spans = traced
+    root = next(span for span in spans if span["name"] == SpanName.REQUEST.value)
+    start, end = times(root)
+    covered, reached = 0.0, start
+    for child_start, child_end in sorted(times(span) for span in spans if span is not root):
+        covered += max(0.0, min(child_end, end) - max(child_start, reached))
+        reached = max(reached, min(child_end, end))
+    assert covered / (end - start) >= MIN_COVERAGE
+
+
+async def test_the_root_carries_the_semantic_attributes(traced: tuple[Answer, list[dict]]) -> None:
+    answer, spans = traced
+    attributes = next(span for span in spans if span["name"] == SpanName.REQUEST.value)["attributes"]
+    assert answer.finished is not None
+    assert attributes[Attribute.REQUEST_MODEL] == "random:llama-tiny"
+    assert attributes[Attribute.INPUT_TOKENS] == 80
+    assert attributes[Attribute.OUTPUT_TOKENS] == 16
+    assert attributes[Attribute.FINISH_REASONS] == ["length"]
+    assert attributes[Attribute.PATH] == "disaggregated"
+    assert attributes[Attribute.DECODE_WORKER] == answer.finished.decode_worker
+    transfer = next(span for span in spans if span["name"] == SpanName.DECODE_TRANSFER.value)["attributes"]
+    assert transfer[Attribute.TRANSFERRED_BYTES] == answer.finished.transferred_bytes > 0
+
+
+async def test_the_trace_continues_the_client_s(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    config = tiny_config("fake:tiny", "memory", TelemetryConfig(trace_file=str(path)))
+    async with deploy(config) as deployment:
+        from tests.support.deployment import make_request
+
+        header = (("traceparent", f"00-{CLIENT_TRACE_ID}-00f067aa0ba902b7-01"),)
+        request = make_request(text="hello over there", max_tokens=3)
+        async for _ in deployment.inference.Generate(request, timeout=10, metadata=header):
+            pass
+    spans = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {span["context"]["trace_id"] for span in spans} == {f"0x{CLIENT_TRACE_ID}"}

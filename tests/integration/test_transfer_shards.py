@@ -1,0 +1,213 @@
+"""Hand-offs between pools of unequal shape: real agents, one transfer for each pair of shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from core.block_pool import Column
+from core.config import TransferConfig
+from core.errors import LayoutMismatch
+from core.handoff import AbortReason
+from core.kv_layout import KVLayout
+from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
+from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
+from kv_transfer.transports.transport import Transport
+from tests.integration.transfer_owner_process import real_transport
+from tests.integration.transfer_worker import TransferWorker, run_until_results
+
+WHOLE = KVLayout(model="m", dtype="bfloat16", num_layers=3, num_kv_heads=4, block_size=16, head_dim=8)
+HALVES = (replace(WHOLE, num_kv_heads=2), replace(WHOLE, num_kv_heads=2, first_kv_head=2))
+NUM_TOKENS = 150  # not a whole number of blocks
+CONFIG = TransferConfig(max_blocks_per_read=4)
+
+Opener = Callable[[str], Transport]
+
+
+def whole_sequence() -> np.ndarray:
+    """[layers, 2, heads, tokens, head_dim] of random numbers, as if a model had computed them."""
+    shape = (WHOLE.num_layers, 2, WHOLE.num_kv_heads, NUM_TOKENS, WHOLE.head_dim)
+    return np.random.default_rng(9).integers(1, 2**16, shape).astype(np.uint16)
+
+
+def shard_of(sequence: np.ndarray, layout: KVLayout) -> np.ndarray:
+    return sequence[:, :, layout.first_kv_head : layout.first_kv_head + layout.num_kv_heads]
+
+
+class Shard:
+    """A worker that holds some heads of the sequence, and the blocks it holds them in."""
+
+    def __init__(self, name: str, open_transport: Opener, layout: KVLayout) -> None:
+        self.layout = layout
+        num_blocks = layout.num_blocks_for(NUM_TOKENS)
+        self.worker = TransferWorker(name, open_transport, CONFIG, layout, num_blocks + 3)
+        self.num_blocks = num_blocks
+        self.blocks: list[int] = []
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """A view of its blocks as [position, layers, 2, heads, block_size, head_dim]."""
+        return self.worker.bytes.view(np.uint16).reshape(-1, *self.layout.block_shape)
+
+    def compute(self, sequence: np.ndarray) -> None:
+        self.blocks = (self.worker.pool.allocate(self.num_blocks) or [])[::-1]
+        mine, size = shard_of(sequence, self.layout), self.layout.block_size
+        for position, block in enumerate(self.blocks):
+            piece = mine[:, :, :, position * size : (position + 1) * size]
+            self.tokens[block, :, :, :, : piece.shape[3]] = piece
+
+    def offer(self, transfer_id: int, reader: Shard) -> None:
+        now = time.monotonic()
+        self.worker.act(self.worker.machine.offer(transfer_id, reader.worker.machine.address, now))
+        half = len(self.blocks) // 2
+        for end, last in ((half, False), (len(self.blocks), True)):
+            offered = list(enumerate(self.blocks[:end]))
+            self.worker.act(self.worker.machine.add_ready(transfer_id, offered, last, 7 if last else None, now))
+
+    def pull(self, transfer_id: int, owner: Shard) -> None:
+        now, machine = time.monotonic(), self.worker.machine
+        self.blocks = self.blocks or (self.worker.pool.reserve(self.num_blocks) or [])
+        self.worker.act(machine.reserve_pull(transfer_id, owner.worker.machine.address, now))
+        targets = dict(enumerate(self.blocks))
+        self.worker.act(machine.start_pull(transfer_id, targets, now, num_tokens=NUM_TOKENS))
+
+    def assert_holds(self, sequence: np.ndarray) -> None:
+        mine, size = shard_of(sequence, self.layout), self.layout.block_size
+        for position, block in enumerate(self.blocks):
+            piece = mine[:, :, :, position * size : (position + 1) * size]
+            assert np.array_equal(self.tokens[block, :, :, :, : piece.shape[3]], piece), f"position {position}"
+
+
+def hand_off(
+    open_transport: Opener, owners: list[KVLayout], pullers: list[KVLayout]
+) -> tuple[list[Shard], list[Shard]]:
+    """Every owner's part to every puller; all of it checked."""
+    sequence = whole_sequence()
+    sources = [Shard(f"prefill-{i}", open_transport, layout) for i, layout in enumerate(owners)]
+    targets = [Shard(f"decode-{i}", open_transport, layout) for i, layout in enumerate(pullers)]
+    for source in sources:
+        source.compute(sequence)
+    pairs = [(source, target) for source in sources for target in targets]
+    for transfer_id, (source, target) in enumerate(pairs, 1):
+        target.pull(transfer_id, source)
+        source.offer(transfer_id, target)
+    everybody = [shard.worker for shard in sources + targets]
+    end = time.monotonic() + 10.0
+    while sum(len(worker.results) for worker in everybody) < 2 * len(pairs):
+        assert time.monotonic() < end, [worker.results for worker in everybody]
+        for worker in everybody:
+            worker.step(0.001)
+    for shard in targets:
+        assert all(isinstance(result, PullCompleted) for result in shard.worker.results), shard.worker.results
+        shard.assert_holds(sequence)
+    for shard in sources:
+        assert shard.worker.pool.ledger()[Column.LEASED] == 0
+    return sources, targets
+
+
+def close(*groups: list[Shard]) -> None:
+    for group in groups:
+        for shard in group:
+            shard.worker.close()
+
+
+@pytest.fixture(params=["memory", "nixl", "ucxx"])
+def opener(request: pytest.FixtureRequest) -> Opener:
+    fabric = MemoryFabric()
+    if request.param == "memory":
+        return lambda name: MemoryTransport(name, fabric)
+    return real_transport(request.param)
+
+
+def test_two_shards_become_one(opener: Opener) -> None:
+    close(*hand_off(opener, list(HALVES), [WHOLE]))
+
+
+def test_one_becomes_two_shards(opener: Opener) -> None:
+    sources, targets = hand_off(opener, [WHOLE], list(HALVES))
+    moved = [result.stats.num_bytes for shard in targets for result in shard.worker.results if
+             isinstance(result, PullCompleted)]  # fmt: skip
+    assert moved == [WHOLE.num_blocks_for(NUM_TOKENS) * WHOLE.block_bytes // 2] * 2, "each moves its heads alone"
+    close(sources, targets)
+
+
+@pytest.fixture
+def fabric() -> MemoryFabric:
+    return MemoryFabric()
+
+
+@pytest.fixture
+def memory(fabric: MemoryFabric) -> Opener:
+    return lambda name: MemoryTransport(name, fabric)
+
+
+@pytest.mark.parametrize(("owner_size", "puller_size"), [(16, 32), (32, 16), (8, 32)])
+def test_block_sizes_may_differ(memory: Opener, owner_size: int, puller_size: int) -> None:
+    owner, puller = (replace(WHOLE, block_size=size) for size in (owner_size, puller_size))
+    close(*hand_off(memory, [owner], [puller]))
+
+
+def test_shards_and_block_sizes_may_differ_at_once(memory: Opener) -> None:
+    close(*hand_off(memory, [replace(half, block_size=32) for half in HALVES], [WHOLE]))
+
+
+def test_a_bit_flipped_between_unequal_pools_is_read_again(memory: Opener, fabric: MemoryFabric) -> None:
+    fabric.flip_byte_in_read(1)
+    sources, targets = hand_off(memory, [WHOLE], [HALVES[1]])
+    assert fabric.faults_done["flip"] == 1
+    (result,) = targets[0].worker.results
+    assert isinstance(result, PullCompleted)
+    assert result.stats.num_blocks_reread == 1
+    close(sources, targets)
+
+
+def test_several_readers_of_one_block_each_hold_it(memory: Opener) -> None:
+    """As for n > 1, where each choice runs on another decode worker."""
+    sequence = whole_sequence()
+    source = Shard("prefill", memory, WHOLE)
+    readers = [Shard(f"decode-{i}", memory, WHOLE) for i in range(3)]
+    source.compute(sequence)
+    for transfer_id, reader in enumerate(readers, 1):
+        source.offer(transfer_id, reader)
+    source.worker.pool.release(source.blocks)
+    leases = lambda: [source.worker.pool.num_leases(block) for block in source.blocks]  # noqa: E731
+    assert leases() == [3] * len(source.blocks)
+    for num_left, (transfer_id, reader) in zip((2, 1, 0), enumerate(readers, 1), strict=True):
+        reader.pull(transfer_id, source)
+        end = time.monotonic() + 10.0
+        while len(source.worker.results) < transfer_id or not reader.worker.results:
+            assert time.monotonic() < end, (source.worker.results, reader.worker.results)
+            source.worker.step(0.001)
+            reader.worker.step(0.001)
+        reader.assert_holds(sequence)
+        assert leases() == [num_left] * len(source.blocks)
+    assert all(isinstance(result, OfferEnded) for result in source.worker.results)
+    assert source.worker.pool.ledger()[Column.LEASED] == 0
+    close([source], readers)
+
+
+def test_pools_that_hold_different_things_are_refused_by_name(memory: Opener) -> None:
+    source = Shard("prefill", memory, replace(WHOLE, model="another", head_dim=16))
+    target = Shard("decode", memory, WHOLE)
+    with pytest.raises(LayoutMismatch, match=r"model.*head_dim"):
+        target.pull(1, source)
+    with pytest.raises(LayoutMismatch, match=r"model.*head_dim"):
+        source.offer(1, target)
+    close([source], [target])
+
+
+def test_a_puller_that_is_not_what_the_router_said_is_refused(memory: Opener) -> None:
+    source, target = Shard("prefill", memory, WHOLE), Shard("decode", memory, WHOLE)
+    source.compute(whole_sequence())
+    said = replace(target.worker.machine.address, layout=HALVES[0])
+    source.worker.act(source.worker.machine.offer(1, said, time.monotonic()))
+    target.pull(1, source)
+    run_until_results([source.worker, target.worker], 1)
+    (result,) = target.worker.results
+    assert isinstance(result, PullFailed)
+    assert result.reason is AbortReason.LAYOUT_MISMATCH
+    close([source], [target])

@@ -1,0 +1,160 @@
+"""Two pools say exactly what one engine says, token for token in float32, and leave no block behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from core.config import EngineConfig
+from core.request import Request, SamplingParams
+from engine.catalogue import fetch
+from protos import inference_pb2
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.reference import CoLocatedEngine
+
+BLOCK = 16
+MODELS = ["fake:tiny", "random:llama-tiny"]
+PROMPT_LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 3]
+NUM_OUTPUT = 20
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[CoLocatedEngine]:
+    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+async def deployment(model: str) -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config(model, transport="nixl")) as deployment:
+        yield deployment
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = random.Random(seed * 10_007 + length)
+    return tuple(generator.randrange(1, 250) for _ in range(length))
+
+
+def expected_tokens(
+    engine: CoLocatedEngine, prompt: tuple[int, ...], num_output: int = NUM_OUTPUT, **sampling: float
+) -> list[int]:
+    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling), max_tokens=num_output)  # type: ignore[arg-type]
+    return engine.generate(Request("reference", prompt, len(prompt), params))
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+async def test_greedy_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine, length: int) -> None:
+    prompt = prompt_of(length)
+    answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT)
+    assert answer.token_ids == expected_tokens(engine, prompt)
+    assert answer.indices == list(range(NUM_OUTPUT))
+    assert answer.finished is not None
+    assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+    assert answer.finished.transferred_bytes == -(-length // BLOCK) * engine.runner.layout.block_bytes
+    await deployment.assert_pools_settle()
+
+
+@pytest.mark.parametrize("shared_blocks", [1, 4])
+@pytest.mark.parametrize("warm", ["prefill", "decode", "both"])
+async def test_prefix_hits_change_no_token(
+    deployment: Deployment, engine: CoLocatedEngine, shared_blocks: int, warm: str
+) -> None:
+    """4 of 4 blocks shared is a full hit, 1 of 4 a partial one; the warm side has them, the other one does not."""
+    first = prompt_of(4 * BLOCK, seed=1)
+    second = first[: shared_blocks * BLOCK] + prompt_of((4 - shared_blocks) * BLOCK, seed=2)
+    await deployment.generate(token_ids=first, max_tokens=2)
+    await deployment.assert_pools_settle()
+    if warm == "prefill":
+        deployment.drop_caches(deployment.decode)
+    if warm == "decode":
+        deployment.drop_caches(deployment.prefill)
+
+    answer = await deployment.generate(token_ids=second, max_tokens=NUM_OUTPUT)
+
+    assert answer.token_ids == expected_tokens(engine, second)
+    assert answer.finished is not None
+    block_bytes = engine.runner.layout.block_bytes
+    num_moved = 4 if warm == "prefill" else 4 - shared_blocks
+    assert answer.finished.transferred_bytes == num_moved * block_bytes
+    # The last token of a full hit is computed all the same, with its block.
+    num_cached = 0 if warm == "decode" else min(shared_blocks, 3) * BLOCK
+    assert answer.finished.usage.cached_tokens == num_cached
+    await deployment.assert_pools_settle()
+
+
+async def test_32_concurrent_mixed_requests_do_not_disturb_each_other(
+    deployment: Deployment, engine: CoLocatedEngine
+) -> None:
+    shared = prompt_of(3 * BLOCK, seed=3)
+    prompts = [shared[: 16 * (i % 4)] + prompt_of(1 + 7 * i % 90, seed=100 + i) for i in range(32)]
+    lengths = [1 + i % 13 for i in range(32)]
+    answers = await asyncio.gather(
+        *(deployment.generate(token_ids=p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True))
+    )
+    for answer, prompt, length in zip(answers, prompts, lengths, strict=True):
+        assert answer.token_ids == expected_tokens(engine, prompt, length)
+        assert answer.indices == list(range(length))
+    await deployment.assert_pools_settle()
+
+
+async def test_the_same_seed_gives_the_same_text_twice(deployment: Deployment) -> None:
+    prompt = prompt_of(40, seed=4)
+    sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+    answers = []
+    for _ in range(2):
+        answers.append(await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **sampled))
+        deployment.drop_caches(deployment.workers)
+        await deployment.assert_pools_settle()
+    assert answers[0].text == answers[1].text
+    assert answers[0].token_ids == answers[1].token_ids
+    other = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **(sampled | {"seed": 4321}))
+    assert other.token_ids != answers[0].token_ids
+    await deployment.assert_pools_settle()
+
+
+async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine) -> None:
+    prompt = prompt_of(2 * BLOCK + 5, seed=5)
+    # Values that float32, the wire's type, holds exactly.
+    sampling = {"temperature": 0.75, "top_p": 0.875, "top_k": 20, "repetition_penalty": 1.25, "seed": 99}
+    answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **sampling)
+    assert answer.token_ids == expected_tokens(engine, prompt, **sampling)
+    await deployment.assert_pools_settle()
+
+
+async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deployment, engine: CoLocatedEngine) -> None:
+    from tests.support.deployment import make_request
+
+    prompt = prompt_of(3 * BLOCK, seed=6)
+    request = make_request(token_ids=prompt, max_tokens=10, temperature=0.75, seed=7, n=3)
+    answers = await deployment.generate_all(request)
+    for choice, answer in enumerate(answers):
+        assert answer.token_ids == expected_tokens(engine, prompt, 10, temperature=0.75, seed=7 + choice)
+        assert answer.finished is not None
+        assert answer.finished.seed == 7 + choice
+    await deployment.assert_pools_settle()
+
+
+async def test_the_default_model_says_the_same_through_two_pools_as_on_one_engine() -> None:
+    model = "smollm2-135m"
+    fetch(model)
+    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=128, num_threads=1))
+    config = tiny_config(model, transport="nixl")
+    async with deploy(replace(config, engine=replace(config.engine, kv_memory_mb=128))) as deployment:
+        for length in (BLOCK, 2 * BLOCK + 1):
+            prompt = prompt_of(length, seed=8)
+            answer = await deployment.generate(token_ids=prompt, max_tokens=8)
+            assert answer.token_ids == expected_tokens(engine, prompt, 8)
+            assert answer.finished is not None
+            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        await deployment.assert_pools_settle()
+    engine.close()

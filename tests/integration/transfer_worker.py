@@ -1,0 +1,80 @@
+"""The least worker that can hand off: a pool, a TransferMachine, a TransferAgent, and a queue between them."""
+
+from __future__ import annotations
+
+import queue
+import time
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from core.block_pool import BlockPool
+from core.config import TransferConfig
+from core.kv_layout import KVLayout
+from core.machine import Tick
+from kv_transfer.agent import AgentIdentity, TransferAgent, agent_actions
+from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, TransferAction
+from kv_transfer.machine import TransferMachine
+from kv_transfer.transports.transport import Transport
+from tests.integration.transfer_owner_process import host_pool
+
+Result = PullCompleted | PullFailed | OfferEnded | AgentFailed
+
+
+class TransferWorker:
+    def __init__(
+        self,
+        worker_id: str,
+        open_transport: Callable[[str], Transport],
+        config: TransferConfig,
+        layout: KVLayout,
+        num_blocks: int,
+    ) -> None:
+        self.bytes, memory = host_pool(layout, num_blocks)  # [num_blocks, block_bytes]
+        self.events: queue.SimpleQueue[list[AgentEvent]] = queue.SimpleQueue()
+        identity = AgentIdentity(worker_id, incarnation=zlib.crc32(worker_id.encode()))
+        self.agent = TransferAgent(config, identity, memory, open_transport, self.events.put)
+        self.pool = BlockPool(num_blocks)
+        self.machine = TransferMachine(config, self.pool, self.agent.start())
+        self.results: list[Result] = []
+
+    def act(self, actions: list[TransferAction]) -> None:
+        self.results += [action for action in actions if isinstance(action, PullCompleted | PullFailed | OfferEnded)]
+        self.agent.perform(agent_actions(actions), self.machine.alive)
+
+    def step(self, wait_s: float) -> None:
+        """Take what the agent reports, or a Tick that is due, within `wait_s`."""
+        deadline = self.machine.next_deadline()
+        now = time.monotonic()
+        try:
+            events = self.events.get(timeout=max(0.0, min(wait_s, (deadline or now + wait_s) - now)))
+        except queue.Empty:
+            events = []
+        self.take(events)
+        if deadline is not None and time.monotonic() >= deadline:
+            self.act(self.machine.handle(Tick(), time.monotonic()))
+        self.machine.check()
+
+    def take(self, events: list[AgentEvent]) -> None:
+        for event in events:
+            if isinstance(event, AgentFailed):
+                self.results.append(event)
+            else:
+                self.act(self.machine.handle(event, time.monotonic()))
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+def run_until_results(workers: list[TransferWorker], num_results: int, seconds: float = 10.0) -> None:
+    """Until every worker has that many results."""
+    end = time.monotonic() + seconds
+    while any(len(worker.results) < num_results for worker in workers):
+        assert time.monotonic() < end, f"no end after {seconds} s: {[worker.results for worker in workers]}"
+        for worker in workers:
+            worker.step(0.001)
+
+
+def random_content(worker: TransferWorker, blocks: list[int], seed: int) -> None:
+    worker.bytes[blocks] = np.random.default_rng(seed).integers(0, 256, worker.bytes[blocks].shape, np.uint8)

@@ -1,0 +1,225 @@
+"""Whatever bytes a peer sends, they are a message or dropped and counted; nothing crashes, leaks or is changed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from core.block_pool import Column
+from core.config import TransferConfig
+from core.handoff import (
+    Abort,
+    AbortReason,
+    HandoffMessage,
+    Heartbeat,
+    HeartbeatEntry,
+    OfferedBlock,
+    Ready,
+    Release,
+    Want,
+)
+from core.kv_layout import KVLayout
+from kv_transfer.events import AgentFailed, MessageReceived, PullCompleted
+from kv_transfer.transports.nixl_transport import NixlTransport
+from protos.handoff_codec import MalformedMessage, decode, encode
+from tests.integration.transfer_owner_process import host_pool
+from tests.integration.transfer_worker import TransferWorker, random_content, run_until_results
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
+
+counters = st.integers(1, 2**64 - 1) | st.integers(1, 40)
+transfer_ids = st.just(ID) | st.integers(0, 2**128 - 1)
+incarnations = st.sampled_from([11, 22]) | counters  # those of the pair, mostly
+positions = st.integers(0, 8) | st.integers(0, 2**32 - 1)
+blocks = st.builds(OfferedBlock, positions, positions, st.integers(0, 2**64 - 1))
+entries = st.builds(HeartbeatEntry, transfer_ids, positions)
+
+messages: st.SearchStrategy[HandoffMessage] = st.one_of(
+    st.builds(
+        Want, transfer_ids, incarnations, counters, st.integers(0, 2**64 - 1),
+        st.lists(positions, unique=True, max_size=6).map(lambda found: tuple(sorted(found))),
+    ),
+    st.builds(Ready, transfer_ids, incarnations, counters, counters, positions, st.tuples(blocks), st.just(False)),
+    st.builds(
+        Ready, transfer_ids, incarnations, counters, counters, positions, st.lists(blocks, max_size=6).map(tuple),
+        st.just(True), st.none() | positions,
+    ),
+    st.builds(
+        Heartbeat, incarnations, counters, st.none() | counters, st.lists(entries, max_size=4).map(tuple),
+    ),
+    st.builds(Release, transfer_ids, incarnations, counters, st.none() | st.sampled_from(AbortReason)),
+    st.builds(Abort, transfer_ids, incarnations, counters, st.sampled_from(AbortReason), st.text(max_size=40)),
+)  # fmt: skip
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A valid envelope with bytes changed, cut out, doubled or added."""
+    payload = bytearray(encode(draw(messages)))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(payload)))
+        how = draw(st.sampled_from(["change", "cut", "double", "add"]))
+        if how == "change" and at < len(payload):
+            payload[at] ^= draw(st.integers(1, 255))
+        elif how == "cut":
+            del payload[at : at + draw(st.integers(1, 9))]
+        elif how == "double":
+            payload += payload[at:]
+        else:
+            payload[at:at] = draw(st.binary(min_size=1, max_size=9))
+    return bytes(payload)
+
+
+# ---- the codec
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(st.binary(max_size=300) | mutated())
+@example(b"")
+@example(b"\x0a" * 200)
+def test_bytes_are_a_message_or_malformed_and_nothing_else(payload: bytes) -> None:
+    try:
+        message = decode(payload)
+    except MalformedMessage:
+        return
+    assert decode(encode(message)) == message
+
+
+# ---- the machines
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.sampled_from(["owner", "puller", "stranger"]), st.booleans(), messages), max_size=12))
+def test_no_message_of_anybody_breaks_a_machine(letters: list[tuple[str, bool, HandoffMessage]]) -> None:
+    """Both machines check themselves after each; whatever was done to the hand-off, its blocks come back."""
+    pair = Pair()
+    pair.offer([0, 1, 2, 3], last=False)
+    targets = pair.pull([0, 1, 2, 3])
+    pair.deliver_all()
+    for sender, to_owner, message in letters:
+        pair.event(pair.owner if to_owner else pair.puller, MessageReceived(sender, message))
+    for read_id in list(pair.puller.reads):
+        pair.end_read(pair.puller, read_id)
+    pair.lose_mail()
+    if not pair.puller.results:
+        pair.cancel_pull()
+    pair.wait(3 * CONFIG.lease_s, deliver=False)
+    assert pair.num_leases() == 0
+    assert not pair.puller.machine.alive
+    assert not pair.owner.machine.alive
+    incoming = [block for block in targets.values() if pair.puller.pool.column_of(block) is Column.INCOMING]
+    assert len(incoming) == len(targets), "only the worker gives its target blocks back"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(st.just("stranger"), st.booleans(), messages), min_size=1, max_size=12))
+def test_a_stranger_changes_nothing_and_every_word_of_it_is_counted(
+    letters: list[tuple[str, bool, HandoffMessage]],
+) -> None:
+    pair = Pair()
+    pair.offer([0, 1, 2])
+    pair.pull([0, 1, 2])
+    for sender, to_owner, message in letters:
+        pair.event(pair.owner if to_owner else pair.puller, MessageReceived(sender, message))
+    pair.run()
+    assert isinstance(pair.pull_result(), PullCompleted)
+    pair.wait(CONFIG.lease_s, deliver=False)  # what might have come before its offer is given up
+    dropped = [side.machine.counters.dropped.total() for side in (pair.owner, pair.puller)]
+    num_told_twice = sum(isinstance(message, Want | Release) for _, _, message in letters)
+    assert len(letters) - num_told_twice <= sum(dropped) <= len(letters)
+
+
+# ---- the agent, over nixl
+
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=8)
+NIXL_CONFIG = TransferConfig(max_blocks_per_read=4)
+NUM_LETTERS = 300
+
+
+@pytest.fixture
+def pair_over_nixl() -> Iterator[tuple[TransferWorker, TransferWorker]]:
+    workers = [TransferWorker(name, NixlTransport, NIXL_CONFIG, LAYOUT, 16) for name in ("fuzz-owner", "fuzz-puller")]
+    yield workers[0], workers[1]
+    for worker in workers:
+        worker.close()
+
+
+class Stranger:
+    """A nixl agent of nobody's: it has a victim's metadata and sends what it likes."""
+
+    def __init__(self, name: str | bytes, victim: TransferWorker) -> None:
+        self.transport = NixlTransport(name)  # type: ignore[arg-type]
+        self._bytes, memory = host_pool(LAYOUT, 1)
+        self.transport.register(memory)
+        self.transport.connect(victim.machine.address)
+        self.victim = victim
+
+    def send(self, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            self.transport.notify(self.victim.machine.address.name, payload)
+
+    def until(self, num_malformed: int, seconds: float = 10.0) -> None:
+        end = time.monotonic() + seconds
+        while self.victim.agent.num_malformed < num_malformed:
+            assert time.monotonic() < end, f"{self.victim.agent.num_malformed} of {num_malformed} were counted"
+            self.transport.poll()
+            self.victim.step(0.001)
+
+
+def hand_over(owner: TransferWorker, puller: TransferWorker) -> None:
+    sources, targets = owner.pool.allocate(8), puller.pool.reserve(8)
+    assert sources is not None
+    assert targets is not None
+    random_content(owner, sources, seed=3)
+    now = time.monotonic()
+    puller.act(puller.machine.reserve_pull(ID, owner.machine.address, now))
+    puller.act(puller.machine.start_pull(ID, dict(enumerate(targets)), now))
+    owner.act(owner.machine.offer(ID, puller.machine.address, now))
+    owner.act(owner.machine.add_ready(ID, list(enumerate(sources)), True, 42, now))
+    run_until_results([owner, puller], 1)
+    assert isinstance(puller.results[0], PullCompleted)
+    assert (puller.bytes[targets] == owner.bytes[sources]).all()
+
+
+def letters_that_are_none(rng: random.Random) -> list[bytes]:
+    valid = [encode(Release(ID, 7, 9, None)), encode(Abort(ID, 7, 9, AbortReason.CANCELLED, "detail"))]
+    found: list[bytes] = []
+    while len(found) < NUM_LETTERS:
+        payload = bytearray(rng.choice(valid)) if rng.random() < 0.7 else bytearray(rng.randbytes(rng.randrange(80)))
+        for _ in range(rng.randrange(4)):
+            if payload:
+                payload[rng.randrange(len(payload))] = rng.randrange(256)
+        try:
+            decode(bytes(payload))
+        except MalformedMessage:
+            found.append(bytes(payload))
+    return found
+
+
+def test_garbage_over_nixl_is_dropped_and_counted_and_hand_offs_go_on(
+    pair_over_nixl: tuple[TransferWorker, TransferWorker],
+) -> None:
+    owner, puller = pair_over_nixl
+    for victim in (owner, puller):
+        stranger = Stranger(f"stranger-of-{victim.agent.identity.worker_id}", victim)
+        stranger.send(letters_that_are_none(random.Random(17)))
+        stranger.until(NUM_LETTERS)
+        assert victim.agent.num_malformed == NUM_LETTERS
+        stranger.transport.close()
+    hand_over(owner, puller)
+    assert not [result for worker in pair_over_nixl for result in worker.results if isinstance(result, AgentFailed)]
+
+
+def test_a_sender_whose_name_is_no_text_is_dropped_and_counted(
+    pair_over_nixl: tuple[TransferWorker, TransferWorker],
+) -> None:
+    owner, puller = pair_over_nixl
+    stranger = Stranger(b"\xff\xfe", owner)
+    stranger.send([encode(Release(ID, 7, 9, None))])
+    stranger.until(1)
+    stranger.transport.close()
+    hand_over(owner, puller)

@@ -1,0 +1,364 @@
+"""The scheduler and its pool against a shadow of the KV memory.
+
+The shadow remembers for every slot which prefix its KV was computed from. A chunk may be executed only where every slot
+it reads holds exactly the prefix of its own sequence, so a stale, evicted or foreign block is seen the moment it is
+read, and it may write only blocks that nobody else holds, leases, awaits or can find in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from core.block_pool import BlockPool, Column
+from core.config import SchedulerConfig
+from core.errors import InvalidRequest, QueueFull
+from core.lifecycle import FinishReason
+from core.request import Request, SamplingParams
+from core.scheduler import Scheduler
+from core.sequence import Sequence
+from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+
+BLOCK_SIZE = 4
+EOS = 0
+TOKENS = (1, 2, 1, 2, 1, 2, EOS)  # few, so that prefixes meet; drawn with equal chances
+SHARED = (1, 2, 1, 1, 2, 2, 1, 2, 1, 2, 2, 2, 1, 1)  # what prompts begin with
+
+Content = int  # names a cache salt and all tokens up to a position
+picks = st.integers(0, 10_000)
+prompts = st.builds(
+    lambda shared, own: (*SHARED[:shared], *own) or (1,),
+    st.integers(0, len(SHARED)),
+    st.lists(st.integers(1, 2), max_size=4),
+)
+requests = {
+    "prompt": prompts,
+    "priority": st.integers(0, 2),
+    "salt": st.sampled_from(["", "", "tenant"]),
+    "max_tokens": st.integers(1, 16),
+}
+
+
+@dataclass(eq=False)
+class Pull:
+    """A hand-off on its way in: the sequence holds the cached blocks, `reserved` waits for the rest."""
+
+    sequence: Sequence
+    reserved: list[int]
+
+
+@dataclass(eq=False)
+class Lease:
+    """Blocks that a peer reads, with what it must find there for as long as it leases them."""
+
+    blocks: list[int]
+    expected: list[list[Content]]  # a slot not offered is not listed
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(4, 10),
+        max_running=st.integers(1, 5),
+        spare_budget=st.integers(0, 12),
+        max_waiting=st.integers(1, 8),
+    )
+    def start(self, num_blocks: int, max_running: int, spare_budget: int, max_waiting: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting)
+        self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
+        self.memory: list[list[Content | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.sequences: dict[str, Sequence] = {}  # handed to the scheduler and not ended
+        self.pulls: list[Pull] = []
+        self.leases: list[Lease] = []
+        self.num_born = 0
+
+    # ---- the shadow
+
+    @staticmethod
+    def contents(sequence: Sequence, start: int, end: int) -> list[Content]:
+        """What the slots of positions [start, end) must hold for `sequence`."""
+        salt, tokens = sequence.request.cache_salt, tuple(sequence.token_ids)
+        return [hash((salt, tokens[: position + 1])) for position in range(start, end)]
+
+    def slots(self, block_table: list[int], start: int, end: int) -> list[Content | None]:
+        return [self.memory[block_table[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(start, end)]
+
+    def write(self, block_table: list[int], start: int, contents: list[Content]) -> None:
+        for position, content in enumerate(contents, start):
+            self.memory[block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = content
+
+    def holders(self) -> Counter[int]:
+        tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
+        return Counter(block for table in tables for block in table)
+
+    # ---- sequences come and go
+
+    def new_sequence(
+        self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None = None
+    ) -> Sequence:
+        self.num_born += 1
+        sampling = SamplingParams(max_tokens=max_tokens)
+        request = Request(f"s{self.num_born}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt)
+        return Sequence(request, arrival=self.num_born, sample_limit=sample_limit)
+
+    @rule(**requests, sample_limit=st.sampled_from([None, None, 1, 2]))
+    def add(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None) -> None:
+        self.hand_over(self.new_sequence(prompt, priority, salt, max_tokens, sample_limit))
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Give a sequence to the scheduler; what it refuses stays ours."""
+        full = not sequence.block_table and len(self.scheduler.waiting) >= self.scheduler.config.max_waiting
+        try:
+            self.scheduler.add(sequence)
+        except QueueFull:
+            assert full
+            self.pool.release(sequence.block_table)
+        except InvalidRequest:
+            assert sequence.request.max_total_tokens > self.pool.num_blocks * BLOCK_SIZE
+            assert not sequence.block_table
+        else:
+            assert not full
+            self.sequences[sequence.sequence_id] = sequence
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        sequence = list(self.sequences.values())[pick % len(self.sequences)]
+        alive = sequence.finish_reason is None
+        assert self.scheduler.abort(sequence.sequence_id, FinishReason.CANCELLED) == alive
+        assert not self.scheduler.abort(sequence.sequence_id, FinishReason.DEADLINE)
+        assert sequence.finish_reason is FinishReason.CANCELLED
+        if self.scheduler.get(sequence.sequence_id) is None:
+            del self.sequences[sequence.sequence_id]
+
+    # ---- hand-offs in
+
+    @rule(**requests)
+    def begin_pull(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int) -> None:
+        sequence = self.new_sequence(prompt, priority, salt, max_tokens)
+        if sequence.request.max_total_tokens - 1 > self.pool.num_blocks * BLOCK_SIZE:
+            return
+        self.scheduler.hold_cached_prefix(sequence, len(prompt))
+        reserved = self.pool.reserve(-(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table))
+        if reserved is None:
+            self.pool.release(sequence.block_table)
+        else:
+            self.pulls.append(Pull(sequence, reserved))
+
+    @precondition(lambda self: self.pulls)
+    @rule(pick=picks, arrives=st.sampled_from([True, True, True, False]), token_id=st.sampled_from(TOKENS))
+    def end_pull(self, pick: int, arrives: bool, token_id: int) -> None:
+        pull = self.pulls.pop(pick % len(self.pulls))
+        sequence = pull.sequence
+        if not arrives:
+            self.pool.cancel_reservation(pull.reserved)
+            self.pool.release(sequence.block_table)
+            return
+        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        sequence.block_table += pull.reserved
+        self.write(sequence.block_table, start, self.contents(sequence, start, end))
+        self.pool.arrive(pull.reserved)
+        sequence.num_computed_tokens = end
+        sequence.token_ids.append(token_id)
+        if sequence.finish_reason_after(token_id, frozenset({EOS})) is None:
+            self.hand_over(sequence)
+        else:
+            self.pool.release(sequence.block_table)
+
+    # ---- hand-offs out
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=picks, share=picks)
+    def lease_full_blocks(self, pick: int, share: int) -> None:
+        sequence = list(self.sequences.values())[pick % len(self.sequences)]
+        num_full = sequence.num_computed_tokens // BLOCK_SIZE
+        self.lease(sequence, share % (num_full + 1) * BLOCK_SIZE)
+
+    def lease(self, sequence: Sequence, num_tokens: int) -> None:
+        blocks = sequence.block_table[: -(-num_tokens // BLOCK_SIZE)]
+        contents = self.contents(sequence, 0, num_tokens)
+        expected = [contents[at : at + BLOCK_SIZE] for at in range(0, num_tokens, BLOCK_SIZE)]
+        self.pool.lease(blocks)
+        self.leases.append(Lease(list(blocks), expected))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def unlease(self, pick: int) -> None:
+        lease = self.leases.pop(pick % len(self.leases))
+        for block, expected in zip(lease.blocks, lease.expected, strict=True):
+            assert self.memory[block][: len(expected)] == expected, f"leased block {block} was overwritten"
+        self.pool.unlease(lease.blocks)
+
+    # ---- steps
+
+    @precondition(lambda self: self.scheduler.step_in_flight is None)
+    @rule()
+    def begin_step(self) -> None:
+        preemptions = self.scheduler.num_preemptions
+        plan = self.scheduler.schedule()
+        if plan is None:
+            if self.sequences:
+                assert self.leases or self.pulls, "nothing runs, though nobody else keeps a block"
+            assert not self.scheduler.running or self.pool.num_available == 0, "nothing runs, though blocks are there"
+            return
+        config = self.scheduler.config
+        assert 0 < plan.num_tokens <= config.max_batched_tokens
+        assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
+        if self.scheduler.num_preemptions == preemptions:
+            self.assert_decodes_get_on(plan)
+        self.assert_chunks_are_safe(plan)
+
+    def assert_decodes_get_on(self, plan: StepPlan) -> None:
+        if self.pool.num_available == 0:
+            return
+        planned = {chunk.sequence_id for chunk in plan.chunks}
+        decoding = [s for s in self.scheduler.running if s.num_uncomputed_tokens == 1]
+        assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
+
+    def assert_chunks_are_safe(self, plan: StepPlan) -> None:
+        """Every chunk reads its own prefix, and writes where nobody else reads or writes."""
+        holders = self.holders()
+        findable = {block for name in self.pool.known_hashes() for block in self.pool.match_prefix([name])}
+        leased = {block for lease in self.leases for block in lease.blocks}
+        incoming = {block for pull in self.pulls for block in pull.reserved}
+        for chunk in plan.chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            assert chunk.block_table is sequence.block_table
+            assert chunk.start == sequence.num_computed_tokens
+            assert chunk.samples == (chunk.start + chunk.num_tokens == len(sequence.token_ids))
+            self.assert_readable(sequence, chunk.start)
+            end = chunk.start + chunk.num_tokens
+            written = set(sequence.block_table[chunk.start // BLOCK_SIZE : (end - 1) // BLOCK_SIZE + 1])
+            assert all(holders[block] == 1 for block in written), "writes a block that another sequence holds"
+            assert not written & (findable | leased | incoming), "writes a block that others may read"
+
+    def assert_readable(self, sequence: Sequence, end: int) -> None:
+        found = self.slots(sequence.block_table, 0, end)
+        assert found == self.contents(sequence, 0, end), f"{sequence.sequence_id} reads what is not its own prefix"
+
+    def execute(self, plan: StepPlan) -> None:
+        """What a runner does; late, so that all that came between is given a chance to do harm."""
+        self.assert_chunks_are_safe(plan)
+        for chunk in plan.chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            end = chunk.start + chunk.num_tokens
+            self.write(sequence.block_table, chunk.start, self.contents(sequence, chunk.start, end))
+        for chunk in plan.chunks:
+            self.assert_readable(self.sequences[chunk.sequence_id], chunk.start + chunk.num_tokens)
+
+    @precondition(lambda self: self.scheduler.step_in_flight is not None)
+    @rule(seed=picks, offers=st.booleans())
+    def end_step(self, seed: int, offers: bool) -> None:
+        plan = self.scheduler.step_in_flight
+        assert plan is not None
+        self.execute(plan)
+        if offers:
+            self.offer_finished_prompts(plan)
+        draw = random.Random(seed)
+        sampled = {c.sequence_id: SampledToken(draw.choice(TOKENS)) for c in plan.chunks if c.samples}
+        before = {c.sequence_id: list(self.sequences[c.sequence_id].token_ids) for c in plan.chunks}
+        aborted = {c.sequence_id for c in plan.chunks if self.sequences[c.sequence_id].finish_reason is not None}
+        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
+        assert {event.sequence_id for event in events} == sampled.keys() - aborted
+        for event in events:
+            self.assert_token_counts_once(event, before[event.sequence_id], sampled[event.sequence_id])
+        self.forget({event.sequence_id for event in events if event.finish_reason is not None} | aborted)
+
+    @precondition(lambda self: self.scheduler.step_in_flight is None)
+    @rule(num_steps=st.integers(2, 6), seed=picks)
+    def run_steps(self, num_steps: int, seed: int) -> None:
+        for step in range(num_steps):
+            self.begin_step()
+            if self.scheduler.step_in_flight is not None:
+                self.end_step(seed + step, offers=False)
+            self.the_ledger_balances()
+
+    def offer_finished_prompts(self, plan: StepPlan) -> None:
+        """As a prefill worker does before it completes the step: the last, partial block is offered, too."""
+        for chunk in plan.chunks:
+            sequence = self.sequences[chunk.sequence_id]
+            if chunk.samples and sequence.sample_limit == 1 and sequence.finish_reason is None:
+                self.lease(sequence, chunk.start + chunk.num_tokens)
+
+    def assert_token_counts_once(self, event: TokenEvent, before: list[int], token: SampledToken) -> None:
+        sequence = self.sequences[event.sequence_id]
+        assert sequence.token_ids == [*before, token.token_id]
+        assert event.index == len(before) - sequence.request.num_prompt_tokens
+        assert event.finish_reason is sequence.finish_reason
+
+    def forget(self, ended: set[str]) -> None:
+        for sequence_id in ended:
+            assert self.scheduler.get(sequence_id) is None
+            assert not self.sequences.pop(sequence_id).block_table
+
+    @precondition(lambda self: self.scheduler.step_in_flight is not None)
+    @rule()
+    def fail_step(self) -> None:
+        plan = self.scheduler.step_in_flight
+        assert plan is not None
+        ids = {chunk.sequence_id for chunk in plan.chunks}
+        alive = {i for i in ids if self.sequences[i].finish_reason is None}
+        failed = self.scheduler.fail_step()
+        assert {sequence.sequence_id for sequence in failed} == alive
+        assert all(sequence.finish_reason is FinishReason.ERROR for sequence in failed)
+        self.forget(ids)
+
+    # ---- laws
+
+    @invariant()
+    def the_ledger_balances(self) -> None:
+        self.pool.check()
+        self.scheduler.check()
+        assert {s.sequence_id for s in [*self.scheduler.running, *self.scheduler.waiting]} == self.sequences.keys()
+        held = self.holders().keys()
+        leased = {block for lease in self.leases for block in lease.blocks}
+        incoming = [block for pull in self.pulls for block in pull.reserved]
+        assert len(set(incoming)) == len(incoming)
+        assert not set(incoming) & (held | leased)
+        ledger = self.pool.ledger()
+        assert sum(ledger.values()) == self.pool.num_blocks
+        assert ledger[Column.HELD] == len(held), "a hold was leaked or lost"
+        assert ledger[Column.LEASED] == len(leased - held)
+        assert ledger[Column.INCOMING] == len(incoming)
+
+    @invariant()
+    def the_cache_knows_no_wrong_block(self) -> None:
+        for sequence in self.sequences.values():
+            if not sequence.block_table:
+                found = self.pool.match_prefix(sequence.full_block_hashes(BLOCK_SIZE))
+                end = len(found) * BLOCK_SIZE
+                assert self.slots(found, 0, end) == self.contents(sequence, 0, end)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler") or sys.exc_info()[0] is not None:
+            return  # it never began, or failed already
+        self.all_come_to_an_end()
+
+    def all_come_to_an_end(self) -> None:
+        """Once nobody else keeps blocks and nothing new arrives, every sequence finishes, however many there are."""
+        while self.pulls:
+            self.end_pull(0, arrives=False, token_id=1)
+        while self.leases:
+            self.unlease(0)
+        tokens_left = sum(s.request.max_total_tokens for s in self.sequences.values())
+        for _ in range(2 + tokens_left * (1 + len(self.sequences))):
+            if self.scheduler.step_in_flight is None:
+                self.begin_step()
+            if self.scheduler.step_in_flight is not None:
+                self.end_step(seed=1, offers=False)
+            self.the_ledger_balances()
+            if not self.sequences:
+                break
+        assert not self.sequences, "a sequence starves"
+        ledger = self.pool.ledger()
+        assert ledger[Column.HELD] == ledger[Column.LEASED] == ledger[Column.INCOMING] == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=60)

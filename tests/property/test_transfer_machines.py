@@ -1,0 +1,308 @@
+"""Any interleaving of two TransferMachines over mail that gets lost, doubled and reordered.
+
+Both sides offer and pull. Sequences end, are preempted and recomputed; freed blocks are overwritten; reads end late or
+fail; peers are lost; time passes. The bytes of a block are one integer, and digests are off, so it is the leases
+alone that must keep a puller from trusting bytes that were overwritten. After each event everything checks itself. At
+the end, with nobody hearing anybody any more, every pull has ended exactly once and every block is back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from core.block_pool import Column
+from core.config import TransferConfig
+from core.handoff import AbortReason, OwnerState, PullerState, TransferId
+from core.machine import Tick
+from kv_transfer.events import OfferEnded, PeerLost, PullCompleted, PullFailed
+from tests.unit.kv_transfer.transfer_pair import Pair, Side
+
+CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=2, max_reads_in_flight=2, max_transfers=8)
+
+
+TROUBLES = ["preempt", "cancel", "abort", "break", "sleep"]
+STEPS = ["offer", "reserve_pull", "start_pull"]
+picks = st.integers(0, 1000)
+
+T = TypeVar("T")
+
+
+def chosen(things: Iterable[T], pick: int) -> T:
+    listed = list(things)
+    return listed[pick % len(listed)]
+
+
+@dataclass
+class Transfer:
+    transfer_id: TransferId
+    owner: Side
+    puller: Side
+    num_blocks: int
+    num_cached: int  # leading blocks that the puller has already
+    reserved: bool = False
+    started: bool = False
+    offered: bool = False
+    sequence: list[int] = field(default_factory=list)  # blocks of the owner's sequence, by position
+    last: bool = False
+    targets: dict[int, int] = field(default_factory=dict)
+    pull_results: list[PullCompleted | PullFailed] = field(default_factory=list)
+    offer_results: list[OfferEnded] = field(default_factory=list)
+
+    def content(self, position: int) -> int:
+        return self.transfer_id * 1000 + position
+
+
+class TwoMachines(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.pair = Pair(CONFIG, digests=False, num_blocks=24)
+        self.transfers: dict[TransferId, Transfer] = {}
+        self.num_garbage = 0
+
+    # ---- transfers
+
+    @precondition(lambda self: self.num_under_way() < 4)
+    @rule(
+        num_blocks=st.integers(1, 6),
+        num_cached=st.integers(0, 3),
+        backwards=st.booleans(),
+        order=st.permutations(STEPS),
+        late=st.sampled_from([0, 0, 0, 1, 2]),
+    )
+    def a_request_comes(self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int) -> None:
+        """The router calls both sides in any order; `late` of the three steps come some other time."""
+        sides = (self.pair.puller, self.pair.owner) if backwards else (self.pair.owner, self.pair.puller)
+        transfer_id = len(self.transfers) + 1
+        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks))
+        self.transfers[transfer_id] = transfer
+        for step in order[late:]:
+            getattr(self, step)(transfer)
+
+    @precondition(lambda self: self.num_under_way())
+    @rule(pick=picks, step=st.sampled_from(STEPS))
+    def a_late_step_comes(self, pick: int, step: str) -> None:
+        getattr(self, step)(chosen(self.transfers.values(), pick))
+
+    def offer(self, transfer: Transfer) -> None:
+        if not transfer.offered:
+            transfer.offered = True
+            machine = transfer.owner.machine
+            self.pair.do(transfer.owner, machine.offer, transfer.transfer_id, transfer.puller.address)
+
+    def reserve_pull(self, transfer: Transfer) -> None:
+        if not transfer.reserved:
+            transfer.reserved = True
+            machine = transfer.puller.machine
+            self.pair.do(transfer.puller, machine.reserve_pull, transfer.transfer_id, transfer.owner.address)
+
+    def start_pull(self, transfer: Transfer) -> None:
+        self.reserve_pull(transfer)
+        self.results_are_taken()
+        if transfer.started or transfer.pull_results:
+            return
+        blocks = transfer.puller.pool.reserve(transfer.num_blocks - transfer.num_cached)
+        if blocks is None:
+            return
+        transfer.started = True
+        transfer.targets = dict(zip(range(transfer.num_cached, transfer.num_blocks), blocks, strict=True))
+        machine = transfer.puller.machine
+        self.pair.do(transfer.puller, machine.start_pull, transfer.transfer_id, transfer.targets)
+
+    @precondition(lambda self: self.num_under_way())
+    @rule(pick=picks, num_new=st.integers(1, 6), all_again=st.booleans())
+    def compute_a_chunk(self, pick: int, num_new: int, all_again: bool) -> None:
+        computing = [transfer for transfer in self.transfers.values() if transfer.offered and not transfer.last]
+        if not computing:
+            return
+        transfer = chosen(computing, pick)
+        start = len(transfer.sequence)
+        end = min(start + num_new, transfer.num_blocks)
+        blocks = transfer.owner.pool.allocate(end - start)
+        if blocks is None:
+            return
+        for position, block in enumerate(blocks, start):
+            transfer.owner.content[block] = transfer.content(position)
+        transfer.sequence += blocks
+        transfer.last = end == transfer.num_blocks
+        new = list(enumerate(transfer.sequence))[0 if all_again else start :]
+        token = 42 if transfer.last else None
+        machine = transfer.owner.machine
+        self.pair.do(transfer.owner, machine.add_ready, transfer.transfer_id, new, transfer.last, token)
+        if transfer.last:
+            self.end_sequence(transfer)
+
+    @precondition(lambda self: self.num_under_way())
+    @rule(pick=picks, kind=st.sampled_from(["none"] * 4 + TROUBLES))
+    def trouble(self, pick: int, kind: str) -> None:
+        transfer = chosen(self.transfers.values(), pick)
+        owner, puller = transfer.owner, transfer.puller
+        if kind == "preempt" and not transfer.last:
+            self.end_sequence(transfer)
+        elif kind == "cancel":
+            self.pair.do(puller, puller.machine.cancel_pull, transfer.transfer_id, AbortReason.CANCELLED)
+        elif kind == "abort":
+            self.pair.act(owner, owner.machine.abort_offer(transfer.transfer_id, AbortReason.PREFILL_FAILED))
+        elif kind == "break":
+            self.pair.event(owner, PeerLost(puller.name))
+        elif kind == "sleep":  # the puller's process stands still for longer than a lease, and then goes on
+            self.pair.time += CONFIG.lease_s + 1
+            self.pair.event(owner, Tick())
+            self.overwrite_free_blocks(owner, 24)
+
+    # ---- the world around them
+
+    @precondition(lambda self: self.pair.mail)
+    @rule(count=st.integers(1, 10))
+    def mail_flows(self, count: int) -> None:
+        for mail in self.pair.mail[:count]:
+            self.pair.mail.remove(mail)
+            self.pair.deliver(mail)
+
+    @precondition(lambda self: self.pair.mail)
+    @rule(pick=st.integers(0, 3), fate=st.sampled_from(["arrive"] * 4 + ["double", "lose"]))
+    def mail_moves(self, pick: int, fate: str) -> None:
+        index = pick % len(self.pair.mail)
+        mail = self.pair.mail[index] if fate == "double" else self.pair.mail.pop(index)
+        if fate != "lose":
+            self.pair.deliver(mail)
+
+    @precondition(lambda self: any(side.reads for side in self.pair.sides.values()))
+    @rule(pick=picks, fails=st.sampled_from([False] * 9 + [True]))
+    def a_read_ends(self, pick: int, fails: bool) -> None:
+        reads = [(side, read_id) for side in self.pair.sides.values() for read_id in side.reads]
+        side, read_id = chosen(reads, pick)
+        (self.pair.fail_read if fails else self.pair.end_read)(side, read_id)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0]), hearing=st.sampled_from([True, True, True, False]))
+    def time_passes(self, seconds: float, hearing: bool) -> None:
+        self.pair.wait(seconds, deliver=hearing)
+
+    @rule(backwards=st.booleans(), count=st.integers(1, 24))
+    def other_sequences_run(self, backwards: bool, count: int) -> None:
+        self.overwrite_free_blocks(self.pair.puller if backwards else self.pair.owner, count)
+
+    def overwrite_free_blocks(self, side: Side, count: int) -> None:
+        blocks = side.pool.allocate(min(count, side.pool.num_available)) or []
+        for block in blocks:
+            self.num_garbage += 1
+            side.content[block] = -self.num_garbage
+        side.pool.release(blocks)
+
+    # ---- what the workers around the machines do, and what must hold
+
+    def num_under_way(self) -> int:
+        return sum(not (transfer.pull_results and transfer.offer_results) for transfer in self.transfers.values())
+
+    def end_sequence(self, transfer: Transfer) -> None:
+        transfer.owner.pool.release(transfer.sequence)
+        transfer.sequence = []
+
+    @invariant()
+    def results_are_taken(self) -> None:
+        for side in self.pair.sides.values():
+            for result in side.results:
+                transfer = self.transfers[result.transfer_id]
+                if isinstance(result, OfferEnded):
+                    assert side is transfer.owner
+                    transfer.offer_results.append(result)
+                else:
+                    assert side is transfer.puller
+                    transfer.pull_results.append(result)
+                    self.pull_ended(transfer, result)
+            side.results.clear()
+
+    def pull_ended(self, transfer: Transfer, result: PullCompleted | PullFailed) -> None:
+        assert len(transfer.pull_results) == 1, "a pull ended twice"
+        targets = list(transfer.targets.values())
+        written = {target for read in transfer.puller.reads.values() for _, target in read.pairs}
+        assert not written.intersection(targets), "a read still writes into the targets of a pull that ended"
+        if isinstance(result, PullFailed):
+            assert result.state in (PullerState.FAILED, PullerState.CANCELLED)
+            transfer.puller.pool.cancel_reservation(targets)
+            return
+        assert result.first_token_id == 42
+        for position, block in transfer.targets.items():
+            assert transfer.puller.content[block] == transfer.content(position), "trusted bytes of somebody else"
+        transfer.puller.pool.arrive(targets)
+        transfer.puller.pool.release(targets)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pair"):
+            return
+        self.pair.lose_mail()
+        for side in self.pair.sides.values():
+            for read_id in list(side.reads):
+                self.pair.fail_read(side, read_id)
+        for transfer in self.transfers.values():
+            self.end_sequence(transfer)
+        self.results_are_taken()
+        for _ in range(3):  # nobody hears anybody
+            self.pair.wait(CONFIG.lease_s, deliver=False)
+            self.pair.lose_mail()
+        self.results_are_taken()
+        for transfer in self.transfers.values():
+            assert len(transfer.pull_results) == transfer.reserved
+            assert len(transfer.offer_results) == transfer.offered
+            assert all(isinstance(ended.state, OwnerState) for ended in transfer.offer_results)
+        for side in self.pair.sides.values():
+            side.machine.check()
+            side.pool.check()
+            assert not side.machine.alive
+            assert side.machine.next_deadline() is None
+            assert side.pool.ledger()[Column.FREE] == side.pool.num_blocks
+
+
+TwoMachines.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_any_interleaving = TwoMachines.TestCase
+
+
+def walk(seed: int, ended: Counter[str]) -> None:
+    """The same rules, with weights that let most transfers get far before trouble strikes."""
+    dice = random.Random(seed)
+    world = TwoMachines()
+    world.start()
+    pick = dice.randrange
+    for _ in range(120):
+        kind = dice.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble"],
+                            [3, 2, 8, 8, 2, 8, 3, 2, 1])[0]  # fmt: skip
+        if kind == "request" and world.num_under_way() < 4:
+            late = dice.choice([0, 0, 0, 1, 2])
+            world.a_request_comes(pick(6) + 1, pick(4), dice.random() < 0.5, dice.sample(STEPS, 3), late)
+        elif kind == "late" and world.num_under_way():
+            world.a_late_step_comes(pick(1000), dice.choice(STEPS))
+        elif kind == "chunk" and world.num_under_way():
+            world.compute_a_chunk(pick(1000), pick(6) + 1, dice.random() < 0.5)
+        elif kind == "flow":
+            world.mail_flows(pick(10) + 1)
+        elif kind == "mail" and world.pair.mail:
+            world.mail_moves(pick(4), dice.choice(["arrive", "double", "lose"]))
+        elif kind == "read" and any(side.reads for side in world.pair.sides.values()):
+            world.a_read_ends(pick(1000), dice.random() < 0.02)
+        elif kind == "time":
+            world.time_passes(dice.choice([0.1, 0.5, 2.0, 5.0]), dice.random() < 0.9)
+        elif kind == "other":
+            world.other_sequences_run(dice.random() < 0.5, pick(24) + 1)
+        elif kind == "trouble" and world.num_under_way():
+            world.trouble(pick(1000), dice.choice(TROUBLES))
+        world.results_are_taken()
+    world.teardown()
+    for transfer in world.transfers.values():
+        ended.update(type(result).__name__ for result in transfer.pull_results)
+
+
+def test_long_walks_complete_most_pulls_and_fail_some() -> None:
+    ended: Counter[str] = Counter()
+    for seed in range(150):
+        walk(seed, ended)
+    assert ended["PullCompleted"] > 400
+    assert ended["PullFailed"] > 100

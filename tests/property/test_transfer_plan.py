@@ -1,0 +1,176 @@
+"""A TransferPlan against a copy that goes element by element."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import LayoutMismatch
+from core.kv_layout import KVLayout
+from kv_transfer.plan import Run, TransferPlan
+
+POOL_BLOCKS = 10
+
+
+def layouts(block_sizes: tuple[int, ...]) -> st.SearchStrategy[KVLayout]:
+    return st.builds(
+        KVLayout,
+        model=st.just("m"),
+        dtype=st.just("float16"),
+        num_layers=st.integers(1, 3),
+        num_kv_heads=st.integers(1, 3),
+        block_size=st.sampled_from(block_sizes),
+        head_dim=st.just(2),
+        first_layer=st.integers(0, 2),
+        first_kv_head=st.integers(0, 2),
+    )
+
+
+def block_maps(num_blocks: int) -> st.SearchStrategy[dict[int, int]]:
+    """Some of a sequence's blocks, each somewhere in the pool."""
+    indices = st.lists(st.integers(0, num_blocks - 1), unique=True, max_size=num_blocks)
+    places = st.permutations(range(POOL_BLOCKS))
+    return st.builds(lambda chosen, free: dict(zip(chosen, free, strict=False)), indices, places)
+
+
+def pool(layout: KVLayout, seed: int) -> np.ndarray:
+    shape = (POOL_BLOCKS, *layout.block_shape)
+    return np.random.default_rng(seed).integers(1, 2**16, shape).astype(np.uint16)  # stands for float16
+
+
+def copy_by_plan(runs: list[Run], source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    flat_source, flat_target = source.reshape(-1).view(np.uint8), target.copy().reshape(-1).view(np.uint8)
+    for run in runs:
+        piece = flat_source[run.source : run.source + run.num_bytes]
+        assert len(piece) == run.num_bytes, "a run leaves the pool"
+        flat_target[run.target : run.target + run.num_bytes] = piece
+    return flat_target.view(np.uint16).reshape(target.shape)
+
+
+def copy_by_element(
+    plan: TransferPlan, maps: tuple[dict[int, int], ...], source: np.ndarray, target: np.ndarray
+) -> np.ndarray:
+    """Every (token, layer, head) that both pools hold, one at a time."""
+    ours, theirs, result = plan.source, plan.target, target.copy()
+    num_tokens = min((max(m, default=-1) + 1) * at.block_size for m, at in zip(maps, (ours, theirs), strict=True))
+    for token in range(num_tokens):
+        (index, at), (their_index, their_at) = divmod(token, ours.block_size), divmod(token, theirs.block_size)
+        if index not in maps[0] or their_index not in maps[1]:
+            continue
+        for layer in set(range(ours.first_layer, ours.first_layer + ours.num_layers)) & set(
+            range(theirs.first_layer, theirs.first_layer + theirs.num_layers)
+        ):
+            for head in set(range(ours.first_kv_head, ours.first_kv_head + ours.num_kv_heads)) & set(
+                range(theirs.first_kv_head, theirs.first_kv_head + theirs.num_kv_heads)
+            ):
+                piece = source[maps[0][index], layer - ours.first_layer, :, head - ours.first_kv_head, at]
+                result[maps[1][their_index], layer - theirs.first_layer, :, head - theirs.first_kv_head, their_at] = (
+                    piece
+                )
+    return result
+
+
+def overlap(a: KVLayout, b: KVLayout) -> bool:
+    """Whether two boxes have a layer and a head in common."""
+    return (
+        a.first_layer < b.first_layer + b.num_layers
+        and b.first_layer < a.first_layer + a.num_layers
+        and a.first_kv_head < b.first_kv_head + b.num_kv_heads
+        and b.first_kv_head < a.first_kv_head + a.num_kv_heads
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), source=layouts((1, 2, 4)), target=layouts((2, 4, 8)))
+def test_a_plan_copies_what_both_pools_hold_and_nothing_else(
+    data: st.DataObject, source: KVLayout, target: KVLayout
+) -> None:
+    if not overlap(source, target):
+        with pytest.raises(LayoutMismatch):
+            TransferPlan(source, target)
+        return
+    plan = TransferPlan(source, target)
+    maps = (data.draw(block_maps(8)), data.draw(block_maps(8)))
+    source_pool, target_pool = pool(source, 1), pool(target, 2)
+    runs = plan.runs(*maps)
+    by_plan = copy_by_plan(runs, source_pool, target_pool)
+    assert np.array_equal(by_plan, copy_by_element(plan, maps, source_pool, target_pool))
+    touched = sum(run.num_bytes for run in runs)
+    assert touched == len({run.target + i for run in runs for i in range(run.num_bytes)}), "a byte is written twice"
+
+
+def random_layout(rng: random.Random, block_sizes: tuple[int, ...]) -> KVLayout:
+    return KVLayout(
+        model="m",
+        dtype="float16",
+        num_layers=rng.randint(1, 3),
+        num_kv_heads=rng.randint(1, 4),
+        block_size=rng.choice(block_sizes),
+        head_dim=2,
+        first_layer=rng.randint(0, 2),
+        first_kv_head=rng.randint(0, 3),
+    )
+
+
+def test_thousands_of_random_layouts_are_copied_as_element_by_element() -> None:
+    rng = random.Random(20)
+    num_compared = 0
+    while num_compared < 2000:
+        source, target = random_layout(rng, (1, 2, 4)), random_layout(rng, (1, 2, 4, 8))
+        if not overlap(source, target):
+            continue
+        plan = TransferPlan(source, target)
+        maps = tuple(dict(zip(rng.sample(range(5), 3), rng.sample(range(POOL_BLOCKS), 3), strict=True)) for _ in "ab")
+        source_pool, target_pool = pool(source, num_compared), pool(target, num_compared + 1)
+        by_plan = copy_by_plan(plan.runs(*maps), source_pool, target_pool)
+        assert np.array_equal(by_plan, copy_by_element(plan, maps, source_pool, target_pool)), (source, target, maps)
+        num_compared += 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(layout=layouts((2, 4)), maps=st.tuples(block_maps(8), block_maps(8)))
+def test_equal_layouts_move_whole_blocks(layout: KVLayout, maps: tuple[dict[int, int], dict[int, int]]) -> None:
+    plan = TransferPlan(layout, layout)
+    runs = plan.runs(*maps)
+    common = sorted(maps[0].keys() & maps[1].keys())
+    assert sum(run.num_bytes for run in runs) == len(common) * layout.block_bytes
+    breaks = sum((maps[0][b], maps[1][b]) != (maps[0][a] + 1, maps[1][a] + 1) for a, b in pairwise(common))
+    assert len(runs) == (breaks + 1 if common else 0)
+
+
+LAYOUT = KVLayout(model="m", dtype="float16", num_layers=2, num_kv_heads=2, block_size=4, head_dim=2)
+
+
+def test_adjacent_blocks_merge_only_where_they_are_adjacent_on_both_sides() -> None:
+    size = LAYOUT.block_bytes
+    runs = TransferPlan(LAYOUT, LAYOUT).runs_of_blocks([(3, 7), (4, 8), (5, 1), (6, 2), (8, 3)])
+    assert runs == [Run(3 * size, 7 * size, 2 * size), Run(5 * size, size, 2 * size), Run(8 * size, 3 * size, size)]
+
+
+def test_head_shards_of_equal_width_merge_within_a_layer() -> None:
+    plan = TransferPlan(replace(LAYOUT, num_kv_heads=4), replace(LAYOUT, first_kv_head=2))
+    runs = plan.runs({0: 0}, {0: 0})
+    assert len(runs) == 2 * 2  # layers x (K, V); the two heads of each go as one
+    assert {run.num_bytes for run in runs} == {2 * 4 * 2 * 2}  # heads x tokens x head_dim x bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": "n"}, {"model"}),
+        ({"dtype": "bfloat16", "head_dim": 4}, {"dtype", "head_dim"}),
+        ({"block_size": 6}, {"block_size"}),
+        ({"first_layer": 2}, {"first_layer", "num_layers"}),
+        ({"first_kv_head": 5}, {"first_kv_head", "num_kv_heads"}),
+    ],
+)
+def test_layouts_that_cannot_be_translated_are_named(changes: dict[str, object], named: set[str]) -> None:
+    with pytest.raises(LayoutMismatch) as caught:
+        TransferPlan(LAYOUT, replace(LAYOUT, **changes))  # type: ignore[arg-type]
+    assert caught.value.differences.keys() == named

@@ -1,0 +1,91 @@
+"""Two hundred small worlds. A failing seed is named; `python -m simulator --seed N --verbose` replays it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from simulator.__main__ import main
+from simulator.simulation import Result, run_seed
+
+NUM_SEEDS = 200
+BATCH = 20
+
+# What has to have happened somewhere in the two hundred, or they prove less than they seem to.
+FAULTS_THAT_MUST_HAPPEN = (
+    "lost notification", "doubled notification", "slow read", "broken read", "corrupted block", "failed step",
+    "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
+)  # fmt: skip
+ANSWERS_THAT_MUST_HAPPEN = (
+    "expired lease", "digest mismatch", "preemption", "retried", "READY repeated", "PeerLost", "ReadFailed",
+    "completed pull", "failed pull", "cancelled pull", "refused",
+    "finished disaggregated", "finished local", "finished recomputed",
+    "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
+    "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
+    "dropped: old", "dropped: late", "dropped: gap", "dropped: foreign", "dropped: unknown_transfer",
+)  # fmt: skip
+
+
+@cache
+def result_of(seed: int) -> Result:
+    return run_seed(seed)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
+def test_every_request_of_every_seed_ends_once_with_the_right_tokens_and_leaves_nothing_behind(first: int) -> None:
+    failed = {}
+    for seed in range(first, first + BATCH):
+        try:
+            result_of(seed)
+        except AssertionError as error:
+            failed[seed] = f"{type(error).__name__}: {error}"
+    assert not failed, f"replay with `python -m simulator --seed N --verbose`: {failed}"
+
+
+def test_the_faults_really_happened_and_were_answered() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        totals += result_of(seed).counts
+    missing = [name for name in (*FAULTS_THAT_MUST_HAPPEN, *ANSWERS_THAT_MUST_HAPPEN) if not totals[name]]
+    assert not missing, f"never happened: {missing}, but {dict(totals)}"
+
+
+def test_most_requests_finish_in_spite_of_everything() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        totals += result_of(seed).counts
+    finished = sum(count for name, count in totals.items() if name.startswith("finished"))
+    ended = finished + totals["refused"] + sum(count for name, count in totals.items() if name.startswith("failed "))
+    ended -= totals["failed pull"] + totals["failed step"]
+    assert ended == 50 * NUM_SEEDS
+    assert finished > 0.8 * ended
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_a_seed_replays_exactly(seed: int) -> None:
+    lines: list[str] = []
+    replayed = run_seed(seed, lines.append)
+    assert replayed == result_of(seed)
+    assert lines
+
+
+def test_another_seed_is_another_world() -> None:
+    assert result_of(1).log_hash != result_of(2).log_hash
+
+
+def test_a_replay_in_another_process_is_the_same_world() -> None:
+    """The order of sets and hashes of strings differ between processes: nothing may depend on them."""
+    program = "from simulator.simulation import run_seed; print(run_seed(3).log_hash)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert int(ran.stdout) == result_of(3).log_hash
+
+
+def test_the_command_replays_a_seed_and_says_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "2", "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert "client: r0," in out
+    assert "completed pull" in out

@@ -1,0 +1,165 @@
+"""Machines broken on purpose: each must be caught within a few seeds, or the simulator's silence proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from core.block_pool import BlockPool
+from core.errors import TandemError
+from core.handoff import AbortReason, PullerState
+from core.lifecycle import WorkerRole
+from decode_worker.machine import DecodeMachine
+from kv_transfer.events import PullFailed
+from kv_transfer.owner import Owner
+from kv_transfer.pull import Pull
+from kv_transfer.puller import Puller
+from router import events
+from router.machine import RouterMachine
+from router.routed_request import RoutedRequest
+from simulator.agent import ReadFaults
+from simulator.network import NetworkFaults
+from simulator.scenario import Fault, Scenario, make_scenario
+from simulator.simulation import run_scenario
+from simulator.world import SimulationError
+
+MAX_SEEDS = 30
+
+
+def first_failure(change: Callable[[Scenario], Scenario] = lambda scenario: scenario) -> str:
+    """The message of the first seed that fails; empty where none does."""
+    for seed in range(1, MAX_SEEDS):
+        try:
+            run_scenario(change(make_scenario(seed)))
+        except SimulationError as error:
+            return str(error)
+    return ""
+
+
+def without_digests(scenario: Scenario) -> Scenario:
+    """The lease alone protects: no digests, nothing corrupted, and readers stopped for longer than it lasts."""
+    transfer = replace(
+        scenario.workers[0].transfer,
+        verify_digests=False,
+        lease_s=0.3,
+        max_reads_in_flight=1,
+        max_blocks_per_read=1,
+    )
+    model = replace(scenario.workers[0], num_blocks=96 // scenario.workers[0].layout.block_size, transfer=transfer)
+    roles = {"prefill-0": WorkerRole.PREFILL, "decode-0": WorkerRole.DECODE, "decode-1": WorkerRole.DECODE}
+    stops = [(0.4 + 0.4 * number, f"decode-{number % 2}") for number in range(8)]
+    return replace(
+        scenario,
+        calm=False,
+        workers=tuple(replace(model, worker_id=name, role=role, step_failure=0.0) for name, role in roles.items()),
+        router=replace(scenario.router, local_prefill_tokens=0, max_queued=1024),
+        requests=tuple(client for client in scenario.requests if client.request.max_total_tokens <= 96),
+        network=NetworkFaults(delay_s=0.02),
+        reads=ReadFaults(seconds_per_block=0.002),
+        faults=tuple(Fault("stops", worker_id, at, 0.7) for at, worker_id in stops),
+    )
+
+
+def test_the_special_scenarios_hold_for_the_unbroken_machines() -> None:
+    assert first_failure(without_digests) == ""
+
+
+def test_a_router_that_delivers_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = RouterMachine._accept
+
+    def again(self: RouterMachine, routed: RoutedRequest, tokens: events.IndexedTokens, now: float) -> list[object]:
+        return accept(self, routed, tokens, now) * 2
+
+    monkeypatch.setattr(RouterMachine, "_accept", again)
+    assert "is next" in first_failure()
+
+
+def test_a_router_that_takes_repeated_tokens_for_new_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: RoutedRequest, tokens: events.IndexedTokens) -> int:
+        first = len(self.delivered)
+        self.delivered.extend(token for _, token in tokens)
+        return first
+
+    monkeypatch.setattr(RoutedRequest, "accept", append)
+    assert "is right" in first_failure()
+
+
+def test_a_router_that_ignores_the_death_of_workers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterMachine, "_on_lost", lambda _self, _event, _now: [])
+    assert first_failure()
+
+
+def test_a_router_that_swallows_failures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterMachine, "_retry", lambda _self, _routed, _error, _worker, _now: [])
+    assert "DeadlineExceeded" in first_failure()
+
+
+def test_a_transfer_that_trusts_reads_after_its_lease_is_caught_without_digests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pull, "lease_covers_reads", property(lambda _self: True))
+    assert "is right" in first_failure(without_digests)
+
+
+def test_a_transfer_that_accepts_wrong_digests_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_read_finished = Puller.on_read_finished
+    monkeypatch.setattr(
+        Puller,
+        "on_read_finished",
+        lambda self, event, now: on_read_finished(self, replace(event, digests=()), now),
+    )
+    assert "is right" in first_failure()
+
+
+def test_a_pool_that_forgets_to_unlease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "unlease", lambda _self, _blocks: None)
+    assert first_failure()
+
+
+def test_an_owner_that_never_ends_a_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Owner, "on_tick", lambda _self, _now: None)
+    monkeypatch.setattr(Owner, "deadlines", lambda _self: [])
+    assert "still has" in first_failure()
+
+
+def test_a_machine_that_asks_for_the_same_tick_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.world.MAX_EVENTS", 10_000)
+    monkeypatch.setattr(Owner, "on_tick", lambda _self, _now: None)
+    assert "no end in sight" in first_failure()
+
+
+def test_an_owner_that_frees_blocks_under_a_reader_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole lease shrinks to nothing for the owner, while readers go on."""
+    monkeypatch.setattr(Pull, "lease_covers_reads", property(lambda _self: True))
+    monkeypatch.setattr(BlockPool, "lease", lambda _self, _blocks: None)
+    monkeypatch.setattr(BlockPool, "unlease", lambda _self, _blocks: None)
+    monkeypatch.setattr(Owner, "check", lambda _self: None)
+    assert "is right" in first_failure(without_digests)
+
+
+def test_a_puller_that_gives_targets_back_before_its_reads_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_at_once(
+        self: Puller, pull: Pull, reason: AbortReason, detail: str, _now: float, state: PullerState = PullerState.FAILED
+    ) -> None:
+        for read_id in list(pull.reads):
+            self.num_forgotten = pull.reads.pop(read_id)
+            self._pull_of_read.pop(read_id)
+        self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
+
+    on_read_finished, on_read_failed = Puller.on_read_finished, Puller.on_read_failed
+    monkeypatch.setattr(Puller, "_fail", end_at_once)
+    for name, method in (("on_read_finished", on_read_finished), ("on_read_failed", on_read_failed)):
+        monkeypatch.setattr(
+            Puller, name, lambda s, e, now, m=method: m(s, e, now) if e.read_id in s._pull_of_read else None
+        )
+    assert "which is not reserved" in first_failure()
+
+
+def test_a_decode_worker_that_forgets_a_cancelled_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: DecodeMachine, request_id: str, error: TandemError, _reason: AbortReason, _now: float) -> list:
+        return self._fail_call(request_id, error) if request_id in self._calls else []
+
+    monkeypatch.setattr(DecodeMachine, "_end", forget)
+    assert first_failure()

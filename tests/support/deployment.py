@@ -1,0 +1,187 @@
+"""A whole deployment in one process, for tests: real gRPC, real agents, real machines; Ray is left out.
+
+async with deploy(config, num_prefill=1, num_decode=1) as deployment:
+    answer = await deployment.generate(text="Hello", max_tokens=8)
+    await deployment.assert_pools_settle()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field, replace
+
+import grpc
+import grpc.aio
+
+from cli.compose import build_decode_worker, build_prefill_worker, build_router
+from core.block_pool import Column
+from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
+from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.service import RouterService
+from runtime.grpc_server import open_channel
+from runtime.security import load_credentials
+from runtime.service import Endpoint
+from runtime.service_host import Placement
+from runtime.worker_service import WorkerService
+
+SETTLE_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 60.0
+
+
+def tiny_config(
+    model: str = "fake:tiny",
+    transport: str = "memory",
+    telemetry: TelemetryConfig | None = None,
+    **router: object,
+) -> TandemConfig:
+    """Small and quick to start; every prompt goes through both pools unless `router` says otherwise."""
+    return TandemConfig(
+        engine=EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1),
+        scheduler=SchedulerConfig(max_batched_tokens=64, max_running=32),
+        transfer=TransferConfig(transport=transport),
+        router=RouterConfig(**({"port": 0, "local_prefill_tokens": 0} | router)),  # type: ignore[arg-type]
+        telemetry=telemetry or TelemetryConfig(),
+    )
+
+
+@dataclass
+class Answer:
+    """What one choice of a stream brought."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    indices: list[int] = field(default_factory=list)
+    chunks: list[inference_pb2.TokenChunk] = field(default_factory=list)
+    finished: inference_pb2.Finished | None = None
+
+
+@dataclass
+class Deployment:
+    config: TandemConfig
+    router: RouterService
+    prefill: list[WorkerService]
+    decode: list[WorkerService]
+    endpoints: dict[int, Endpoint]  # by id() of the worker service
+    channel: grpc.aio.Channel
+    router_address: str
+
+    @property
+    def inference(self) -> inference_pb2_grpc.InferenceStub:
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    @property
+    def cluster(self) -> cluster_pb2_grpc.ClusterStub:
+        return cluster_pb2_grpc.ClusterStub(self.channel)
+
+    @property
+    def workers(self) -> list[WorkerService]:
+        return self.prefill + self.decode
+
+    async def generate(self, timeout_s: float = CALL_TIMEOUT_S, **request: object) -> Answer:
+        """One choice, to its end."""
+        return (await self.generate_all(make_request(**request), timeout_s))[0]
+
+    async def generate_all(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float = CALL_TIMEOUT_S
+    ) -> list[Answer]:
+        """Every choice, to its end."""
+        answers = [Answer() for _ in range(request.n or 1)]
+        async for response in self.inference.Generate(request, timeout=timeout_s):
+            event = response.tokens if response.HasField("tokens") else response.finished
+            answer = answers[event.choice]
+            if response.HasField("finished"):
+                assert answer.finished is None, "two final messages"
+                answer.finished = response.finished
+                continue
+            answer.chunks.append(response.tokens)
+            answer.indices += range(event.index, event.index + len(event.token_ids))
+            answer.token_ids += event.token_ids
+            answer.text += event.text
+        return answers
+
+    def ledgers(self) -> list[dict[Column, int]]:
+        return [_machine(worker).core.pool.ledger() for worker in self.workers]
+
+    def drop_caches(self, workers: Iterable[WorkerService]) -> None:
+        """Evict every cached block of idle workers, by allocating the whole pool and giving it back."""
+        for worker in workers:
+            pool = _machine(worker).core.pool
+            blocks = pool.allocate(pool.num_blocks)
+            assert blocks is not None, "the worker is not idle"
+            pool.release(blocks)
+
+    async def assert_pools_settle(self) -> None:
+        """Both pools end with no block held, leased or incoming, and every machine's invariants hold."""
+        busy = (Column.HELD, Column.LEASED, Column.INCOMING)
+        deadline = asyncio.get_running_loop().time() + SETTLE_TIMEOUT_S
+        while any(ledger[column] for ledger in self.ledgers() for column in busy):
+            assert asyncio.get_running_loop().time() < deadline, f"blocks leaked: {self.ledgers()}"
+            await asyncio.sleep(0.01)
+        for worker in self.workers:
+            _machine(worker).check()
+
+
+def _machine(worker: WorkerService):  # type: ignore[no-untyped-def]
+    assert worker._parts is not None
+    return worker._parts.machine
+
+
+def make_request(
+    text: str | None = None,
+    token_ids: Iterable[int] | None = None,
+    max_tokens: int = 8,
+    temperature: float = 0.0,
+    ignore_eos: bool = True,
+    **fields: object,
+) -> inference_pb2.GenerateRequest:
+    """A greedy request that runs to max_tokens, unless told otherwise."""
+    stop = {name: fields.pop(name) for name in ("stop_strings", "stop_token_ids") if name in fields}
+    own = {name: fields.pop(name) for name in ("n", "logprobs", "cache_salt", "priority", "model") if name in fields}
+    request = inference_pb2.GenerateRequest(
+        sampling=inference_pb2.SamplingParams(temperature=temperature, **fields),  # type: ignore[arg-type]
+        stop=inference_pb2.StopConditions(max_tokens=max_tokens, ignore_eos=ignore_eos, **stop),  # type: ignore[arg-type]
+        **own,  # type: ignore[arg-type]
+    )
+    if text is not None:
+        request.text = text
+    if token_ids is not None:
+        request.token_ids.ids.extend(token_ids)
+    return request
+
+
+@contextlib.asynccontextmanager
+async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1) -> AsyncIterator[Deployment]:
+    prefill = [build_prefill_worker(config, place(ordinal)) for ordinal in range(num_prefill)]
+    decode = [build_decode_worker(config, place(ordinal)) for ordinal in range(num_decode)]
+    router = build_router(config, place(0))
+    async with contextlib.AsyncExitStack() as stack:
+        for service in (*prefill, *decode, router):
+            stack.push_async_callback(service.stop)
+        started = await asyncio.gather(*(service.start() for service in (*prefill, *decode)))
+        endpoint = await router.start()
+        await router.set_workers(started)
+        credentials = load_credentials(config.security)
+        channel = await stack.enter_async_context(open_channel(endpoint.address, 4 << 20, credentials))
+        endpoints = {id(worker): found for worker, found in zip((*prefill, *decode), started, strict=True)}
+        deployment = Deployment(config, router, prefill, decode, endpoints, channel, endpoint.address)
+        await wait_until_known(deployment, len(started))
+        yield deployment
+
+
+async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
+    """Until the router has heard from `num_workers` workers."""
+    shell = deployment.router._shell
+    assert shell is not None
+    async with asyncio.timeout(SETTLE_TIMEOUT_S):
+        while len(list(shell.machine.workers)) != num_workers:
+            await asyncio.sleep(0.01)
+
+
+def with_port(config: TandemConfig, port: int) -> TandemConfig:
+    return replace(config, router=replace(config.router, port=port))
+
+
+def place(ordinal: int) -> Placement:
+    return Placement(ordinal=ordinal, host="", address="", num_threads=1, scale=None)

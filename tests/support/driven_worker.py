@@ -1,0 +1,133 @@
+"""A worker's machine in the hands of a test: steps run when told, messages come when told, actions are remembered.
+
+The token that a step samples is the number of tokens before it, so that a test can say what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from core.block_pool import BlockPool, Column
+from core.config import SchedulerConfig, TransferConfig
+from core.errors import TandemError
+from core.handoff import AgentAddress, HandoffMessage
+from core.kv_layout import KVLayout
+from core.machine import Tick
+from core.request import Request, SamplingParams
+from core.scheduler import Scheduler
+from core.step import SampledToken, StepOutput, StepPlan
+from core.worker import RunStep, StepFailed, StepFinished, WorkerCore
+from decode_worker.machine import DecodeMachine
+from kv_transfer.events import MessageReceived, SendMessage
+from kv_transfer.machine import TransferMachine
+from prefill_worker.machine import PrefillMachine
+
+BLOCK_SIZE = 4
+EOS = 63
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=BLOCK_SIZE, head_dim=1)
+LEASE_S = 12.0
+
+A = TypeVar("A")
+
+
+def address(name: str, num_blocks: int = 32, layout: KVLayout = LAYOUT) -> AgentAddress:
+    return AgentAddress(name, 1, b"", 0, num_blocks, layout, LEASE_S)
+
+
+def request(
+    name: str, num_tokens: int, max_tokens: int = 4, first: int = 1, priority: int = 0, resumed: Sequence[int] = ()
+) -> Request:
+    """A prompt of `num_tokens` that counts up from `first`."""
+    prompt = tuple(range(first, first + num_tokens))
+    return Request(name, prompt + tuple(resumed), num_tokens, SamplingParams(max_tokens=max_tokens), priority=priority)
+
+
+class DrivenWorker:
+    """`me` and `peer` are agents; counters of the peer's messages rise by themselves."""
+
+    def __init__(
+        self,
+        build: Callable[[WorkerCore, TransferMachine], PrefillMachine | DecodeMachine],
+        num_blocks: int = 16,
+        scheduler: SchedulerConfig | None = None,
+    ) -> None:
+        self.now = 50.0
+        self.me, self.peer = address("me", num_blocks), address("peer")
+        self.pool = BlockPool(num_blocks)
+        config = scheduler or SchedulerConfig(max_batched_tokens=8, max_running=4, max_waiting=8)
+        self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool)
+        transfers = TransferMachine(TransferConfig(lease_s=LEASE_S, transport="memory"), self.pool, self.me)
+        self.machine = build(self.core, transfers)
+        self.actions: list[Any] = []
+        self.plan: StepPlan | None = None  # the step in flight
+        self._counter = 0
+
+    # ---- doing
+
+    def post(self, event: Any) -> list[Any]:
+        actions = self.machine.handle(event, self.now)
+        self.machine.check()
+        self.actions += actions
+        for action in actions:
+            if isinstance(action, RunStep):
+                assert self.plan is None, "one step at a time"
+                self.plan = action.plan
+        return actions
+
+    def finish_step(self, **tokens: int) -> list[Any]:
+        """End the step in flight; `tokens` names what is sampled where it is not the usual."""
+        plan, self.plan = self.plan, None
+        assert plan is not None, "no step is in flight"
+        sampled = {
+            chunk.sequence_id: SampledToken(tokens.get(chunk.sequence_id, chunk.start + chunk.num_tokens))
+            for chunk in plan.chunks
+            if chunk.samples
+        }
+        return self.post(StepFinished(StepOutput(plan.step_id, sampled)))
+
+    def fail_step(self) -> list[Any]:
+        self.plan = None
+        return self.post(StepFailed(TandemError("the step failed")))
+
+    def run_until_idle(self) -> None:
+        for _ in range(200):
+            if self.plan is None:
+                return
+            self.finish_step()
+        raise AssertionError("200 steps and no end")
+
+    def hear(self, make: Callable[[int, int], HandoffMessage]) -> list[Any]:
+        """A message of the peer; `make` gets its incarnation and counter."""
+        self._counter += 1
+        return self.post(MessageReceived(self.peer.name, make(self.peer.incarnation, self._counter)))
+
+    def pass_time(self, seconds: float) -> list[Any]:
+        end, actions = self.now + seconds, []
+        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            actions += self.post(Tick())
+        self.now = end
+        return actions
+
+    # ---- seeing
+
+    def of(self, kind: type[A]) -> list[A]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def only(self, kind: type[A]) -> A:
+        (action,) = self.of(kind)
+        return action
+
+    def sent(self, kind: type[A]) -> list[A]:
+        return [action.message for action in self.of(SendMessage) if isinstance(action.message, kind)]
+
+    def chunks(self) -> list[tuple[str, int, int]]:
+        """(sequence, start, tokens) of the step in flight."""
+        return [] if self.plan is None else [(c.sequence_id, c.start, c.num_tokens) for c in self.plan.chunks]
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """Columns that are not empty, without the free and the cached."""
+        kept = (Column.HELD, Column.LEASED, Column.INCOMING)
+        return {column.value: count for column, count in self.pool.ledger().items() if count and column in kept}

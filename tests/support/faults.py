@@ -1,0 +1,288 @@
+"""What fault tests share: a stream that ends in tokens or a typed error, a hand on the wire, and the end of the books.
+
+A row of the fault table makes its fault, proves that it happened, and then asks for the same four things: `right` (the
+exact tokens) or `typed` (an error inside its deadline, after nothing but right tokens), `settle` (both ledgers empty
+within the lease), and `serves_on` (a new request through the survivors).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+
+from core.block_pool import Column
+from core.config import EngineConfig, TandemConfig, TransferConfig
+from core.handoff import HandoffMessage
+from core.request import Request, SamplingParams
+from engine.fake_runner import FakeRunner, expected_tokens
+from kv_transfer.machine import TransferMachine
+from kv_transfer.transports.memory_transport import MemoryFabric
+from protos import inference_pb2_grpc
+from protos.handoff_codec import decode
+from runtime.worker_service import WorkerService
+from tests.support.deployment import Answer, Deployment, make_request, tiny_config
+
+LEASE_S = 1.0
+SLACK_S = 2.0  # for a busy machine: timers, threads and reports between the end of a lease and the ledger
+BUSY = (Column.HELD, Column.LEASED, Column.INCOMING)
+TYPED = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+}
+
+Prompt = tuple[int, ...]
+
+
+def fault_config(
+    transport: str = "memory",
+    *,
+    lease_s: float = LEASE_S,
+    verify_digests: bool = True,
+    read_grace_s: float = 0.4,
+    **router: object,
+) -> TandemConfig:
+    """Short leases and short patience, so that a test sees the end of both."""
+    patience: dict[str, object] = {"worker_wait_s": 3.0, "report_stale_s": 1.5, "worker_lost_s": 2.0}
+    transfer = TransferConfig(
+        transport=transport,
+        lease_s=lease_s,
+        read_grace_s=read_grace_s,
+        min_bytes_per_s=1e6,
+        verify_digests=verify_digests,
+    )
+    return replace(tiny_config(**(patience | router)), transfer=transfer)  # type: ignore[arg-type]
+
+
+def prompt_of(seed: int, num_tokens: int = 70) -> Prompt:
+    """Prompts of different seeds share no block; of one seed, the shorter is the longer one's beginning."""
+    generator = random.Random(seed)
+    return tuple(generator.randrange(1, 251) for _ in range(num_tokens))
+
+
+@functools.cache
+def expected(prompt: Prompt, num_output: int) -> list[int]:
+    """What the fake must answer."""
+    runner = _fake()
+    params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+    return expected_tokens(Request("reference", prompt, len(prompt), params), runner.layout, runner.info.vocab_size)
+
+
+@functools.cache
+def _fake() -> FakeRunner:
+    return FakeRunner.from_config(EngineConfig(model="fake:tiny", dtype="float32", kv_memory_mb=1))
+
+
+class Stream:
+    """One request, followed in the background from now on. Needs a running loop."""
+
+    def __init__(
+        self,
+        inference: inference_pb2_grpc.InferenceStub,
+        prompt: Prompt,
+        num_output: int = 20,
+        timeout_s: float = 20.0,
+    ) -> None:
+        self.prompt, self.num_output = prompt, num_output
+        self.answer = Answer()
+        self.code: grpc.StatusCode | None = None  # of the error it ended with
+        self.details = ""
+        self._deadline = time.monotonic() + timeout_s
+        self._grown = asyncio.Condition()
+        self._call = inference.Generate(make_request(token_ids=prompt, max_tokens=num_output), timeout=timeout_s)
+        self._task = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        try:
+            async for response in self._call:
+                if response.HasField("finished"):
+                    assert self.answer.finished is None, "two final messages"
+                    self.answer.finished = response.finished
+                    continue
+                self.answer.indices += range(
+                    response.tokens.index, response.tokens.index + len(response.tokens.token_ids)
+                )
+                self.answer.token_ids += response.tokens.token_ids
+                async with self._grown:
+                    self._grown.notify_all()
+        except grpc.aio.AioRpcError as error:
+            self.code, self.details = error.code(), error.details() or ""
+        except asyncio.CancelledError:
+            if not self._call.cancelled():
+                raise
+            self.code = grpc.StatusCode.CANCELLED
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answer.token_ids)
+
+    @property
+    def ended(self) -> bool:
+        return self._task.done()
+
+    async def reach(self, num_tokens: int) -> Stream:
+        """Until so many tokens have come."""
+        async with asyncio.timeout(10), self._grown:
+            await self._grown.wait_for(lambda: self.num_tokens >= num_tokens)
+        return self
+
+    async def end(self) -> Stream:
+        """The end, whichever it is, at the deadline at the latest."""
+        async with asyncio.timeout(max(0.0, self._deadline - time.monotonic()) + SLACK_S):
+            await self._task
+        return self
+
+    async def right(self) -> Stream:
+        """Ends with exactly the right tokens, each once and in order."""
+        await self.end()
+        assert self.code is None, f"{self.code}: {self.details}"
+        assert self.answer.finished is not None
+        assert self.answer.token_ids == expected(self.prompt, self.num_output)
+        assert self.answer.indices == list(range(self.num_output))
+        return self
+
+    async def typed(self, *codes: grpc.StatusCode) -> Stream:
+        """Ends with one of these errors, and every token before it was right."""
+        await self.end()
+        assert self.code in (codes or TYPED), f"{self.code}: {self.details}"
+        assert self.answer.finished is None
+        assert self.answer.token_ids == expected(self.prompt, self.num_output)[: self.num_tokens]
+        return self
+
+    async def right_or_typed(self) -> Stream:
+        await self.end()
+        return await (self.right() if self.code is None else self.typed())
+
+
+class Wire:
+    """Sees every hand-off message on a fabric. `rule` says what becomes of one: None = it arrives; () = it is lost;
+    (0, 0) = it arrives twice. What a rule changed is counted in `done` by the name of the message's class."""
+
+    def __init__(self, fabric: MemoryFabric) -> None:
+        self.fabric = fabric
+        self.rule: Callable[[HandoffMessage], Sequence[int] | None] = lambda _message: None
+        self.seen: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+        self.kept: list[tuple[str, str, bytes]] = []  # (sender, receiver, payload) of what was lost
+        fabric.fate = self._fate
+
+    def _fate(self, sender: str, receiver: str, payload: bytes) -> Sequence[int]:
+        """On an agent's thread, with the fabric's lock held."""
+        message = decode(payload)
+        name = type(message).__name__
+        self.seen[name] += 1
+        fate = self.rule(message)
+        if fate is None:
+            return (0,)
+        self.done[name] += 1
+        if not fate:
+            self.kept.append((sender, receiver, payload))
+        return fate
+
+    @staticmethod
+    def read(payload: bytes) -> HandoffMessage:
+        return decode(payload)
+
+
+class Gate:
+    """Steps of a worker's runner pass one by one when the gate says so; open unless closed."""
+
+    def __init__(self, worker: WorkerService) -> None:
+        assert worker._parts is not None
+        runner = worker._parts.executor._runner  # type: ignore[attr-defined]
+        self._run, runner.run = runner.run, self._pass
+        self._open = threading.Event()
+        self._open.set()
+        self._passes = 0
+        self.waiting = False
+
+    def _pass(self, plan):  # type: ignore[no-untyped-def]
+        if self._passes:
+            self._passes -= 1
+        else:
+            self.waiting = True
+            assert self._open.wait(30), "nobody opened the gate"
+            self.waiting = False
+        return self._run(plan)
+
+    def close(self, after: int = 0) -> None:
+        """Let `after` more steps pass, then none."""
+        self._passes = after
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def slow_down(worker: WorkerService, step_s: float) -> None:
+    assert worker._parts is not None
+    runner = worker._parts.executor._runner  # type: ignore[attr-defined]
+    run = runner.run
+
+    def slow(plan):  # type: ignore[no-untyped-def]
+        time.sleep(step_s)
+        return run(plan)
+
+    runner.run = slow
+
+
+def transfers(worker: WorkerService) -> TransferMachine:
+    assert worker._parts is not None
+    return worker._parts.machine.transfers  # type: ignore[attr-defined,no-any-return]
+
+
+def busy_blocks(worker: WorkerService) -> dict[str, int]:
+    """Blocks that somebody keeps, by column."""
+    assert worker._parts is not None
+    ledger = worker._parts.machine.core.pool.ledger()
+    return {column.value: ledger[column] for column in BUSY if ledger[column]}
+
+
+async def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 8.0) -> None:
+    """Machines have no bell for a test to wait on, so it looks often. `what` is wanted, or says what is wrong."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{seconds:g} s: {what if isinstance(what, str) else what()}"
+        await asyncio.sleep(0.002)
+
+
+async def settle(deployment: Deployment, within_s: float = LEASE_S + SLACK_S) -> None:
+    """Every ledger is empty of held, leased and incoming blocks in time, and every machine agrees with itself."""
+
+    def left() -> dict[str, object]:
+        return {
+            transfers(worker).address.name: (busy_blocks(worker), transfers(worker).snapshot(0.0))
+            for worker in deployment.workers
+            if busy_blocks(worker) or transfers(worker).alive
+        }
+
+    await until(lambda: not left(), lambda: f"blocks are kept: {left()}", within_s)
+    for worker in deployment.workers:
+        assert worker._parts is not None
+        worker._parts.machine.check()
+    shell = deployment.router._shell
+    assert shell is not None
+    await until(lambda: shell.num_open == 0 and shell.machine.num_in_flight == 0, "the router still has requests")
+    shell.machine.check()
+
+
+async def serves_on(inference: inference_pb2_grpc.InferenceStub) -> None:
+    """A new request, which no cache knows, gets the right tokens."""
+    await Stream(inference, prompt_of(next(_NEW_SEEDS), num_tokens=20), 5).right()
+
+
+_NEW_SEEDS = itertools.count(100_000)

@@ -1,0 +1,201 @@
+"""Three machines on one: network namespaces with a control network among them and a data link between two.
+
+    router --- bridge --- prefill        control network 10.88.0.0/24: gRPC, Ray
+                  `------ decode
+                          prefill === decode       data link 10.88.1.0/30: KV over UCX
+
+Only the data link is ever made worse, so a test can tell a broken hand-off from a broken router. Nothing of the host is
+touched but the names of the namespaces, which differ from run to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support.processes import Site
+
+CONTROL_IP = {"router": "10.88.0.1", "prefill": "10.88.0.2", "decode": "10.88.0.3"}
+DATA_IP = {"prefill": "10.88.1.1", "decode": "10.88.1.2"}
+CONTROL, DATA = "ctl", "dat"  # devices inside a namespace
+_CLONE_NEWNET = 0x4000_0000
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+def why_not() -> str:
+    """Why there are no namespaces to be had here; empty where there are."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "iptables-legacy") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    name = f"tandem-{secrets.token_hex(4)}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        return f"network namespaces are not allowed here: {made.stderr.strip()}"
+    run("ip", "netns", "delete", name)
+    return ""
+
+
+class Machines:
+    """`with Machines.made() as machines:`"""
+
+    def __init__(self) -> None:
+        self._tag = secrets.token_hex(3)
+
+    @classmethod
+    @contextlib.contextmanager
+    def made(cls) -> Iterator[Machines]:
+        machines = cls()
+        try:
+            machines._make()
+            yield machines
+        finally:
+            for machine in CONTROL_IP:
+                subprocess.run(["ip", "netns", "delete", machines.namespace(machine)], capture_output=True, check=False)
+
+    def namespace(self, machine: str) -> str:
+        return f"tandem-{self._tag}-{machine}"
+
+    def inside(self, machine: str, *command: str) -> str:
+        return run("ip", "netns", "exec", self.namespace(machine), *command)
+
+    def _make(self) -> None:
+        for machine in CONTROL_IP:
+            run("ip", "netns", "add", self.namespace(machine))
+            self.inside(machine, "ip", "link", "set", "lo", "up")
+        self.inside("router", "ip", "link", "add", CONTROL, "type", "bridge")
+        self._up("router", CONTROL, f"{CONTROL_IP['router']}/24")
+        for machine in DATA_IP:
+            self._join((machine, CONTROL), ("router", f"to-{machine}"))
+            self.inside("router", "ip", "link", "set", f"to-{machine}", "master", CONTROL, "up")
+            self._up(machine, CONTROL, f"{CONTROL_IP[machine]}/24")
+        self._join(("prefill", DATA), ("decode", DATA))
+        for machine, address in DATA_IP.items():
+            self._up(machine, DATA, f"{address}/30")
+
+    def _join(self, one: tuple[str, str], other: tuple[str, str]) -> None:
+        """A cable between a device of one machine and a device of another."""
+        ends = [f"{self._tag}a", f"{self._tag}b"]
+        run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for end, (machine, device) in zip(ends, (one, other), strict=True):
+            run("ip", "link", "set", end, "netns", self.namespace(machine), "name", device)
+
+    def _up(self, machine: str, device: str, address: str) -> None:
+        self.inside(machine, "ip", "address", "add", address, "dev", device)
+        self.inside(machine, "ip", "link", "set", device, "up")
+
+    # ---- services on them
+
+    def site_of(self, name: str) -> Site:
+        machine = name.partition("-")[0]
+        environment = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": DATA}
+        return Site(CONTROL_IP[machine], ("ip", "netns", "exec", self.namespace(machine)), environment)
+
+    @contextlib.asynccontextmanager
+    async def reachable(self) -> AsyncIterator[Callable[[str], object]]:
+        """A function that makes an address of theirs one of ours: a port of loopback whose connections go on inside."""
+        machine_of = {address: machine for machine, address in CONTROL_IP.items()}
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def reach(address: str) -> str:
+                host, _, port = address.rpartition(":")
+                inside = ThreadPoolExecutor(1, initializer=_enter, initargs=(self.namespace(machine_of[host]),))
+                stack.callback(inside.shutdown, False)
+                server = await asyncio.start_server(_Tunnel(inside, host, int(port)).serve, "127.0.0.1", 0)
+                stack.callback(server.close)
+                return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+            yield reach
+
+    # ---- what may happen to the data link
+
+    def cut(self) -> None:
+        self.inside("decode", "ip", "link", "set", DATA, "down")
+
+    def mend(self) -> None:
+        self.inside("decode", "ip", "link", "set", DATA, "up")
+
+    def drop_packets(self, share: float) -> None:
+        """Of what arrives at the decode machine over the data link."""
+        rule = ["-i", DATA, "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
+        self.inside("decode", "iptables-legacy", "-A", "INPUT", *rule)
+
+    def num_dropped(self) -> int:
+        rows = self.inside("decode", "iptables-legacy", "-L", "INPUT", "-v", "-x", "-n").splitlines()
+        return sum(int(row.split()[0]) for row in rows if "DROP" in row and DATA in row)
+
+    def drop_no_more(self) -> None:
+        self.inside("decode", "iptables-legacy", "-F", "INPUT")
+
+    def slow_down(self, rate: str) -> None:
+        """What the prefill machine sends, e.g. 1mbit."""
+        shape = ["rate", rate, "burst", "2kb", "latency", "2s"]
+        self.inside("prefill", "tc", "qdisc", "replace", "dev", DATA, "root", "tbf", *shape)
+
+    def num_held_up(self) -> int:
+        """Packets that had to wait for the slow link."""
+        (qdisc,) = json.loads(self.inside("prefill", "tc", "-s", "-j", "qdisc", "show", "dev", DATA))
+        return int(qdisc["overlimits"])
+
+    def slow_down_no_more(self) -> None:
+        self.inside("prefill", "tc", "qdisc", "delete", "dev", DATA, "root")
+
+    def num_bytes_arrived(self) -> int:
+        """On the decode machine over the data link, since the beginning."""
+        (link,) = json.loads(self.inside("decode", "ip", "-s", "-j", "link", "show", "dev", DATA))
+        return int(link["stats64"]["rx"]["bytes"])
+
+
+class _Tunnel:
+    """Sockets belong to the namespace of the thread that made them, and may then be used by any other."""
+
+    def __init__(self, inside: ThreadPoolExecutor, host: str, port: int) -> None:
+        self._inside, self._host, self._port = inside, host, port
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            made = await asyncio.get_running_loop().run_in_executor(self._inside, self._connect)
+            far_reader, far_writer = await asyncio.open_connection(sock=made)
+        except OSError:
+            writer.close()  # nobody there: the caller sees its connection end
+            return
+        await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
+
+    def _connect(self) -> socket.socket:
+        made = socket.create_connection((self._host, self._port), timeout=5)
+        made.setblocking(False)
+        return made
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+def _enter(namespace: str) -> None:
+    """Move the calling thread there."""
+    descriptor = os.open(Path("/var/run/netns") / namespace, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    finally:
+        os.close(descriptor)

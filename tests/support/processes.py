@@ -1,0 +1,198 @@
+"""A fleet of real processes without Ray, for faults that only an operating system makes: kill -9, SIGSTOP, a dead link.
+
+async with Fleet.start(config, {"prefill": 2, "decode": 2}) as fleet:
+    stream = Stream(fleet.inference, prompt)  # tests/support/faults.py
+    await fleet.kill("decode-0")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from core.config import TandemConfig
+from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support.faults import LEASE_S, SLACK_S, until
+from tests.support.service_process import Role
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a service runs."""
+
+    host: str = "127.0.0.1"  # where it listens
+    prefix: tuple[str, ...] = ()  # of its command, e.g. ip netns exec ...
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+async def _as_it_is(address: str) -> str:
+    return address
+
+
+@dataclass(eq=False)
+class ServiceProcess:
+    name: str
+    process: Process
+    endpoint: dict[str, str]  # as the process printed it
+    channel: grpc.aio.Channel
+    load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)  # the newest
+    watching: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    @property
+    def state(self) -> str:
+        """As the kernel has it: R and S run, T is stopped."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    @property
+    def busy_blocks(self) -> int:
+        ledger = self.load.ledger
+        return int(ledger.held + ledger.leased + ledger.incoming)
+
+    async def watch(self) -> None:
+        """Follow its reports until it is gone."""
+        stub = worker_pb2_grpc.WorkerStub(self.channel)  # type: ignore[no-untyped-call]
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for report in stub.Watch(worker_pb2.WatchRequest(router_id="a test")):
+                self.load = report.load
+
+    async def close(self) -> None:
+        if self.watching is not None:
+            self.watching.cancel()
+            await asyncio.gather(self.watching, return_exceptions=True)
+        await self.channel.close(None)
+        if self.alive:
+            self.process.kill()
+        await self.process.wait()
+
+
+@dataclass(eq=False)
+class Fleet:
+    config: TandemConfig
+    sizes: Mapping[str, int]
+    step_delays_s: Mapping[str, float] = field(default_factory=dict)  # by role
+    site_of: Callable[[str], Site] = lambda _name: Site()
+    reach: Callable[[str], Awaitable[str]] = _as_it_is  # a service's address -> where the test finds it
+    services: dict[str, ServiceProcess] = field(default_factory=dict)  # by name: router-0, decode-1, ...
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls, *arguments: object, **options: object) -> AsyncIterator[Fleet]:
+        fleet = cls(*arguments, **options)  # type: ignore[arg-type]
+        try:
+            names = [f"{role}-{ordinal}" for role, size in fleet.sizes.items() for ordinal in range(size)]
+            await asyncio.gather(*(fleet.spawn(name) for name in [*names, "router-0"]))
+            await fleet.publish()
+            yield fleet
+        finally:
+            await asyncio.gather(*(service.close() for service in fleet.services.values()))
+
+    @property
+    def inference(self) -> inference_pb2_grpc.InferenceStub:
+        return inference_pb2_grpc.InferenceStub(self.services["router-0"].channel)  # type: ignore[no-untyped-call]
+
+    @property
+    def cluster(self) -> cluster_pb2_grpc.ClusterStub:
+        return cluster_pb2_grpc.ClusterStub(self.services["router-0"].channel)  # type: ignore[no-untyped-call]
+
+    def pool(self, role: str) -> list[ServiceProcess]:
+        return [service for name, service in self.services.items() if name.startswith(role)]
+
+    # ---- processes come and go
+
+    async def spawn(self, name: str) -> None:
+        role, _, ordinal = name.partition("-")
+        site = self.site_of(name)
+        process = await asyncio.create_subprocess_exec(
+            *site.prefix, sys.executable, "-m", "tests.support.service_process",
+            cwd=ROOT, env=os.environ | site.environment, stdin=PIPE, stdout=PIPE,
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        first = Role(role, int(ordinal), site.host, asdict(self.config), self.step_delays_s.get(role, 0.0))
+        try:
+            process.stdin.write(json.dumps(asdict(first)).encode() + b"\n")
+            line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+            assert line, f"{name} did not start"
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+        endpoint = json.loads(line)
+        # The C++ of gRPC waits long between attempts, and a stopped process is to be found again soon.
+        options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.use_local_subchannel_pool", 1)]
+        channel = grpc.aio.insecure_channel(await self.reach(endpoint["address"]), options=options)
+        self.services[name] = service = ServiceProcess(name, process, endpoint, channel)
+        if role != "router":
+            service.watching = asyncio.create_task(service.watch())
+
+    async def publish(self) -> None:
+        """Tell the router which workers there are, as a supervisor does, and wait until it has heard from each."""
+        workers = [service.endpoint for name, service in self.services.items() if name != "router-0" and service.alive]
+        stdin = self.services["router-0"].process.stdin
+        assert stdin is not None
+        stdin.write(json.dumps(workers).encode() + b"\n")
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while await self._num_serving() != len(workers):
+                await asyncio.sleep(0.02)
+
+    async def _num_serving(self) -> int:
+        fleet = await self.cluster.GetFleet(cluster_pb2.GetFleetRequest())
+        return sum(worker.state == worker_pb2.WORKER_STATE_SERVING for worker in fleet.workers)
+
+    async def kill(self, name: str) -> None:
+        """kill -9. The router is not told: it has to notice."""
+        service = self.services[name]
+        service.process.kill()
+        assert await service.process.wait() == -signal.SIGKILL, "it ended of itself: nothing was tested"
+
+    @contextlib.asynccontextmanager
+    async def stopped(self, name: str) -> AsyncIterator[None]:
+        """SIGSTOP for as long as the block takes, then SIGCONT."""
+        service = self.services[name]
+        service.process.send_signal(signal.SIGSTOP)
+        try:
+            await until(lambda: service.state == "T", f"{name} is stopped")
+            yield
+            assert service.state == "T", f"{name} did not stay stopped"
+        finally:
+            service.process.send_signal(signal.SIGCONT)
+
+    async def heal(self) -> None:
+        """Start every dead worker anew under its name, and tell the router."""
+        dead = [service for service in self.services.values() if not service.alive]
+        for service in dead:
+            await service.close()
+            await self.spawn(service.name)
+        await self.publish()
+
+    # ---- the end of the books
+
+    async def settle(self, within_s: float = LEASE_S + SLACK_S) -> None:
+        """Every living worker reports that nothing is held, leased or incoming, and no transfer is alive."""
+
+        def left() -> dict[str, str]:
+            return {
+                service.name: str(service.load.ledger)
+                for service in [*self.pool("prefill"), *self.pool("decode")]
+                if service.alive and (service.busy_blocks or service.load.num_transfers)
+            }
+
+        await until(lambda: not left(), lambda: f"blocks are kept: {left()}", within_s)

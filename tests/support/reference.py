@@ -1,0 +1,30 @@
+"""What a request's tokens must be: one co-located engine, one request at a time. No wire, no hand-off."""
+
+from __future__ import annotations
+
+from core.block_pool import BlockPool
+from core.config import EngineConfig, SchedulerConfig
+from core.request import Request
+from core.scheduler import Scheduler
+from core.sequence import Sequence
+from engine.factory import build_runner
+from engine.runner import Runner
+
+
+class CoLocatedEngine:
+    def __init__(self, config: EngineConfig) -> None:
+        self.runner: Runner = build_runner(config)
+
+    def generate(self, request: Request) -> list[int]:
+        """Output token ids, computed from scratch in a fresh pool's ledger."""
+        pool = BlockPool(self.runner.num_blocks)
+        layout, info = self.runner.layout, self.runner.info
+        scheduler = Scheduler(SchedulerConfig(max_batched_tokens=8192), pool, layout.block_size, info.eos_token_ids)
+        sequence = Sequence(request, arrival=0)
+        scheduler.add(sequence)
+        while (plan := scheduler.schedule()) is not None:
+            scheduler.complete_step(self.runner.run(plan))
+        return sequence.token_ids[request.num_prompt_tokens :]
+
+    def close(self) -> None:
+        self.runner.close()

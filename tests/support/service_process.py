@@ -1,0 +1,72 @@
+"""One service in one operating-system process, without Ray: `python -m tests.support.service_process`.
+
+Standard input brings one JSON line that says what to be, and then, for a router, one line for each new list of workers.
+The endpoint goes to standard output. The end of standard input is the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cli.compose import build_decode_worker, build_prefill_worker, build_router
+from core.config import TandemConfig, from_mapping
+from core.lifecycle import WorkerRole
+from runtime.service import Endpoint
+from runtime.service_host import Placement
+
+BUILDERS: dict[str, Callable[[TandemConfig, Placement], Any]] = {
+    "router": build_router,
+    "prefill": build_prefill_worker,
+    "decode": build_decode_worker,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The first line."""
+
+    name: str  # a key of BUILDERS
+    ordinal: int
+    host: str  # where it listens
+    config: dict[str, Any]  # as TOML has it
+    step_delay_s: float = 0.0  # added to every step, so that a fault can hit in the middle of one
+
+
+def slow_down(service: Any, step_s: float) -> None:
+    runner = service._parts.executor._runner
+    run = runner.run
+
+    def slow(plan: Any) -> Any:
+        time.sleep(step_s)
+        return run(plan)
+
+    runner.run = slow
+
+
+def endpoint_of(line: dict[str, Any]) -> Endpoint:
+    role = None if line["role"] is None else WorkerRole(line["role"])
+    return Endpoint(line["service_id"], line["address"], role)
+
+
+async def serve() -> None:
+    role = Role(**json.loads(sys.stdin.readline()))
+    placement = Placement(ordinal=role.ordinal, host=role.host, address="", num_threads=1, scale=None)
+    service = BUILDERS[role.name](from_mapping(role.config), placement)
+    endpoint = await service.start()
+    if role.step_delay_s:
+        slow_down(service, role.step_delay_s)
+    line = asdict(endpoint) | {"role": None if endpoint.role is None else endpoint.role.value}
+    print(json.dumps(line), flush=True)
+    while command := await asyncio.to_thread(sys.stdin.readline):
+        await service.set_workers([endpoint_of(worker) for worker in json.loads(command)])
+    await service.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())

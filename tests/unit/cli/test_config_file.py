@@ -1,0 +1,86 @@
+"""Where options come from: defaults, the file, flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cli.config_file import FLAGS, load_config
+from core.config import TandemConfig, from_mapping
+from core.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "tandem.toml"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tandem.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_file_and_flags_everything_is_default() -> None:
+    assert load_config(None, {}) == TandemConfig()
+
+
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+    path = write(tmp_path, "[cluster]\nnum_prefill = 3\nnum_decode = 4\n")
+    cluster = load_config(path, {"prefill": 7, "decode": None}).cluster
+    assert (cluster.num_prefill, cluster.num_decode) == (7, 4)
+
+
+def test_every_flag_sets_the_option_it_names() -> None:
+    other = {"dtype": "float32", "device": "cpu"}
+    for flag in FLAGS:
+        value = other.get(flag.option, flag.default + 1000 if isinstance(flag.default, int) else "/somewhere")
+        if flag.option in ("num_prefill", "num_decode"):
+            value = 9
+        config = load_config(None, {flag.parameter: value})
+        assert getattr(getattr(config, flag.table), flag.option) == value, flag.name
+
+
+def test_the_example_file_lists_every_option_with_its_default() -> None:
+    example = tomllib.loads(EXAMPLE.read_text())
+    assert from_mapping(example) == TandemConfig()
+    for table in dataclasses.fields(TandemConfig):
+        options = {option.name for option in dataclasses.fields(getattr(TandemConfig(), table.name))}
+        assert set(example[table.name]) == options, f"[{table.name}]"
+
+
+def test_every_option_of_the_example_file_is_explained() -> None:
+    lines = EXAMPLE.read_text().splitlines()
+    for before, line in zip(["", *lines], lines, strict=False):
+        if "=" in line and not line.startswith("#"):
+            assert "# " in line or before.startswith("# "), line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[router]\nprot = 1\n", r"tandem.toml: \[router\] prot is not an option; known: .*port"),
+        ("[routers]\n", r"\[routers\] is not a table"),
+        ('[router]\nport = "1"\n', r"\[router\] port must be int, is '1'"),
+        ("port = 1\n", "port stands outside a table"),
+        ("[router\n", "is not TOML"),
+        ("[router]\nport = 70000\n", r"port must be in \[0, 65535\]"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong_in_it(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text), {})
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read nowhere\.toml: No such file"):
+        load_config(Path("nowhere.toml"), {})
+
+
+def test_paths_become_whole_because_workers_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    config = load_config(None, {"model": "model.gguf", "trace_file": "spans.jsonl"})
+    assert config.engine.model == str(tmp_path / "model.gguf")
+    assert config.telemetry.trace_file == str(tmp_path / "spans.jsonl")
+    assert load_config(None, {"model": "smollm2-135m"}).engine.model == "smollm2-135m"

@@ -1,0 +1,101 @@
+"""The status table: what it counts, and rates by difference."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
+from protos import cluster_pb2, worker_pb2
+
+
+def worker(name: str, tokens: int = 0, age_ms: float = 10.0) -> cluster_pb2.FleetWorker:
+    load = worker_pb2.LoadReport(
+        num_running=2, num_waiting=1, num_pulls_waiting=4, num_queued_tokens=77, num_prefilled_tokens=tokens,
+        num_sampled_tokens=tokens, num_transfers=6,
+        ledger=worker_pb2.Ledger(free=50, cached=25, held=20, leased=3, incoming=2),
+    )  # fmt: skip
+    return cluster_pb2.FleetWorker(
+        worker_id=f"{name}.0123456789abcdef", role=worker_pb2.WORKER_ROLE_DECODE, load=load, report_age_ms=age_ms,
+        state=worker_pb2.WORKER_STATE_SERVING,
+    )  # fmt: skip
+
+
+def fleet(*workers: cluster_pb2.FleetWorker) -> cluster_pb2.GetFleetResponse:
+    return cluster_pb2.GetFleetResponse(
+        workers=workers, wanted_prefill=1, wanted_decode=3, num_in_flight=8, num_queued=9
+    )
+
+
+def text_of(response: cluster_pb2.GetFleetResponse, with_ledger: bool = False) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=90).print(fleet_table(response, {"decode-0.0123456789abcdef": 12.34}, with_ledger))
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_the_title_says_what_serves_of_what_is_wanted() -> None:
+    assert text_of(fleet(worker("decode-0")))[0] == "prefill 0/1 · decode 1/3 · 8 in flight · 9 queued"
+
+
+def test_a_row_shows_use_queue_and_speed() -> None:
+    assert "decode-0.0123 serving 25% 25% 2 5 77 12.3 6" in text_of(fleet(worker("decode-0")))
+
+
+def test_the_ledger_shows_where_every_block_is() -> None:
+    assert "decode-0.0123 serving 50 25 20 3 2 2 5 77 12.3 6" in text_of(fleet(worker("decode-0")), with_ledger=True)
+
+
+def holders_of(response: cluster_pb2.GetLedgerResponse) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=110).print(holders_table(response))
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def holder(name: str, kind: str, state: str, blocks: int, counted: int, age_ms: float = 0) -> worker_pb2.BlockHolder:
+    return worker_pb2.BlockHolder(
+        kind=worker_pb2.HolderKind.Value(f"HOLDER_KIND_{kind}"), name=name,
+        state=worker_pb2.HolderState.Value(f"HOLDER_STATE_{state}"), num_blocks=blocks, num_counted=counted,
+        age_ms=age_ms, peer="prefill-0.0123456789abcdef" if kind != "SEQUENCE" else "",
+    )  # fmt: skip
+
+
+def test_the_ledger_names_each_holder_with_its_blocks_and_since_when() -> None:
+    ledger = worker_pb2.DescribeLedgerResponse(
+        holders=[
+            holder("router-1.7[0]", "SEQUENCE", "RUNNING", 5, 3, age_ms=12_340),
+            holder("0a1b2c3d", "PULL", "READING", 4, 4, age_ms=51),
+        ],
+        num_left_out=9,
+    )
+    response = cluster_pb2.GetLedgerResponse(
+        workers=[
+            cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger),
+            cluster_pb2.WorkerLedger(worker_id="decode-1.0123456789abcdef", error="it does not answer"),
+        ]
+    )
+    lines = holders_of(response)
+    assert "decode-0.0123 sequence router-1.7[0] running 5 3 12.3 s" in lines
+    assert "decode-0.0123 pull 0a1b2c3d reading 4 4 0.1 s prefill-0.0123" in lines
+    assert "decode-0.0123 and 9 more" in lines
+    assert "decode-1.0123 no answer: it does not answer" in lines
+
+
+def test_a_long_ledger_is_cut_and_says_by_how_much() -> None:
+    holders = [holder(f"r{number}", "SEQUENCE", "RUNNING", 1, 1) for number in range(MAX_HOLDER_ROWS + 5)]
+    ledger = worker_pb2.DescribeLedgerResponse(holders=holders)
+    worker = cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger)
+    lines = holders_of(cluster_pb2.GetLedgerResponse(workers=[worker]))
+    assert sum("sequence" in line for line in lines) == MAX_HOLDER_ROWS
+    assert "decode-0.0123 and 5 more" in lines
+
+
+def test_a_worker_whose_reports_stopped_says_so() -> None:
+    assert any("silent 12 s" in line for line in text_of(fleet(worker("decode-0", age_ms=12_000))))
+
+
+def test_a_rate_is_the_difference_of_two_looks_and_needs_both() -> None:
+    before = Sample(fleet(worker("decode-0", tokens=100)), at=10.0)
+    after = Sample(fleet(worker("decode-0", tokens=150), worker("decode-1", tokens=7)), at=12.0)
+    assert rates(before, after) == {"decode-0.0123456789abcdef": 50.0}
+    assert rates(None, after) == {}

@@ -1,0 +1,46 @@
+"""The waterfall puts phases where they happened."""
+
+from __future__ import annotations
+
+from cli.waterfall import BAR, SLIVER, draw, phases
+from protos import inference_pb2
+
+TIMINGS = inference_pb2.PhaseTimings(
+    tokenize_ms=2, router_queue_ms=3, route_ms=1, prefill_queue_ms=4, prefill_ms=80, first_token_ms=95, transfer_ms=70,
+    transfer_exposed_ms=10, decode_ms=105, total_ms=200,
+)  # fmt: skip
+
+
+def starts() -> dict[str, float]:
+    return {phase.name: phase.start_ms for phase in phases(TIMINGS)}
+
+
+def test_what_must_follow_follows() -> None:
+    assert starts()["route"] == 5
+    assert starts()["prefill"] == 10
+    assert starts()["decode"] == 95
+
+
+def test_the_exposed_end_of_the_transfer_sticks_out_behind_prefill() -> None:
+    transfer = next(phase for phase in phases(TIMINGS) if phase.name == "transfer")
+    assert transfer.start_ms + transfer.duration_ms == 90 + 10
+
+
+def test_bars_share_one_axis_and_every_line_has_the_same_width() -> None:
+    lines = dict(zip([phase.name for phase in phases(TIMINGS)], draw(TIMINGS, width=40), strict=True))
+    assert len({len(line) for line in lines.values()}) == 1
+    assert lines["prefill"].count(BAR) == 16
+    assert lines["decode"].count(BAR) == 21
+    assert lines["decode"].index(BAR) > lines["prefill"].index(BAR)
+
+
+def test_a_phase_too_short_for_a_column_still_leaves_a_mark_and_one_that_did_not_happen_none() -> None:
+    timings = inference_pb2.PhaseTimings(tokenize_ms=0.01, prefill_ms=100, total_ms=1000)
+    lines = dict(zip([phase.name for phase in phases(timings)], draw(timings), strict=True))
+    assert SLIVER in lines["tokenize"]
+    assert SLIVER not in lines["transfer"]
+    assert BAR not in lines["transfer"]
+
+
+def test_a_request_that_took_no_time_is_drawn_too() -> None:
+    assert len(draw(inference_pb2.PhaseTimings())) == 7

@@ -1,0 +1,87 @@
+"""A scheduler on a small pool, driven step by step with made-up tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+from core.block_pool import BlockPool
+from core.config import SchedulerConfig
+from core.request import Request, SamplingParams
+from core.scheduler import Scheduler
+from core.sequence import Sequence
+from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+
+BLOCK_SIZE = 4
+EOS = 0
+
+
+def make_sequence(
+    name: str,
+    prompt: Tokens[int],
+    *,
+    arrival: int = 0,
+    priority: int = 0,
+    sample_limit: int | None = None,
+    salt: str = "",
+    **sampling: object,
+) -> Sequence:
+    """`arrival` breaks ties of priority; sampling options beside max_tokens (8) as in SamplingParams."""
+    params = SamplingParams(**{"max_tokens": 8, **sampling})  # type: ignore[arg-type]
+    request = Request(name, tuple(prompt), len(prompt), params, priority=priority, cache_salt=salt)
+    return Sequence(request, arrival, sample_limit)
+
+
+class Driven:
+    """Every sampled token is `next_token`, so that what a test sees depends on nothing else."""
+
+    def __init__(self, num_blocks: int = 32, budget: int = 64, max_running: int = 8, max_waiting: int = 16) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(
+            SchedulerConfig(budget, max_running, max_waiting), self.pool, BLOCK_SIZE, frozenset({EOS})
+        )
+        self.next_token = 9
+
+    def add(self, name: str, prompt: Tokens[int], **options: object) -> Sequence:
+        sequence = make_sequence(name, prompt, **options)  # type: ignore[arg-type]
+        self.scheduler.add(sequence)
+        return sequence
+
+    def add_pulled(self, name: str, prompt: Tokens[int], **options: object) -> Sequence:
+        """A sequence whose prompt's KV and first token came from a peer."""
+        sequence = make_sequence(name, prompt, **options)  # type: ignore[arg-type]
+        self.scheduler.hold_cached_prefix(sequence, len(prompt))
+        reserved = self.pool.reserve(-(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table))
+        assert reserved is not None
+        self.pool.arrive(reserved)
+        sequence.block_table += reserved
+        sequence.num_computed_tokens = len(prompt)
+        sequence.token_ids.append(self.next_token)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def begin(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def end(self, plan: StepPlan) -> list[TokenEvent]:
+        sampled = {chunk.sequence_id: SampledToken(self.next_token) for chunk in plan.chunks if chunk.samples}
+        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
+        self.scheduler.check()
+        self.pool.check()
+        return events
+
+    def step(self) -> dict[str, int]:
+        """Run one step; how many tokens of which sequence it computed, in the plan's order."""
+        plan = self.begin()
+        self.end(plan)
+        return {chunk.sequence_id: chunk.num_tokens for chunk in plan.chunks}
+
+    def run_until_idle(self, max_steps: int = 200) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for _ in range(max_steps):
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return events
+            events += self.end(plan)
+        raise AssertionError(f"not idle after {max_steps} steps")

@@ -1,0 +1,59 @@
+"""Names of block content: the field's vectors, chains, and what a salt separates."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+
+from core.block_hash import HASH_SEED, chain_hash, extend_hashes, local_hash, root_hash, sequence_hashes
+
+TOKENS = list(range(1, 13))
+VECTORS = [14643705804678351452, 4945711292740353085, 12583592247330656132]
+
+
+def test_the_vectors_other_routers_use() -> None:
+    assert sequence_hashes(TOKENS, 4) == VECTORS
+    assert local_hash([1, 2, 3, 4]) == VECTORS[0]
+
+
+def test_a_link_of_the_chain_is_parent_then_local_in_little_endian() -> None:
+    packed = struct.pack("<Q", VECTORS[0]) + struct.pack("<Q", local_hash([5, 6, 7, 8]))
+    assert chain_hash(VECTORS[0], local_hash([5, 6, 7, 8])) == VECTORS[1]
+    assert xxhash.xxh3_64_intdigest(packed, seed=HASH_SEED) == VECTORS[1]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
+def test_only_full_blocks_have_names(num_tokens: int, num_blocks: int) -> None:
+    assert sequence_hashes(TOKENS[:num_tokens], 4) == VECTORS[:num_blocks]
+
+
+def test_extending_gives_the_same_names_as_starting_anew() -> None:
+    hashes: list[int] = []
+    for end in range(len(TOKENS) + 1):
+        extend_hashes(hashes, TOKENS[:end], 4)
+    assert hashes == VECTORS
+
+
+def test_a_name_says_what_stands_before_the_block() -> None:
+    elsewhere = sequence_hashes([9, 9, 9, 9, 5, 6, 7, 8], 4)
+    assert elsewhere[1] != VECTORS[1]
+
+
+def test_salts_and_adapters_separate_every_block() -> None:
+    roots = [root_hash(*names) for names in (("a",), ("b",), ("", "a"), ("a", "b"), ("ab",), ("", "ab"))]
+    assert len(set(roots)) == len(roots)
+    chains = [sequence_hashes(TOKENS, 4, root) for root in [None, *roots]]
+    names = [name for chain in chains for name in chain]
+    assert len(set(names)) == len(names)
+
+
+def test_without_salt_and_adapter_the_chain_has_no_root() -> None:
+    assert root_hash("") is None
+    assert root_hash("", "") is None
+
+
+def test_a_salt_is_the_same_wherever_it_is_computed() -> None:
+    assert sequence_hashes(TOKENS, 4, root_hash("tenant")) == sequence_hashes(TOKENS, 4, root_hash("tenant"))
+    assert root_hash("tenant") == xxhash.xxh3_64_intdigest(b"6:tenant", seed=HASH_SEED)

@@ -1,0 +1,140 @@
+"""The pool's rules for one block at a time; what they add up to is in tests/property/test_block_pool.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from core.block_pool import BlockPool, BlockRemoved, BlockStored, Column
+
+
+def cached(pool: BlockPool, hashes: list[int]) -> list[int]:
+    """Blocks with these hashes, held by nobody any more."""
+    blocks = pool.allocate(len(hashes))
+    assert blocks is not None
+    for block, sequence_hash in zip(blocks, hashes, strict=True):
+        pool.register(block, sequence_hash)
+    pool.release(blocks)
+    return blocks
+
+
+def test_the_least_recently_used_is_evicted_first() -> None:
+    pool = BlockPool(3)
+    for sequence_hash in (1, 2, 3):
+        cached(pool, [sequence_hash])
+    used = pool.match_prefix([1])
+    pool.share(used)
+    pool.release(used)
+    pool.allocate(2)
+    assert pool.known_hashes() == [1]
+
+
+def test_a_prefix_outlives_its_tails() -> None:
+    pool = BlockPool(3)
+    cached(pool, [1, 2, 3])
+    pool.allocate(1)
+    assert pool.match_prefix([1, 2, 3]) == pool.match_prefix([1, 2])
+    assert len(pool.match_prefix([1, 2])) == 2
+
+
+def test_a_prefix_that_was_leased_outlives_its_tails_too() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    for block, sequence_hash in zip(blocks, (1, 2, 3), strict=True):
+        pool.register(block, sequence_hash)
+    pool.lease(blocks)
+    pool.release(blocks)
+    pool.unlease(blocks)
+    pool.allocate(1)
+    assert pool.match_prefix([1, 2, 3]) == blocks[:2]
+
+
+def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
+    pool = BlockPool(4)
+    cached(pool, [1, 2])
+    pool.allocate(2)
+    assert pool.known_hashes() == [1, 2]
+
+
+def test_a_leased_block_is_not_reused_until_its_last_reader_is_done() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.lease(blocks)
+    pool.lease(blocks)
+    pool.release(blocks)
+    assert pool.ledger()[Column.LEASED] == 1
+    pool.unlease(blocks)
+    assert pool.allocate(1) is None
+    pool.unlease(blocks)
+    assert pool.allocate(1) == blocks
+
+
+def test_a_shared_block_is_not_evictable_until_its_last_holder_is_done() -> None:
+    pool = BlockPool(1)
+    block = cached(pool, [1])
+    pool.share(block)
+    pool.share(block)
+    pool.release(block)
+    assert pool.allocate(1) is None
+    pool.release(block)
+    assert pool.column_of(block[0]) is Column.CACHED
+
+
+def test_the_first_block_keeps_the_name_of_a_content() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    for block in blocks:
+        pool.register(block, 7)
+    assert pool.match_prefix([7]) == blocks[:1]
+    pool.release(blocks)
+    assert pool.ledger()[Column.FREE] == pool.ledger()[Column.CACHED] == 1
+
+
+def test_what_would_be_available_counts_shared_and_leased_blocks_right() -> None:
+    pool = BlockPool(4)
+    own, shared, leased = pool.allocate(1), pool.allocate(1), pool.allocate(1)
+    assert own is not None
+    assert shared is not None
+    assert leased is not None
+    pool.register(shared[0], 1)
+    pool.share(shared)
+    pool.lease(leased)
+    assert pool.num_available_without([]) == pool.num_available == 1
+    assert pool.num_available_without([*own, *shared, *leased]) == 2, "the shared one has another holder"
+    assert pool.num_available_without([*own, *shared, *shared, *leased]) == 3, "the leased one still has a reader"
+
+
+def test_stored_and_removed_are_told_in_order_and_once() -> None:
+    pool = BlockPool(1)
+    cached(pool, [1])
+    cached(pool, [2])
+    assert pool.drain_events() == [BlockStored(1), BlockRemoved(1), BlockStored(2)]
+    assert pool.drain_events() == []
+
+
+def test_taking_too_much_changes_nothing() -> None:
+    pool = BlockPool(2)
+    cached(pool, [1])
+    assert pool.allocate(3) is None
+    assert pool.reserve(3) is None
+    assert pool.known_hashes() == [1]
+    assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 1, Column.CACHED: 1}
+
+
+@pytest.mark.parametrize("wrong", ["release", "unlease", "arrive", "cancel_reservation", "lease", "share"])
+def test_what_a_free_block_cannot_do_is_our_bug(wrong: str) -> None:
+    pool = BlockPool(1)
+    with pytest.raises(AssertionError):
+        getattr(pool, wrong)([0])
+    pool.check()
+
+
+def test_the_pool_works_where_asserts_are_stripped() -> None:
+    program = "from core.block_pool import BlockPool as P; p = P(3); print(p.allocate(2), p.allocate(1), p.allocate(1))"
+    done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[0, 1] [2] None\n"

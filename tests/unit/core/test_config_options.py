@@ -1,0 +1,117 @@
+"""The config: its defaults stand, and what cannot work is refused by the name of its option."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from core.config import (
+    ClusterConfig,
+    EngineConfig,
+    RouterConfig,
+    SchedulerConfig,
+    TandemConfig,
+    TelemetryConfig,
+    TransferConfig,
+    WorkerConfig,
+    from_mapping,
+)
+from core.errors import ConfigError
+
+DEFAULTS = TandemConfig()
+OPTIONS = [(part.name, option.name) for part in fields(DEFAULTS) for option in fields(getattr(DEFAULTS, part.name))]
+
+
+def test_an_empty_file_means_the_defaults() -> None:
+    assert from_mapping({}) == DEFAULTS
+    assert from_mapping({part.name: {} for part in fields(DEFAULTS)}) == DEFAULTS
+
+
+@pytest.mark.parametrize(("table", "option"), OPTIONS)
+def test_every_default_may_be_written_out(table: str, option: str) -> None:
+    value = getattr(getattr(DEFAULTS, table), option)
+    assert from_mapping({table: {option: value}}) == DEFAULTS
+
+
+def test_options_are_read_from_their_tables_and_the_rest_keeps_its_defaults() -> None:
+    text = """
+    [scheduler]
+    max_running = 8
+    [router]
+    default_timeout_s = 30
+    """
+    config = from_mapping(tomllib.loads(text))
+    assert config.scheduler == SchedulerConfig(max_running=8)
+    assert config.router == RouterConfig(default_timeout_s=30)
+    assert config.engine == EngineConfig()
+
+
+REFUSED = [
+    ({"schedular": {}}, r"\[schedular\] is not a table .*scheduler"),
+    ({"router": 5}, r"router must be a table"),
+    ({"router": [{}]}, r"router must be a table"),
+    ({"scheduler": {"max_runing": 8}}, r"\[scheduler\] max_runing is not an option; known: .*max_running"),
+    ({"scheduler": {"max_running": "8"}}, r"\[scheduler\] max_running must be int, is '8'"),
+    ({"scheduler": {"max_running": 8.0}}, r"max_running must be int"),
+    ({"scheduler": {"max_running": True}}, r"max_running must be int, is True"),
+    ({"transfer": {"verify_digests": 1}}, r"verify_digests must be bool, is 1"),
+    ({"transfer": {"lease_s": True}}, r"lease_s must be float, is True"),
+    ({"transfer": {"lease_s": "20"}}, r"lease_s must be float"),
+    ({"engine": {"model": 7}}, r"model must be str"),
+    ({"transfer": {"lease_s": math.nan}}, r"lease_s must be more than 0"),
+    ({"transfer": {"lease_s": math.inf}}, r"lease_s must be .*finite"),
+]
+
+
+@pytest.mark.parametrize(("tables", "message"), REFUSED)
+def test_what_is_wrong_is_named(tables: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(tables)
+
+
+POSITIVE = {
+    SchedulerConfig: ["max_batched_tokens", "max_running", "max_waiting"],
+    EngineConfig: ["block_size", "kv_memory_mb"],
+    TransferConfig: ["lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_transfers"],
+    WorkerConfig: ["report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting"],
+    RouterConfig: ["max_queued", "max_attempts", "report_stale_s", "max_message_bytes", "drain_timeout_s"],
+    ClusterConfig: ["start_timeout_s", "restart_backoff_s", "max_workers"],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "option"), [(part, option) for part, options in POSITIVE.items() for option in options]
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_limits_and_durations_are_more_than_0(part: type, option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=option):
+        part(**{option: value})
+
+
+OUT_OF_RANGE = [
+    (EngineConfig, {"dtype": "int8"}, "dtype"),
+    (EngineConfig, {"device": "tpu"}, "device"),
+    (EngineConfig, {"num_threads": -1}, "num_threads"),
+    (EngineConfig, {"max_context": -1}, "max_context"),
+    (TransferConfig, {"transport": "pigeon"}, "transport"),
+    (RouterConfig, {"port": -1}, "port"),
+    (RouterConfig, {"port": 65536}, "port"),
+    (RouterConfig, {"local_prefill_tokens": -1}, "local_prefill_tokens"),
+    (ClusterConfig, {"num_prefill": -1}, "num_prefill"),
+    (ClusterConfig, {"num_decode": 257}, "num_decode"),
+    (TelemetryConfig, {"metrics_port": 65536}, "metrics_port"),
+    (SchedulerConfig, {"max_batched_tokens": 63, "max_running": 64}, "max_batched_tokens"),
+]
+
+
+@pytest.mark.parametrize(("part", "options", "named"), OUT_OF_RANGE)
+def test_values_out_of_range_are_refused_by_name(part: type, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        part(**options)
+
+
+def test_a_lease_is_renewed_six_times_in_its_length() -> None:
+    assert TransferConfig(lease_s=30.0).heartbeat_s == 5.0

@@ -1,0 +1,36 @@
+"""Errors are sorted by whose fault they are, and say whether trying again can help."""
+
+from __future__ import annotations
+
+import pytest
+
+from core import errors
+from core.errors import ConfigError, ErrorCode, InvalidRequest, LayoutMismatch, QueueFull, TandemError
+
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
+
+
+def test_only_what_the_caller_or_operator_wrote_is_a_value_error() -> None:
+    assert {kind for kind in ALL if issubclass(kind, ValueError)} == {InvalidRequest, ConfigError}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_only_passing_troubles_are_worth_another_try(kind: type[TandemError]) -> None:
+    passing = kind.code in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED)
+    assert kind.retryable == passing
+
+
+def test_an_invalid_request_names_field_and_limit() -> None:
+    error = InvalidRequest("top_p", "must be in (0, 1], is 2")
+    assert (error.field, error.message) == ("top_p", "must be in (0, 1], is 2")
+    assert str(error) == "top_p: must be in (0, 1], is 2"
+
+
+def test_a_layout_mismatch_names_each_field_with_both_values() -> None:
+    error = LayoutMismatch({"block_size": (16, 32), "dtype": ("bfloat16", "float32")})
+    assert str(error) == "KV layouts differ in block_size: 16 here, 32 there, dtype: 'bfloat16' here, 'float32' there"
+
+
+def test_a_full_queue_gives_a_hint_when_to_come_back() -> None:
+    assert QueueFull("full").retry_after_s == 1.0
+    assert QueueFull("full", retry_after_s=0.25).retry_after_s == 0.25

@@ -1,0 +1,66 @@
+"""The shape of a KV block, in numbers that are known of real models."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from core.kv_layout import KVLayout
+
+SMOLLM2 = KVLayout("smollm2", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
+LLAMA_8B = KVLayout("llama-3.1-8b", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)
+OTHER_VALUES = {
+    "model": "other",
+    "dtype": "float16",
+    "num_layers": 29,
+    "num_kv_heads": 1,
+    "block_size": 32,
+    "head_dim": 32,
+    "first_layer": 1,
+    "first_kv_head": 1,
+}
+
+
+def test_a_block_of_smollm2_is_368640_bytes() -> None:
+    assert SMOLLM2.block_bytes == 368_640
+    assert SMOLLM2.token_bytes == 23_040
+    assert SMOLLM2.block_shape == (30, 2, 3, 16, 64)
+
+
+def test_a_block_of_llama_8b_is_2_mib() -> None:
+    assert LLAMA_8B.block_bytes == 2 * 1024 * 1024
+
+
+def test_float32_takes_twice_the_bytes_of_bfloat16_and_float16() -> None:
+    assert replace(SMOLLM2, dtype="float32").block_bytes == 2 * SMOLLM2.block_bytes
+    assert replace(SMOLLM2, dtype="float16").block_bytes == SMOLLM2.block_bytes
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2)])
+def test_a_block_is_taken_for_each_begun_16_tokens(num_tokens: int, num_blocks: int) -> None:
+    assert SMOLLM2.num_blocks_for(num_tokens) == num_blocks
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(KVLayout)])
+def test_any_difference_is_named_and_changes_the_fingerprint(field: str) -> None:
+    other = replace(SMOLLM2, **{field: OTHER_VALUES[field]})  # type: ignore[arg-type]
+    assert SMOLLM2.differences(other) == {field: (getattr(SMOLLM2, field), OTHER_VALUES[field])}
+    assert SMOLLM2.fingerprint() != other.fingerprint()
+
+
+def test_equal_layouts_have_no_difference_and_one_fingerprint() -> None:
+    assert SMOLLM2.differences(replace(SMOLLM2)) == {}
+    assert SMOLLM2.fingerprint() == replace(SMOLLM2).fingerprint()
+    assert 0 <= SMOLLM2.fingerprint() < 2**64
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "block_size", "head_dim"])
+def test_an_empty_dimension_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(SMOLLM2, **{field: 0})  # type: ignore[arg-type]
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="int3"):
+        replace(SMOLLM2, dtype="int3")

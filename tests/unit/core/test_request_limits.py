@@ -1,0 +1,155 @@
+"""Every limit of a request: the value at the limit is taken, the one beyond is refused by the name of its field."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from core.errors import ErrorCode, InvalidRequest
+from core.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+    SamplingParams,
+    uniform_draw,
+)
+
+TINY = math.ulp(0.0)
+# field -> values taken, values refused
+NUMBERS: dict[str, tuple[list[float], list[float]]] = {
+    "temperature": ([0.0, TINY, 100.0], [-TINY, 100.1]),
+    "top_p": ([TINY, 1.0], [0.0, 1.0000001]),
+    "min_p": ([0.0, 1.0], [-TINY, 1.0000001]),
+    "repetition_penalty": ([TINY, 100.0], [0.0, -1.0, 100.1]),
+    "presence_penalty": ([-2.0, 2.0], [-2.0000001, 2.0000001]),
+    "frequency_penalty": ([-2.0, 2.0], [-2.0000001, 2.0000001]),
+}
+COUNTS: dict[str, tuple[list[int], list[int]]] = {
+    "max_tokens": ([1, 10**9], [0, -1]),
+    "top_k": ([0, 10**9], [-1]),
+    "seed": ([0, MAX_SEED], [-1, MAX_SEED + 1]),
+    "num_logprobs": ([0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
+}
+RANGES = NUMBERS | COUNTS
+TAKEN = [(field, value) for field, (taken, _) in RANGES.items() for value in taken]
+REFUSED = [(field, value) for field, (_, refused) in RANGES.items() for value in refused]
+NOT_FINITE = [(field, value) for field in NUMBERS for value in (math.nan, math.inf, -math.inf)]
+PUBLIC_NAMES = {"num_logprobs": "logprobs"}
+
+
+def sampling(**options: object) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 4, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("field", "value"), TAKEN)
+def test_the_limit_itself_is_taken(field: str, value: float) -> None:
+    assert getattr(sampling(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(("field", "value"), REFUSED + NOT_FINITE)
+def test_what_lies_beyond_is_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        sampling(**{field: value})
+    assert refused.value.field == PUBLIC_NAMES.get(field, field)
+    assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+    assert str(refused.value).startswith(refused.value.field)
+
+
+def test_too_many_stop_tokens_are_refused() -> None:
+    sampling(stop_token_ids=frozenset(range(MAX_STOP_TOKEN_IDS)))
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        sampling(stop_token_ids=frozenset(range(MAX_STOP_TOKEN_IDS + 1)))
+
+
+def test_too_many_biases_are_refused() -> None:
+    sampling(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        sampling(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
+
+
+@pytest.mark.parametrize("bias", [-100.1, 100.1, math.nan, math.inf, -math.inf])
+def test_a_bias_out_of_range_is_refused_with_its_token(bias: float) -> None:
+    sampling(logit_bias={7: 100.0, 8: -100.0})
+    with pytest.raises(InvalidRequest, match="logit_bias: token 7"):
+        sampling(logit_bias={7: bias})
+
+
+def test_temperature_0_is_greedy() -> None:
+    assert sampling(temperature=0.0).greedy
+    assert not sampling(temperature=TINY).greedy
+
+
+# ---- the whole request
+
+
+def request(token_ids: tuple[int, ...] = (1, 2, 3), num_prompt_tokens: int = 3, **options: object) -> Request:
+    return Request("r", token_ids, num_prompt_tokens, sampling(**options))
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        request((), 0)
+
+
+def test_a_prompt_longer_than_its_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="num_prompt_tokens"):
+        request((1, 2), 3)
+
+
+def test_a_resumed_request_must_have_a_token_left_to_draw() -> None:
+    assert request((1, 2, 3, 4), 3, max_tokens=2).max_total_tokens == 5
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        request((1, 2, 3, 4, 5), 3, max_tokens=2)
+
+
+def test_prompt_and_output_must_fit_into_the_context() -> None:
+    request(max_tokens=5).validate_for(vocab_size=10, context_length=8)
+    with pytest.raises(InvalidRequest, match=r"max_tokens: .* is 9, over the context of 8"):
+        request(max_tokens=6).validate_for(vocab_size=10, context_length=8)
+
+
+@pytest.mark.parametrize("token_id", [-1, 10])
+def test_ids_outside_the_vocabulary_are_refused_by_name(token_id: int) -> None:
+    named = {
+        "token_ids": request((1, token_id, 3)),
+        "stop_token_ids": request(stop_token_ids=frozenset({token_id})),
+        "logit_bias": request(logit_bias={token_id: 1.0}),
+    }
+    for field, wrong in named.items():
+        with pytest.raises(InvalidRequest) as refused:
+            wrong.validate_for(vocab_size=10, context_length=100)
+        assert refused.value.field == field
+
+
+def test_the_last_id_of_the_vocabulary_is_taken() -> None:
+    right = request((0, 9, 9), stop_token_ids=frozenset({9}), logit_bias={9: 1.0})
+    right.validate_for(vocab_size=10, context_length=100)
+    assert right.max_total_tokens == 7
+
+
+# ---- the draw
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    assert uniform_draw(7, 3) == uniform_draw(7, 3)
+    draws = {uniform_draw(seed, position) for seed in range(50) for position in range(50)}
+    assert len(draws) == 2500
+
+
+@pytest.mark.parametrize("seed", [0, 1, MAX_SEED])
+def test_draws_are_in_the_unit_interval_and_evenly_spread(seed: int) -> None:
+    draws = [uniform_draw(seed, position) for position in range(20_000)]
+    assert all(0.0 <= draw < 1.0 for draw in draws)
+    tenths = [0] * 10
+    for draw in draws:
+        tenths[int(draw * 10)] += 1
+    chi_square = sum((count - 2000) ** 2 / 2000 for count in tenths)
+    assert chi_square < 27.9, "with 9 degrees of freedom, one seed in 1,000 exceeds it"
+
+
+def test_a_draw_never_changes() -> None:
+    """Requests are resumed on other workers, of other versions too: these numbers are part of the protocol."""
+    assert [uniform_draw(0, 0), uniform_draw(42, 7)] == [0.8150393007738989, 0.6979736467872281]

@@ -1,0 +1,280 @@
+"""What the scheduler promises, one sentence a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import InvalidRequest, QueueFull
+from core.lifecycle import FinishReason
+from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven, make_sequence
+
+# ---- the token budget
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    driven = Driven(budget=8)
+    driven.add("long", range(1, 21))
+    assert [driven.step() for _ in range(3)] == [{"long": 8}, {"long": 8}, {"long": 4}]
+
+
+def test_only_the_last_chunk_of_a_prompt_samples() -> None:
+    driven = Driven(budget=8)
+    driven.add("long", range(1, 13))
+    first = driven.begin()
+    assert [chunk.samples for chunk in first.chunks] == [False]
+    assert driven.end(first) == []
+    last = driven.begin()
+    assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in last.chunks] == [(8, 4, True)]
+    assert [event.index for event in driven.end(last)] == [0]
+
+
+def test_a_decode_never_waits_behind_a_prefill_chunk() -> None:
+    driven = Driven(budget=8)
+    driven.add("decoding", [1, 2], arrival=1)
+    driven.step()
+    driven.add("urgent", range(1, 31), arrival=2, priority=-1)
+    assert driven.step() == {"decoding": 1, "urgent": 7}
+    assert driven.step() == {"urgent": 7, "decoding": 1}, "first by rank, but it leaves the decode its token"
+
+
+def test_every_running_sequence_gets_a_token_though_the_budget_is_as_small_as_allowed() -> None:
+    driven = Driven(budget=3, max_running=3)
+    for name in ("a", "b", "c"):
+        driven.add(name, [1, 2, 3, 4, 5], max_tokens=4)
+    while driven.scheduler.waiting or driven.scheduler.running:
+        decoding = {s.sequence_id for s in driven.scheduler.running if s.num_uncomputed_tokens == 1}
+        assert decoding <= driven.step().keys()
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    driven = Driven(max_running=2)
+    for name in ("a", "b", "c"):
+        driven.add(name, [1, 2])
+    assert driven.step().keys() == {"a", "b"}
+    driven.scheduler.abort("a", FinishReason.CANCELLED)
+    assert driven.step().keys() == {"b", "c"}
+
+
+# ---- rank
+
+
+def test_lower_priority_values_go_first_and_earlier_arrivals_among_equals() -> None:
+    driven = Driven(max_running=1)
+    driven.add("late", [1], arrival=3, priority=1, max_tokens=1)
+    driven.add("early", [2], arrival=1, priority=1, max_tokens=1)
+    driven.add("urgent", [3], arrival=4, priority=0, max_tokens=1)
+    assert [event.sequence_id for event in driven.run_until_idle()] == ["urgent", "early", "late"]
+
+
+def test_a_prompt_that_does_not_fit_is_not_overtaken() -> None:
+    driven = Driven(num_blocks=6)
+    driven.add("running", range(1, 17), arrival=1, max_tokens=4)
+    driven.step()
+    driven.add("large", range(31, 47), arrival=2, max_tokens=1)
+    driven.add("small", [1, 2], arrival=3, max_tokens=1)
+    assert driven.step() == {"running": 1}
+    ends = [event.sequence_id for event in driven.run_until_idle() if event.finish_reason is not None]
+    assert ends == ["running", "large", "small"]
+
+
+# ---- what is refused
+
+
+def test_a_full_queue_refuses_and_says_that_trying_again_can_help() -> None:
+    driven = Driven(max_waiting=2)
+    driven.add("a", [1])
+    driven.add("b", [1])
+    with pytest.raises(QueueFull) as refused:
+        driven.add("c", [1])
+    assert refused.value.retryable
+    assert driven.scheduler.get("c") is None
+    driven.step()
+    driven.add("c", [1])
+
+
+def test_a_sequence_that_fills_the_pool_to_the_last_slot_runs_and_one_token_more_is_refused() -> None:
+    driven = Driven(num_blocks=3)
+    with pytest.raises(InvalidRequest) as refused:
+        driven.add("one too many", range(1, 7), max_tokens=3 * BLOCK_SIZE + 2 - 6)
+    assert refused.value.field == "max_tokens"
+    driven.add("just fits", range(1, 7), max_tokens=3 * BLOCK_SIZE + 1 - 6)
+    assert driven.run_until_idle()[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_hand_off_is_measured_by_what_it_computes_here() -> None:
+    driven = Driven(num_blocks=3)
+    driven.add("prefill only", range(1, 13), max_tokens=1000, sample_limit=1)
+    assert driven.run_until_idle()[-1].finish_reason is FinishReason.HANDOFF
+
+
+def test_a_sequence_with_nothing_left_to_sample_is_our_bug() -> None:
+    driven = Driven()
+    sequence = make_sequence("done", [1, 2], max_tokens=1)
+    sequence.token_ids.append(3)
+    with pytest.raises(AssertionError, match="has all its tokens"):
+        driven.scheduler.add(sequence)
+
+
+# ---- the prefix cache
+
+
+def test_a_prefix_hit_spares_its_tokens() -> None:
+    driven = Driven()
+    driven.add("first", range(1, 11), max_tokens=1)
+    driven.step()
+    second = driven.add("second", [*range(1, 9), 50, 51, 52], max_tokens=1)
+    assert driven.step() == {"second": 3}
+    assert second.num_cached_tokens == 8
+
+
+def test_a_full_prefix_hit_still_computes_the_last_token() -> None:
+    driven = Driven()
+    for name in ("first", "same again"):
+        driven.add(name, range(1, 9), max_tokens=1)
+        plan = driven.begin()
+        driven.end(plan)
+    assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in plan.chunks] == [(4, 4, True)]
+
+
+def test_another_cache_salt_finds_nothing() -> None:
+    driven = Driven()
+    driven.add("mine", range(1, 11), max_tokens=1, salt="a")
+    driven.step()
+    yours = driven.add("yours", range(1, 11), max_tokens=1, salt="b")
+    assert driven.step() == {"yours": 10}
+    assert yours.num_cached_tokens == 0
+
+
+def test_blocks_filled_by_decoding_are_found_too() -> None:
+    driven = Driven()
+    driven.add("talk", [1, 2, 3], max_tokens=6)
+    driven.run_until_idle()
+    follow_up = driven.add("follow-up", [1, 2, 3, *[9] * 6, 5], max_tokens=1)
+    driven.step()
+    assert follow_up.num_cached_tokens == 8
+
+
+def test_two_sequences_share_the_blocks_of_their_prefix_and_own_their_tails() -> None:
+    driven = Driven()
+    first = driven.add("first", range(1, 11))
+    driven.step()
+    second = driven.add("second", [*range(1, 9), 50])
+    driven.step()
+    assert first.block_table[:2] == second.block_table[:2]
+    assert not set(first.block_table[2:]) & set(second.block_table[2:])
+
+
+# ---- preemption
+
+
+def test_the_lowest_ranked_gives_up_its_blocks_and_comes_back() -> None:
+    driven = Driven(num_blocks=5)
+    driven.add("first", range(1, 8), arrival=1, max_tokens=8)
+    second = driven.add("second", range(21, 28), arrival=2, max_tokens=8)
+    events = driven.run_until_idle()
+    assert second.num_preemptions > 0
+    assert driven.scheduler.num_preemptions == second.num_preemptions
+    for name in ("first", "second"):
+        assert [event.index for event in events if event.sequence_id == name] == list(range(8))
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_in_the_cache() -> None:
+    driven = Driven(num_blocks=6)
+    driven.add("first", range(1, 8), arrival=1, max_tokens=10)
+    second = driven.add("second", range(21, 34), arrival=2, max_tokens=10)
+    while not second.num_preemptions:
+        driven.step()
+    cached_before = second.num_cached_tokens
+    while not second.block_table and second.finish_reason is None:
+        plan = driven.begin()
+        resumed = [chunk for chunk in plan.chunks if chunk.sequence_id == "second"]
+        driven.end(plan)
+    assert resumed[0].start > 0
+    assert second.num_cached_tokens == cached_before == 0, "its own work is no hit of the prefix cache"
+
+
+def test_who_finds_no_block_waits_for_those_before_it_and_keeps_its_own() -> None:
+    driven = Driven(num_blocks=4)
+    driven.add("first", range(1, 6), arrival=1, max_tokens=4)  # 5 .. 8 slots, 2 blocks
+    second = driven.add("second", range(21, 28), arrival=2, max_tokens=4)  # 7 .. 10 slots, wants a third block
+    driven.step()
+    driven.step()
+    assert driven.step() == {"first": 1}, "nobody behind the second has a block to give"
+    assert len(second.block_table) == 2
+    driven.run_until_idle()
+    assert second.num_preemptions == 0
+
+
+def test_a_chunk_makes_do_with_the_blocks_there_are() -> None:
+    driven = Driven(num_blocks=6, budget=8)
+    sequence = driven.add("prompt", range(1, 21), max_tokens=1)
+    driven.step()
+    reserved = driven.pool.reserve(3)
+    assert reserved is not None
+    assert driven.step() == {"prompt": 4}
+    assert driven.scheduler.schedule() is None, "what is missing is reserved for a pull"
+    driven.pool.cancel_reservation(reserved)
+    assert driven.step() == {"prompt": 8}
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+
+def test_waiting_sequences_are_robbed_only_where_that_is_enough() -> None:
+    driven = Driven(num_blocks=8)
+    outside = driven.pool.reserve(4)
+    assert outside is not None
+    driven.add("large", range(41, 65), arrival=1, max_tokens=1)
+    pulled = driven.add_pulled("pulled", range(1, 8), arrival=2)
+    assert driven.scheduler.schedule() is None
+    assert len(pulled.block_table) == 2, "its blocks would not have helped"
+    driven.pool.cancel_reservation(outside)
+    assert driven.step().keys() == {"large", "pulled"}
+    assert pulled.num_preemptions == 0
+    driven.run_until_idle()
+
+
+# ---- hand-offs
+
+
+def test_a_pulled_sequence_decodes_at_once() -> None:
+    driven = Driven()
+    driven.add_pulled("pulled", range(1, 8), max_tokens=3)
+    assert driven.step() == {"pulled": 1}
+    assert [event.index for event in driven.run_until_idle()] == [2]
+
+
+def test_a_pulled_sequence_that_lost_its_blocks_is_computed_here() -> None:
+    driven = Driven(num_blocks=4)
+    pulled = driven.add_pulled("pulled", range(1, 8), arrival=2, max_tokens=2)
+    driven.add("before", range(21, 34), arrival=1, max_tokens=1)
+    assert driven.step() == {"before": 13}
+    assert pulled.num_preemptions == 1
+    assert [event.index for event in driven.run_until_idle()] == [1]
+
+
+def test_a_running_sequence_without_room_yields_to_a_pulled_one_that_ranks_higher() -> None:
+    """They once waited for each other for ever: one with too few blocks, the other never admitted."""
+    driven = Driven(num_blocks=4)
+    running = driven.add("running", range(1, 8), arrival=1, priority=1)
+    driven.step()
+    reserved = driven.pool.reserve(2)
+    assert reserved is not None
+    driven.step()  # computes position 7: its two blocks are full now
+    driven.pool.cancel_reservation(reserved)
+    pulled = driven.add_pulled("pulled", range(21, 29), arrival=2, priority=0, max_tokens=6)
+    assert driven.step() == {"pulled": 1}
+    assert running.num_preemptions == 1
+    driven.run_until_idle()
+    assert running.finish_reason is pulled.finish_reason is FinishReason.LENGTH
+
+
+def test_a_prefill_worker_never_has_two_half_computed_prompts() -> None:
+    """Readers keep half a prompt leased until they have the rest: two halves could keep each other's rest from it."""
+    driven = Driven(num_blocks=64, budget=6, max_running=4)
+    sequences = [
+        driven.add(str(n), range(100 * n + 1, 100 * n + 9 + n), arrival=n, priority=-n, sample_limit=1)
+        for n in range(8)
+    ]
+    while any(sequence.finish_reason is None for sequence in sequences):
+        driven.step()
+        assert sum(bool(sequence.block_table) for sequence in sequences) <= 1
+    assert driven.scheduler.num_preemptions == 0

@@ -1,0 +1,53 @@
+"""Drives a runner with the real scheduler and pool, as a worker does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from core.block_pool import BlockPool, Column
+from core.config import SchedulerConfig
+from core.request import Request, SamplingParams
+from core.scheduler import Scheduler
+from core.sequence import Sequence
+from engine.runner import Runner
+
+
+def request(name: str, prompt: Iterable[int], **sampling: object) -> Request:
+    token_ids = tuple(prompt)
+    options: dict[str, object] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    return Request(name, token_ids, len(token_ids), SamplingParams(**(options | sampling)))  # type: ignore[arg-type]
+
+
+class Engine:
+    """A scheduler, a pool and a runner. `num_preemptions` and `num_cached_tokens` say what happened on the way."""
+
+    def __init__(
+        self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512, max_running: int = 16
+    ) -> None:
+        self.runner = runner
+        self.pool = BlockPool(num_blocks or runner.num_blocks)
+        config = SchedulerConfig(max_batched_tokens=budget, max_running=min(budget, max_running))
+        self.scheduler = Scheduler(config, self.pool, runner.layout.block_size, runner.info.eos_token_ids)
+        self.num_cached_tokens: dict[str, int] = {}
+        self.max_chunks_of_one = 0
+        self._num_added = 0
+
+    def generate(self, *requests: Request) -> dict[str, list[int]]:
+        """Run all of them to their ends and return what each got, by name."""
+        sequences = [Sequence(wanted, self._num_added + index) for index, wanted in enumerate(requests)]
+        self._num_added += len(sequences)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        tokens: dict[str, list[int]] = {wanted.request_id: [] for wanted in requests}
+        while (plan := self.scheduler.schedule()) is not None:
+            counts = [sum(chunk.sequence_id == name for chunk in plan.chunks) for name in tokens]
+            self.max_chunks_of_one = max(self.max_chunks_of_one, *counts)
+            for event in self.scheduler.complete_step(self.runner.run(plan)):
+                assert event.index == len(tokens[event.sequence_id])
+                tokens[event.sequence_id].append(event.token.token_id)
+            self.scheduler.check()
+            self.pool.check()
+        self.num_cached_tokens = {sequence.sequence_id: sequence.num_cached_tokens for sequence in sequences}
+        ledger = self.pool.ledger()
+        assert ledger[Column.HELD] == ledger[Column.LEASED] == ledger[Column.INCOMING] == 0
+        return tokens

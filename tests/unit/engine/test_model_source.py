@@ -1,0 +1,127 @@
+"""What an operator may write for a model, and which models are refused rather than served wrongly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError, ModelNotFound
+from engine.model_config import RopeScaling, config_from_hf
+from engine.model_source import SourceKind, fingerprint, load_model_info, resolve_model
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+def directory(path: Path, weights: bytes = b"w" * 100, **changes: object) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(LLAMA | changes))
+    (path / "model.safetensors").write_bytes(weights)
+    return str(path)
+
+
+@pytest.mark.parametrize("spec", ["nothing", "no/such/file.gguf", "random:nothing", "fake:nothing", ""])
+def test_an_unknown_model_is_refused_in_one_line_that_lists_the_known(spec: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"llama-tiny|fake:tiny") as failure:
+        resolve_model(spec, tmp_path)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_catalogue_model_that_is_not_here_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="run `tandem pull smollm2-135m`"):
+        resolve_model("smollm2-135m", tmp_path)
+
+
+def test_files_and_directories_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert resolve_model(str(tmp_path / "model.gguf")).kind is SourceKind.GGUF
+    assert resolve_model(directory(tmp_path / "dir")).kind is SourceKind.HUGGING_FACE
+    assert resolve_model(directory(tmp_path / "dir")).name == "dir"
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
+    here, copy = directory(tmp_path / "a"), directory(tmp_path / "b")
+    other_weights = directory(tmp_path / "c", b"w" * 99 + b"v")
+    other_config = directory(tmp_path / "d", rope_theta=5.0)
+    first, *others = (fingerprint(resolve_model(spec)) for spec in (here, copy, other_weights, other_config))
+    assert others[0] == first
+    assert len({first, *others[1:]}) == 3
+
+
+def test_a_change_anywhere_in_a_small_file_changes_the_fingerprint(tmp_path: Path) -> None:
+    found = set()
+    for place in range(0, 300_000, 30_000):
+        weights = bytearray(300_000)
+        weights[place] = 1
+        found.add(fingerprint(resolve_model(directory(tmp_path / "a", bytes(weights)))))
+    assert len(found) == 10
+
+
+def test_the_context_may_be_cut_but_not_stretched(tmp_path: Path) -> None:
+    spec = directory(tmp_path / "a")
+    assert load_model_info(spec).context_length == 4096
+    assert load_model_info(spec, max_context=100).context_length == 100
+    with pytest.raises(ConfigError, match="trained for 4096"):
+        load_model_info(spec, max_context=5000)
+
+
+def test_a_sliding_window_is_served_only_where_it_changes_nothing(tmp_path: Path) -> None:
+    spec = directory(tmp_path / "a", model_type="mistral", sliding_window=1024)
+    with pytest.raises(ConfigError, match="set max_context to 1024 or less"):
+        load_model_info(spec)
+    assert load_model_info(spec, max_context=1024).context_length == 1024
+    assert load_model_info(directory(tmp_path / "b", model_type="mistral", sliding_window=None)).context_length == 4096
+    qwen = directory(tmp_path / "c", model_type="qwen2", sliding_window=1024, use_sliding_window=False)
+    assert load_model_info(qwen).context_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not served; known: llama"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_act": "gelu"}, "other than SiLU"),
+        ({"mlp_bias": True}, "without biases"),
+        ({"quantization_config": {"bits": 4}}, "use a GGUF file"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not served"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"head_dim": 7}, "must be even"),
+        ({"num_hidden_layers": 0}, "num_layers must be at least 1"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(LLAMA | changes)
+
+
+def test_rope_is_read_as_transformers_4_and_5_write_it() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    older = config_from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
+    newer = config_from_hf(LLAMA | {"rope_parameters": scaling | {"rope_theta": 5e5}})
+    assert older == newer
+    assert older.rope_scaling == RopeScaling(8.0, False, 1.0, 4.0, 8192)
+    assert older.rope_theta == 5e5
+
+
+def test_broken_json_names_the_file(tmp_path: Path) -> None:
+    spec = directory(tmp_path / "a")
+    for content in ("{", "[]"):
+        (tmp_path / "a" / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            load_model_info(spec)

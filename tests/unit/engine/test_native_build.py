@@ -1,0 +1,142 @@
+"""The kernels are compiled once, survive company, and are done without where there is no compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from core.config import EngineConfig
+from engine import native_build
+from engine.attention import TorchAttention
+from engine.catalogue import default_cache_dir
+from engine.cpu import cpu_flags
+from engine.native_attention import NativeAttention
+from engine.native_build import TARGETS, NativeUnavailable, build, choose_target
+from engine.native_kernels import Kernels, load_kernels
+from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
+
+GENERIC = TARGETS[-1]
+PROMPT = [(7 * index + 3) % 250 for index in range(45)]
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two sources that compile in a blink, in place of the kernels."""
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    (directory / "numbers.h").write_text("#define ANSWER 41\n")
+    exported = '__attribute__((visibility("default")))'
+    (directory / "one.c").write_text(f'#include "numbers.h"\n{exported} int one(void) {{ return ANSWER; }}\n')
+    (directory / "two.c").write_text("int two(void) { return 2; }\n")
+    monkeypatch.setattr(native_build, "SOURCES", directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("flags", "head_dim", "expected"),
+    [
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq", 64, "avx512"),
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq", 80, "avx2"),  # no whole number of pairs of 16
+        ("avx2 fma avx512f", 64, "avx2"),
+        ("sse4_2", 64, "generic"),
+        ("", 16, "generic"),
+    ],
+)
+def test_the_best_target_that_fits_is_chosen(flags: str, head_dim: int, expected: str) -> None:
+    assert choose_target(frozenset(flags.split()), head_dim).name == expected
+
+
+def test_heads_that_no_vector_divides_are_refused() -> None:
+    with pytest.raises(NativeUnavailable, match="heads of 24"):
+        choose_target(cpu_flags(), 24)
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_a_library_is_compiled_once(tmp_path: Path) -> None:
+    first = build(GENERIC, tmp_path)
+    written = first.stat().st_mtime_ns
+    assert build(GENERIC, tmp_path) == first
+    assert first.stat().st_mtime_ns == written
+    assert build(GENERIC, tmp_path, ["-DANOTHER"]) != first
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        libraries = list(threads.map(lambda _: build(GENERIC, tmp_path), range(8)))
+    assert len(set(libraries)) == 1
+    assert ctypes.CDLL(str(libraries[0])).one() == 41
+    assert [path.name for path in (tmp_path / "native").iterdir()] == [libraries[0].name]
+
+
+def test_a_changed_header_is_compiled_anew(tmp_path: Path, small_sources: Path) -> None:
+    before = build(GENERIC, tmp_path)
+    (small_sources / "numbers.h").write_text("#define ANSWER 42\n")
+    after = build(GENERIC, tmp_path)
+    assert after != before
+    assert ctypes.CDLL(str(after)).one() == 42
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_a_library_without_the_kernels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailable, match="does not load"):
+        Kernels(build(GENERIC, tmp_path))
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_a_failing_compiler_says_what_it_said(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailable, match="no-such-flag"):
+        build(GENERIC, tmp_path, ["--no-such-flag"])
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    with pytest.raises(NativeUnavailable, match="cannot write"):
+        build(GENERIC, blocked)
+
+
+def test_without_a_compiler_torch_computes_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4, num_threads=1)
+    native = TorchRunner(config)
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        fallback = TorchRunner(config, tmp_path)
+    assert "no C compiler found (looked for cc, gcc, clang)" in caplog.text
+    assert load_kernels(16, tmp_path) is None
+    assert isinstance(backend_of(native), NativeAttention)
+    assert isinstance(backend_of(fallback), TorchAttention)
+    assert Engine(fallback).generate(request("a", PROMPT)) == Engine(native).generate(request("a", PROMPT))
+
+
+def test_torch_can_be_asked_for(tmp_path: Path) -> None:
+    runner = TorchRunner(
+        EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4, kernels="torch"), tmp_path
+    )
+    assert isinstance(backend_of(runner), TorchAttention)
+    assert not (tmp_path / "native").exists()
+
+
+def backend_of(runner: TorchRunner) -> object:
+    assert runner._model is not None
+    return runner._model.attention
+
+
+def test_kernels_and_torch_share_one_set_of_threads() -> None:
+    """A second OpenMP would double the threads and leave each waiting for the other's cores."""
+    assert load_kernels(16, default_cache_dir()) is not None
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        pytest.skip("this system does not list what a process has loaded")
+    files = {line.split()[-1] for line in maps.read_text().splitlines()}
+    loaded = {file for file in files if Path(file).name.startswith(("libgomp", "libiomp", "libomp"))}
+    assert len(loaded) == 1, loaded

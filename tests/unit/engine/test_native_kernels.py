@@ -1,0 +1,108 @@
+"""Every C kernel computes what plain torch computes: random shapes, dtypes, block tables and lengths, by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cpu import cpu_flags
+from engine.native_build import TARGETS, NativeUnavailable, Target, build, find_compiler
+from engine.native_kernels import Kernels
+from tests.unit.engine.native_cases import TOLERANCE, AttentionCase, all_differences
+
+HEAD_DIMS = {8: (16, 32, 48, 64, 80, 128, 256), 16: (32, 64, 96, 128, 256)}
+
+
+def targets() -> list[Target]:
+    """What this CPU runs; and vectors as wide as AVX-512's, which the compiler splits in two where there is none."""
+    here = [target for target in TARGETS if target.cpu_flags <= cpu_flags()]
+    narrow = next(target for target in here if target.lanes == 8)
+    return [*here, replace(narrow, name=f"{narrow.name}-wide", lanes=16)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=targets(), ids=lambda target: target.name)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Kernels]:
+    try:
+        find_compiler()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    target: Target = request.param
+    # Only the one that would be chosen here needs the flags it would have; the others are compiled faster.
+    flags = () if target.name == targets()[0].name else ("-O1",)
+    return target, Kernels(build(target, tmp_path_factory.mktemp("kernels"), flags))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_kernel_agrees_with_torch(built: tuple[Target, Kernels], dtype: str) -> None:
+    target, kernels = built
+    found = all_differences(kernels, dtype, HEAD_DIMS[target.lanes], range(21))
+    assert [difference for difference in found if not difference[1] <= TOLERANCE[dtype]] == []
+    assert any(difference > 0 for _, difference in found), "equal to the last bit: torch was compared with itself"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_threads_give_the_same_bits_as_one(built: tuple[Target, Kernels], seed: int) -> None:
+    case = AttentionCase(seed, "float32", 64)
+    one, three = (attend(case, built[1], num_threads) for num_threads in (1, 3))
+    assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_chunk_gets_the_same_bits_alone_and_in_a_batch(built: tuple[Target, Kernels], dtype: str) -> None:
+    case = AttentionCase(5, dtype, 64)
+    together = attend(case, built[1])
+    backend = case.native(built[1], case.pool())
+    first_row = 0
+    for chunk in case.chunks:
+        rows = slice(first_row, first_row + chunk.num_tokens)
+        rotation = replace(case.rotation, cosine=case.rotation.cosine[rows], sine=case.rotation.sine[rows])
+        alone = backend.begin_step([chunk], rotation).attend(case.heads[rows].clone(), 0)
+        assert torch.equal(alone, together[rows])
+        first_row += chunk.num_tokens
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_prefill_may_be_left_to_torch(built: tuple[Target, Kernels], dtype: str) -> None:
+    for seed in range(3):
+        found = AttentionCase(seed, dtype, 64).differences(built[1], torch_prefill=True)
+        assert [difference for difference in found if not difference[1] <= TOLERANCE[dtype]] == []
+
+
+@pytest.mark.parametrize(("factor", "tolerance"), [(10.0, 1e-3), (1e10, float("inf"))])
+def test_large_scores_do_not_overflow(built: tuple[Target, Kernels], factor: float, tolerance: float) -> None:
+    """Where one key takes all the weight: with 1e10, which of two does is rounding's choice, but it is one of them."""
+    case = AttentionCase(1, "float32", 64)
+    case.heads *= factor
+    case.contents *= factor
+    attended = attend(case, built[1])
+    assert attended.isfinite().all()
+    assert attended.abs().max() <= 6 * factor, "a weighted mean cannot be larger than every value"
+    assert case.differences(built[1])[0][1] <= tolerance
+
+
+def attend(case: AttentionCase, kernels: Kernels, num_threads: int = 1) -> torch.Tensor:
+    backend = case.native(kernels, case.pool(), num_threads)
+    return backend.begin_step(case.chunks, case.rotation).attend(case.heads.clone(), 0)
+
+
+def test_the_avx512_kernels_compile(tmp_path: Path) -> None:
+    """Also where they cannot run: the compiler knows the instructions on any x86."""
+    target = next(target for target in TARGETS if target.name == "avx512")
+    try:
+        library = build(target, tmp_path, ["-O1"])
+    except NativeUnavailable as reason:
+        pytest.skip(f"no compiler for x86 here: {reason}")
+    assert library.stat().st_size > 0

@@ -1,0 +1,69 @@
+"""The whole engine on the C kernels says what it says on plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.config import EngineConfig
+from core.request import SamplingParams
+from core.step import SampledToken, ScheduledChunk, StepPlan
+from engine.native_attention import NativeAttention
+from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
+
+MODELS = ["llama-tiny", "llama3-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "smollm2-tiny"]
+# Natural log, between two bfloat16 paths that round in different places.
+BF16_LOGPROB_TOLERANCE = 0.08
+
+
+def build(model: str, kernels: str, dtype: str = "float32") -> TorchRunner:
+    config = EngineConfig(model=f"random:{model}", dtype=dtype, kv_memory_mb=4, num_threads=1, kernels=kernels)
+    runner = TorchRunner(config)
+    assert runner._model is not None
+    if kernels == "auto" and not isinstance(runner._model.attention, NativeAttention):
+        pytest.skip("no C compiler here")
+    return runner
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_tokens_in_float32_are_those_of_plain_torch(model: str) -> None:
+    rng = np.random.default_rng(3)
+    requests = [
+        request(str(length), rng.integers(0, 250, length).tolist(), max_tokens=24) for length in (1, 7, 16, 40, 90)
+    ]
+    native, plain = (Engine(build(model, kernels), budget=37).generate(*requests) for kernels in ("auto", "torch"))
+    assert native == plain
+    assert len({tuple(tokens) for tokens in native.values()}) > 1, "the same answer to all shows nothing"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_mixed_batch_in_float32_gives_the_tokens_of_single_requests(model: str) -> None:
+    rng = np.random.default_rng(4)
+    runner = build(model, "auto")
+    requests = [request(str(n), rng.integers(0, 250, n).tolist(), max_tokens=16) for n in (1, 3, 15, 16, 17, 64, 100)]
+    alone = {wanted.request_id: Engine(runner).generate(wanted)[wanted.request_id] for wanted in requests}
+    assert Engine(runner, budget=48).generate(*requests) == alone
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_log_probabilities_are_within_the_tolerance(model: str) -> None:
+    native, plain = (top_tokens(build(model, kernels, "bfloat16")) for kernels in ("auto", "torch"))
+    for ours, theirs in zip(native, plain, strict=True):
+        expected = dict(theirs.top_logprobs)
+        shared = [(logprob, expected[token]) for token, logprob in ours.top_logprobs if token in expected]
+        assert len(shared) >= 15, "the most likely tokens are not the same ones"
+        assert max(abs(a - b) for a, b in shared) < BF16_LOGPROB_TOLERANCE
+
+
+def top_tokens(runner: TorchRunner) -> list[SampledToken]:
+    """What follows a prompt in two chunks, and one token more."""
+    prompt = [(7 * index + 3) % 250 for index in range(76)]
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=20)
+    steps = [(0, 50), (50, 25), (75, 1)]
+    return [
+        runner.run(
+            StepPlan(index, (ScheduledChunk("a", prompt, len(prompt), start, count, [4, 1, 7, 2, 9], True, sampling),))
+        ).sampled["a"]
+        for index, (start, count) in enumerate(steps)
+    ]

@@ -1,0 +1,69 @@
+"""The kernels under AddressSanitizer: they read and write what is theirs and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.cpu import cpu_flags
+from engine.native_build import TARGETS, NativeUnavailable, build, find_compiler
+from tests.unit.engine import native_cases
+
+SANITIZER = ("-fsanitize=address", "-g", "-O1")
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    """What a process needs to load a library that was compiled for the sanitizer."""
+    try:
+        compiler = find_compiler()
+    except NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    found = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(found).is_absolute():
+        pytest.skip("the compiler has no libasan")
+    options = "detect_leaks=0:abort_on_error=0:exitcode=23"  # Python itself leaks by the sanitizer's standards
+    return os.environ | {"LD_PRELOAD": os.path.realpath(found), "ASAN_OPTIONS": options, "OMP_NUM_THREADS": "1"}
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | {"PYTHONPATH": str(Path(native_cases.__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def library(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert environment["LD_PRELOAD"], "else the library would not load"
+    target = next(target for target in TARGETS if target.lanes == 8 and target.cpu_flags <= cpu_flags())
+    return build(target, tmp_path_factory.mktemp("sanitized"), SANITIZER)
+
+
+def test_no_kernel_leaves_its_memory(environment: dict[str, str], library: Path) -> None:
+    done = run(environment, str(native_cases.__file__), str(library))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("comparisons within") == len(native_cases.TOLERANCE)
+
+
+def test_the_sanitizer_sees_a_kernel_that_does(environment: dict[str, str], library: Path) -> None:
+    """Or the test above would prove nothing."""
+    program = (
+        "import sys, torch; from pathlib import Path; from engine.native_kernels import Kernels\n"
+        "rows, out = torch.ones(4, 64), torch.empty(4, 31)\n"
+        "Kernels(Path(sys.argv[1])).silu_and_multiply(rows.data_ptr(), out.data_ptr(), 4, 32, 0, 1)\n"
+    )
+    done = run(environment, "-c", program, str(library))
+    assert done.returncode == 23
+    assert "ERROR: AddressSanitizer" in done.stderr
+    assert "tandem_silu_and_multiply" in done.stderr

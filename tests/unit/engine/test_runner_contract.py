@@ -1,0 +1,215 @@
+"""What every Runner promises, kept by the real one for each family and by the fake."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from core.config import EngineConfig
+from core.errors import ConfigError, ModelNotFound
+from core.request import SamplingParams
+from core.step import ScheduledChunk, StepPlan
+from engine.factory import build_runner
+from engine.fake_runner import expected_tokens
+from engine.model_source import load_model_info
+from engine.runner import Runner
+from tests.unit.engine.driving import Engine, request
+
+MODELS = ["fake:tiny", "random:llama-tiny", "random:llama3-tiny", "random:qwen2-tiny", "random:qwen3-tiny"]
+PROMPT = [(7 * index + 3) % 250 for index in range(45)]
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    built = build_runner(EngineConfig(model=request.param, dtype="float32", kv_memory_mb=4, num_threads=1))
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def one_shot(runner: Runner) -> list[int]:
+    """The greedy answer to PROMPT, prefilled in one step in a fresh pool."""
+    return Engine(runner).generate(request("a", PROMPT))["a"]
+
+
+def test_the_answer_is_not_constant(one_shot: list[int]) -> None:
+    assert len(set(one_shot)) > 2, "a model that says one thing could not tell right KV from wrong"
+
+
+@pytest.mark.parametrize("budget", [1, 5, 16, 17, 44])
+def test_chunked_prefill_gives_the_same_tokens_as_one_shot(runner: Runner, one_shot: list[int], budget: int) -> None:
+    assert Engine(runner, budget=budget).generate(request("a", PROMPT))["a"] == one_shot
+
+
+@pytest.mark.parametrize("num_shared", [16, 31, 32, 44, 45])
+def test_a_prefix_hit_gives_the_same_tokens_as_one_shot(runner: Runner, one_shot: list[int], num_shared: int) -> None:
+    engine = Engine(runner)
+    engine.generate(request("before", [*PROMPT[:num_shared], 1, 2, 3]))
+    assert engine.generate(request("a", PROMPT))["a"] == one_shot
+    assert engine.num_cached_tokens["a"] == num_shared // 16 * 16 > 0
+
+
+def test_preemption_and_recompute_give_the_same_tokens_as_one_shot(runner: Runner) -> None:
+    requests = [request(name, PROMPT[start:], max_tokens=40) for name, start in (("a", 0), ("b", 4), ("c", 9))]
+    alone = {wanted.request_id: Engine(runner).generate(wanted)[wanted.request_id] for wanted in requests}
+    cramped = Engine(runner, num_blocks=8)
+    assert cramped.generate(*requests) == alone
+    assert cramped.scheduler.num_preemptions > 0, "the pool was not small enough to preempt anybody"
+
+
+def test_a_batch_gives_each_sequence_the_tokens_it_gets_alone(runner: Runner) -> None:
+    lengths = (1, 2, 15, 16, 17, 45)
+    requests = [request(str(length), PROMPT[:length], max_tokens=20) for length in lengths]
+    alone = {wanted.request_id: Engine(runner).generate(wanted)[wanted.request_id] for wanted in requests}
+    assert Engine(runner, budget=30).generate(*requests) == alone
+
+
+def test_a_sequence_goes_on_elsewhere_from_copied_blocks(runner: Runner, one_shot: list[int]) -> None:
+    """The hand-off in miniature: blocks are moved by their bytes alone and the table renamed."""
+    last = len(PROMPT) + 1
+    token_ids = [*PROMPT, one_shot[0]]
+    runner.run(StepPlan(0, (_chunk(PROMPT, 0, len(PROMPT), [0, 1, 2]),)))
+    pool = np.frombuffer(runner.pool_memory(), np.uint8).reshape(runner.num_blocks, -1)
+    pool[[9, 5, 7]] = pool[[0, 1, 2]]
+    pool[[0, 1, 2]] = 255
+    output = runner.run(StepPlan(1, (_chunk(token_ids, last - 1, 1, [9, 5, 7]),)))
+    assert output.sampled["a"].token_id == one_shot[1]
+
+
+@pytest.mark.parametrize("leftover", [0, 7, 255])
+def test_what_others_left_in_later_slots_changes_nothing(runner: Runner, one_shot: list[int], leftover: int) -> None:
+    runner.run(StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 5, [3], name="b"))))
+    slots = _slots(runner)
+    slots[2, :, 13:] = slots[3, :, 5:] = leftover  # as floats of all ones, 255 is not a number
+    chunks = (_chunk([*PROMPT, one_shot[0]], 45, 1, [0, 1, 2]), _chunk(PROMPT[:6], 5, 1, [3], name="b"))
+    assert runner.run(StepPlan(1, chunks)).sampled["a"].token_id == one_shot[1]
+
+
+@pytest.mark.parametrize("position", [0, 20, 44])
+def test_wrong_bytes_in_one_slot_change_what_follows(runner: Runner, position: int) -> None:
+    chunk = _chunk([*PROMPT, 5], 45, 1, [0, 1, 2], num_logprobs=3)
+    runner.run(StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]),)))
+    before = runner.run(StepPlan(1, (chunk,))).sampled["a"]
+    assert runner.run(StepPlan(2, (chunk,))).sampled["a"] == before
+    _slots(runner)[position // 16, :, position % 16] = 60
+    assert runner.run(StepPlan(3, (chunk,))).sampled["a"].top_logprobs != before.top_logprobs
+
+
+def test_a_step_writes_its_own_slots_and_nothing_else(runner: Runner) -> None:
+    slots = _slots(runner)
+    slots[:] = 7
+    runner.run(StepPlan(0, (_chunk(PROMPT, 0, 20, [3, 1]), _chunk(PROMPT, 0, 10, [6], name="b"))))
+    before = slots.copy()
+    runner.run(StepPlan(1, (_chunk(PROMPT, 20, 15, [3, 1, 4]), _chunk(PROMPT, 10, 1, [6], name="b"))))
+    changed = {(block, offset) for block, _, offset, _ in np.argwhere(slots != before).tolist()}
+    first = {(1, offset) for offset in range(4, 16)} | {(4, offset) for offset in range(3)}
+    assert changed == first | {(6, 10)}
+
+
+def test_each_sampling_chunk_gets_one_token_and_no_other_does(runner: Runner) -> None:
+    chunks = (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 20, [3, 4], name="b"))
+    output = runner.run(StepPlan(41, chunks))
+    assert output.step_id == 41
+    assert output.sampled.keys() == {"a"}
+    assert runner.run(StepPlan(42, chunks[1:])).sampled == {}
+
+
+def test_sampled_text_depends_on_the_seed_and_position_alone(runner: Runner) -> None:
+    def sampled(seed: int, budget: int) -> list[int]:
+        wanted = request("a", PROMPT, temperature=1.0, seed=seed, max_tokens=16)
+        return Engine(runner, budget=budget).generate(wanted)["a"]
+
+    assert sampled(seed=1, budget=512) == sampled(seed=1, budget=13)
+    assert sampled(seed=1, budget=512) != sampled(seed=2, budget=512)
+
+
+def test_logprobs_are_the_models_own(runner: Runner) -> None:
+    chunk = _chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=5, logit_bias={9: 100.0})
+    token = runner.run(StepPlan(0, (chunk,))).sampled["a"]
+    assert token.token_id == 9
+    logprobs = [logprob for _, logprob in token.top_logprobs]
+    assert len(logprobs) == 5
+    assert logprobs == sorted(logprobs, reverse=True)
+    assert token.logprob is not None
+    assert token.logprob <= logprobs[0] < 0.0
+
+
+def test_the_pool_is_page_aligned_writable_and_where_it_says(runner: Runner) -> None:
+    memory = runner.pool_memory()
+    assert not memory.readonly
+    assert memory.nbytes == runner.num_blocks * runner.layout.block_bytes
+    assert runner.pool_address() % mmap.PAGESIZE == 0
+    assert np.frombuffer(memory, np.uint8).ctypes.data == runner.pool_address()
+
+
+def test_it_reports_what_everyone_else_reads_of_the_model(runner: Runner) -> None:
+    assert runner.info == load_model_info(runner.info.name)
+    assert runner.layout.model == runner.info.fingerprint
+
+
+def test_the_fake_says_what_it_would_say_without_a_pool() -> None:
+    runner = build_runner(EngineConfig(model="fake:tiny"))
+    wanted = request("a", PROMPT, temperature=0.8, seed=3, top_k=40, repetition_penalty=1.2, max_tokens=30)
+    expected = expected_tokens(wanted, runner.layout, runner.info.vocab_size)
+    assert len(expected) == 30
+    assert Engine(runner, budget=11, num_blocks=6).generate(wanted)["a"] == expected
+
+
+def test_a_pool_too_small_for_a_request_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ConfigError, match="set it to"):
+        build_runner(EngineConfig(model="random:llama-tiny", kv_memory_mb=1, block_size=4096))
+
+
+def test_a_context_beyond_the_models_is_refused() -> None:
+    for model in ("random:llama-tiny", "fake:tiny"):
+        with pytest.raises(ConfigError, match="max_context"):
+            build_runner(EngineConfig(model=model, max_context=10**6, kv_memory_mb=1))
+
+
+def test_an_unknown_built_in_model_is_refused_with_those_known() -> None:
+    with pytest.raises(ModelNotFound, match="random:qwen3-tiny"):
+        build_runner(EngineConfig(model="random:nothing"))
+
+
+def test_bfloat16_keeps_its_kv_in_bfloat16() -> None:
+    runner = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="bfloat16", kv_memory_mb=1, num_threads=1))
+    assert runner.layout.dtype == "bfloat16"
+    exact = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1))
+    step = StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=20),))
+    rounded = dict(runner.run(step).sampled["a"].top_logprobs)
+    for token_id, logprob in exact.run(step).sampled["a"].top_logprobs[:5]:
+        assert rounded[token_id] == pytest.approx(logprob, abs=0.1)
+
+
+def test_threads_default_to_the_cores_this_process_may_use() -> None:
+    import torch
+
+    build_runner(EngineConfig(model="random:llama-tiny", kv_memory_mb=1))
+    assert torch.get_num_threads() == len(os.sched_getaffinity(0))
+
+
+def _slots(runner: Runner) -> np.ndarray:
+    """The pool's bytes by slot. # [num_blocks, layers * 2 * heads, block_size, bytes]"""
+    layout = runner.layout
+    rows = layout.num_layers * 2 * layout.num_kv_heads
+    return np.frombuffer(runner.pool_memory(), np.uint8).reshape(runner.num_blocks, rows, layout.block_size, -1)
+
+
+def _chunk(
+    token_ids: list[int], start: int, num_tokens: int, blocks: list[int], name: str = "a", **sampling: object
+) -> ScheduledChunk:
+    options: dict[str, object] = {"max_tokens": 9, "temperature": 0.0}
+    return ScheduledChunk(
+        sequence_id=name,
+        token_ids=token_ids,
+        num_prompt_tokens=min(len(PROMPT), len(token_ids)),
+        start=start,
+        num_tokens=num_tokens,
+        block_table=blocks,
+        samples=start + num_tokens == len(token_ids),
+        sampling=SamplingParams(**(options | sampling)),  # type: ignore[arg-type]
+    )

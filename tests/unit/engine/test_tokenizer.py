@@ -1,0 +1,195 @@
+"""Tokenizers from every kind of model, and chats rendered in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from core.errors import ConfigError, InvalidRequest
+from engine.chat_template import MAX_MESSAGES, ChatTemplate
+from engine.tokenizer import load_tokenizer
+from engine.tokenizer_files import byte_level_bytes
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 400,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
+TEXTS = ["", " ", "  two  spaces ", "plain", "naïve 日本語 😀", "tabs\tand\nlines\n\n", "<s> is special", "12345"]
+
+
+def write_directory(directory: Path, tokenizer: Tokenizer, **options: object) -> str:
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "tokenizer_config.json").write_text(json.dumps(options))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return str(directory)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate([*alphabet, "an", "in"])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[("a", "n"), ("i", "n")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 258)])
+    return tokenizer
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True, normalized=False)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
+def test_a_directorys_tokenizer_does_what_its_library_does(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+    reference = make()
+    tokenizer = load_tokenizer(write_directory(tmp_path, reference))
+    for text in TEXTS:
+        for add_special in (False, True):
+            token_ids = tokenizer.encode(text, add_special)
+            assert token_ids == reference.encode(text, add_special_tokens=add_special).ids
+            assert tokenizer.decode(token_ids) == reference.decode(token_ids, skip_special_tokens=True)
+        detokenizer = tokenizer.detokenizer()
+        pieces = [detokenizer.push(token_id) for token_id in token_ids]
+        assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
+
+
+def test_special_tokens_are_added_where_asked_for(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level_tokenizer()))
+    assert tokenizer.special_tokens == {"<s>": 258}
+    assert tokenizer.encode("a", add_special=True) == [258, *tokenizer.encode("a", add_special=False)]
+    assert tokenizer.encode("<s>", add_special=False) == [258]
+
+
+def test_limits_set_for_training_do_not_cut_a_prompt(tmp_path: Path) -> None:
+    reference = byte_level_tokenizer()
+    reference.enable_truncation(max_length=4)
+    reference.enable_padding(length=8)
+    tokenizer = load_tokenizer(write_directory(tmp_path, reference))
+    assert len(tokenizer.encode("eeeeeeeeeeee", add_special=False)) == 12
+    assert len(tokenizer.encode("e", add_special=False)) == 1
+
+
+def test_the_chat_template_of_a_directory_is_found_in_each_of_its_places(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "L{{ bos_token }}"}]
+    spec = write_directory(tmp_path, byte_level_tokenizer(), chat_template=named, bos_token={"content": "<s>"})
+    assert load_tokenizer(spec).render_chat(chat) == "L<s>"
+    write_directory(tmp_path, byte_level_tokenizer(), chat_template="S{{ messages[0].content }}", bos_token="<s>")
+    assert load_tokenizer(spec).render_chat(chat) == "Shi"
+    (tmp_path / "chat_template.jinja").write_text("F{{ messages[0]['role'] }}")
+    assert load_tokenizer(spec).render_chat(chat) == "Fuser"
+
+
+def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_directory(tmp_path, byte_level_tokenizer()))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_tokenizer_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    reference = byte_level_tokenizer()
+    reference.decoder = decoders.WordPiece()
+    with pytest.raises(ConfigError, match="WordPiece"):
+        load_tokenizer(write_directory(tmp_path, reference))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_byte_models_chat_with_their_special_tokens() -> None:
+    tokenizer = load_tokenizer("fake:tiny")
+    text = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    token_ids = tokenizer.encode(text, add_special=False)
+    assert token_ids[0] == 257
+    assert token_ids.count(258) == 1
+    assert tokenizer.decode(token_ids) == "user\nhi\nassistant\n"
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    tokenizer = load_tokenizer("random:llama-tiny")
+    for token_id in (-1, 259):
+        with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+            tokenizer.decode([token_id])
+    assert load_tokenizer("random:smollm2-135m").decode([300]) == "<300>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([], "messages"),
+        ([{"role": "user"}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": "a"}, {"role": 3, "content": "a"}], r"messages\[1\]\.role"),
+        ([{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1), "at most"),
+    ],
+)
+def test_malformed_messages_are_refused_by_place(messages: list[dict[str, str]], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        load_tokenizer("fake:tiny").render_chat(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[7].content }}",
+        "{% for i in range(100000000) %}x{% endfor %}",
+        "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ 1 + 'a' }}",
+        "{% include 'etc/passwd' %}",
+    ],
+)
+def test_a_template_can_neither_leave_its_sandbox_nor_run_without_bound(template: str) -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        ChatTemplate(template, {}).render([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_says_why_it_refuses() -> None:
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([{"role": "a", "content": "b"}])
+
+
+def test_a_template_that_is_none_is_the_operators_fault() -> None:
+    with pytest.raises(ConfigError, match="chat template"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_what_a_message_says_is_never_run_as_a_template() -> None:
+    rendered = load_tokenizer("fake:tiny").render_chat([{"role": "user", "content": "{{ 1 + 1 }}"}])
+    assert "{{ 1 + 1 }}" in rendered
+
+
+def test_every_byte_has_one_character() -> None:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert sorted(byte_level_bytes(character) for character in alphabet) == [bytes([byte]) for byte in range(256)]
+
+
+@pytest.mark.parametrize("module", ["engine.tokenizer", "engine.catalogue", "engine.fake_runner", "engine.factory"])
+def test_importing_what_the_router_and_the_simulator_use_brings_no_torch(module: str) -> None:
+    command = f"import sys, {module}; print('torch' in sys.modules, 'gguf' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout.split() == ["False", "False"]

@@ -1,0 +1,51 @@
+"""What `auto` means, and what is said where a choice cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from engine.cpu import cpu_multiplies_bf16
+from engine.kv_pool import MIN_BLOCKS
+from engine.torch_runner import TorchRunner, choose_device, choose_dtype
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("processor : 0\nflags : fpu avx2 avx512f\n", False),
+        ("processor : 0\nflags : fpu avx512f avx512_bf16\n", True),
+        ("processor : 0\nflags : fpu amx_bf16 amx_tile\n", True),
+        ("processor : 0\nFeatures : fp asimd bf16 i8mm\n", True),
+        ("processor : 0\nFeatures : fp asimd\n", False),
+        ("nothing of the kind\n", False),
+    ],
+)
+def test_bfloat16_is_chosen_where_the_cpu_multiplies_it(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo)
+    assert cpu_multiplies_bf16(path) is expected
+    assert cpu_multiplies_bf16(tmp_path / "missing") is False
+
+
+def test_auto_takes_what_the_device_is_fast_at() -> None:
+    assert choose_dtype("auto", torch.device("cuda")) == "bfloat16"
+    assert choose_dtype("auto", torch.device("cpu")) == ("bfloat16" if cpu_multiplies_bf16() else "float32")
+    assert choose_dtype("float32", torch.device("cuda")) == "float32"
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match="set device to cpu or auto"):
+        choose_device("cuda")
+
+
+def test_the_pool_fills_the_memory_it_is_given() -> None:
+    runner = TorchRunner(EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=3, num_threads=1))
+    assert runner.num_blocks == (3 << 20) // runner.layout.block_bytes > MIN_BLOCKS
+    assert runner.layout.block_bytes == 2 * 2 * 4 * 16 * 16 * 4

@@ -1,0 +1,196 @@
+"""Weights from every kind of file arrive in the right places, or the tensor at fault is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from core.request import SamplingParams
+from core.step import ScheduledChunk, StepPlan
+from engine.builtin_configs import RANDOM_CONFIGS
+from engine.gguf_file import GGUFFile
+from engine.model_config import ModelConfig, config_from_gguf
+from engine.model_source import load_model_info, resolve_model
+from engine.model_weights import ModelWeights
+from engine.torch_runner import TorchRunner
+from engine.weights import load_weights
+
+CPU = torch.device("cpu")
+HF_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": [258, 256],
+}
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def random_weights(name: str) -> ModelWeights:
+    return load_weights(resolve_model(f"random:{name}"), RANDOM_CONFIGS[name], torch.float32, CPU)
+
+
+@pytest.fixture
+def llama_directory(tmp_path: Path) -> Path:
+    """random:llama-tiny, written as a Hugging Face directory."""
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    slots = random_weights("llama-tiny").slots()
+    save_file({name: view.clone() for name, view in slots.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def write_gguf(path: Path, config: ModelConfig, weights: ModelWeights, **extra: np.ndarray) -> None:
+    """As a converter writes architecture llama: q and k rows interleaved, matrices in Q8_0, norms in F32."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_eos_token_id(258)
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for name, view in weights.slots().items():
+        stem = name.removesuffix(".weight")
+        values = view.numpy().copy()
+        if stem in outer:
+            gguf_name = outer[stem]
+        else:
+            _, _, layer, inner = stem.split(".", 3)
+            gguf_name = f"blk.{layer}.{GGUF_NAMES[inner]}"
+            if inner in ("self_attn.q_proj", "self_attn.k_proj"):
+                heads = config.num_heads if "q_proj" in inner else config.num_kv_heads
+                halves = values.reshape(heads, 2, -1, values.shape[1])
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 1:
+            writer.add_tensor(f"{gguf_name}.weight", values)
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{gguf_name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name, values in extra.items():
+        writer.add_tensor(name.replace("__", "."), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def logits(model: str) -> np.ndarray:
+    runner = TorchRunner(EngineConfig(model=model, dtype="float32", kv_memory_mb=1, num_threads=1))
+    prompt = list(range(30))
+    chunk = ScheduledChunk("a", prompt, 30, 0, 30, [0, 1], True, SamplingParams(max_tokens=1, num_logprobs=20))
+    return np.array(sorted(runner.run(StepPlan(0, (chunk,))).sampled["a"].top_logprobs))
+
+
+def test_a_directory_gives_the_numbers_it_was_written_from(llama_directory: Path) -> None:
+    np.testing.assert_array_equal(logits(str(llama_directory)), logits("random:llama-tiny"))
+
+
+def test_generation_ends_at_every_id_the_config_lists(llama_directory: Path) -> None:
+    assert load_model_info(str(llama_directory)).eos_token_ids == {256, 258}
+    (llama_directory / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert load_model_info(str(llama_directory)).eos_token_ids == {7, 256, 258}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.1.mlp.up_proj.weight": None}, "lacks model.layers.1.mlp.up_proj.weight"),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "holds model.layers.0.self_attn.q_proj.bias"),
+        ({"model.norm.weight": torch.zeros(65)}, r"model.norm.weight is \[65\], the config asks for \[64\]"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_names_the_tensor(
+    llama_directory: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    path = llama_directory / "model.safetensors"
+    tensors = {name: tensor for name, tensor in (load_file(path) | change).items() if tensor is not None}
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=message):
+        logits(str(llama_directory))
+
+
+def test_a_missing_shard_is_named(llama_directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (llama_directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="model-00002-of-00002"):
+        logits(str(llama_directory))
+
+
+def test_a_tied_head_written_twice_and_derived_buffers_are_left_out(llama_directory: Path) -> None:
+    (llama_directory / "config.json").write_text(json.dumps(HF_CONFIG | {"tie_word_embeddings": True}))
+    path = llama_directory / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, path)
+    assert len(logits(str(llama_directory))) == 20
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "llama3-tiny"])
+def test_a_gguf_gives_the_model_it_was_written_from(tmp_path: Path, name: str) -> None:
+    config, weights = RANDOM_CONFIGS[name], random_weights(name)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, config, weights)
+    loaded = load_weights(resolve_model(str(path)), config_from_gguf(GGUFFile(path)), torch.float32, CPU)
+    for slot, view in loaded.slots().items():
+        torch.testing.assert_close(view, weights.slots()[slot], atol=0.02, rtol=0)  # Q8_0's rounding
+
+
+def test_rope_factors_in_a_gguf_are_obeyed(tmp_path: Path) -> None:
+    config, path = RANDOM_CONFIGS["llama3-tiny"], tmp_path / "tiny.gguf"
+    base = np.array([config.rope_theta ** (-index / 8) for index in range(8)])
+    factors = (base / np.array(config.inverse_frequencies())).astype(np.float32)
+    assert factors.max() > 1.0
+    write_gguf(path, config, random_weights("llama3-tiny"), rope_freqs__weight=factors)
+    np.testing.assert_allclose(
+        config_from_gguf(GGUFFile(path)).inverse_frequencies(), config.inverse_frequencies(), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("length", [3, 20, 700, -1000])
+def test_a_damaged_gguf_is_refused_in_words(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, RANDOM_CONFIGS["llama-tiny"], random_weights("llama-tiny"))
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(ConfigError, match="not a usable GGUF file"):
+        logits(str(path))
+
+
+def test_random_weights_are_the_same_every_time_and_differ_between_tensors() -> None:
+    first, second = (random_weights("qwen3-tiny").slots() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    gate, up = (first[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    assert not torch.equal(gate, up)
+
+
+def test_progress_counts_every_tensor() -> None:
+    calls: list[tuple[int, int]] = []
+    config = RANDOM_CONFIGS["llama-tiny"]
+    source = resolve_model("random:llama-tiny")
+    weights = load_weights(source, config, torch.float32, CPU, lambda done, total: calls.append((done, total)))
+    total = len(weights.slots())
+    assert calls == [(count, total) for count in range(1, total + 1)]

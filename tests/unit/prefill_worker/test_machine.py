@@ -1,0 +1,330 @@
+"""The prefill worker: chunks in, offers and one first token out."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.config import SchedulerConfig
+from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
+from core.handoff import Abort, AbortReason, Ready, Release, Want
+from core.lifecycle import FinishReason, Stage, WorkerState
+from core.request import Request
+from core.worker import DrainRequested
+from prefill_worker.machine import (
+    MAX_STALL_S,
+    PrefillArrived,
+    PrefillCancelled,
+    PrefillDone,
+    PrefillFailed,
+    PrefillMachine,
+)
+from tests.support.driven_worker import EOS, LAYOUT, LEASE_S, DrivenWorker, request
+
+
+class Prefill(DrivenWorker):
+    def __init__(self, num_blocks: int = 16, scheduler: SchedulerConfig | None = None) -> None:
+        super().__init__(PrefillMachine, num_blocks, scheduler)
+
+    def arrive(self, arriving: Request, ticket: int = 1, timeout_s: float = 60.0) -> list[object]:
+        return self.post(PrefillArrived(arriving, ticket, self.peer, self.now + timeout_s))
+
+    def want(self, *positions: int, ticket: int = 1) -> list[object]:
+        return self.hear(lambda i, c: Want(ticket, i, c, LAYOUT.fingerprint(), positions))
+
+    def release(self, ticket: int = 1, reason: AbortReason | None = None) -> list[object]:
+        return self.hear(lambda i, c: Release(ticket, i, c, reason))
+
+    def offered(self) -> list[int]:
+        """Positions announced so far, in order."""
+        return [block.position for ready in self.sent(Ready) for block in ready.blocks]
+
+
+# ---- offers
+
+
+def test_each_chunk_offers_its_full_blocks_and_the_last_one_the_rest_with_the_first_token() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 18))
+    worker.want(0, 1, 2, 3, 4)
+    assert worker.chunks() == [("a", 0, 8)]
+    worker.finish_step()
+    assert worker.offered() == [0, 1]
+    worker.finish_step()
+    assert worker.offered() == [0, 1, 2, 3]
+    assert not any(ready.last for ready in worker.sent(Ready))
+    worker.finish_step()
+    assert worker.offered() == [0, 1, 2, 3, 4], "the last block is filled by half"
+    assert (worker.sent(Ready)[-1].last, worker.sent(Ready)[-1].first_token_id) == (True, 18)
+
+
+def test_a_chunk_that_ends_within_a_block_offers_only_the_full_ones() -> None:
+    worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=6, max_running=4))
+    worker.arrive(request("a", 18))
+    worker.want(0, 1, 2, 3, 4)
+    worker.finish_step()
+    assert worker.offered() == [0]
+    worker.finish_step()
+    assert worker.offered() == [0, 1, 2]
+
+
+def test_the_answer_says_the_first_token_and_that_the_sequence_goes_on() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 6))
+    worker.now += 2.0
+    worker.finish_step()
+    done = worker.only(PrefillDone)
+    assert (done.request_id, done.index, done.token.token_id, done.finish_reason) == ("a", 0, 6, None)
+    assert done.timeline.seconds_in(Stage.PREFILL) == 2.0
+    assert worker.plan is None, "one token is all that is sampled here"
+
+
+def test_a_resumed_request_goes_on_at_its_own_index() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 4, resumed=(40, 41)))
+    worker.finish_step()
+    assert worker.only(PrefillDone).index == 2
+
+
+def test_blocks_stay_leased_after_the_answer_until_the_reader_releases_them() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 6))
+    worker.want(0, 1)
+    worker.finish_step()
+    assert worker.ledger == {"leased": 2}
+    assert not worker.machine.idle
+    worker.release()
+    assert worker.ledger == {}
+    assert worker.machine.idle
+
+
+def test_blocks_of_a_reader_that_falls_silent_are_free_after_the_lease() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 6))
+    worker.want(0, 1)
+    worker.finish_step()
+    worker.pass_time(LEASE_S - 0.1)
+    assert worker.ledger == {"leased": 2}
+    worker.pass_time(0.2)
+    assert worker.ledger == {}
+    assert worker.machine.load().num_expired_leases == 1
+
+
+def test_a_cached_prefix_is_offered_with_the_rest_and_counted() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 8))
+    worker.want(0, 1)
+    worker.finish_step()
+    worker.release()
+    worker.arrive(request("b", 10), ticket=2)
+    worker.want(0, 1, 2, ticket=2)
+    assert worker.chunks() == [("b", 8, 2)]
+    worker.finish_step()
+    assert worker.offered()[2:] == [0, 1, 2]
+    assert worker.of(PrefillDone)[1].cached_tokens == 8
+
+
+def test_a_preempted_prompt_goes_on_offering_where_it_was() -> None:
+    worker = Prefill(num_blocks=6)
+    worker.arrive(request("x", 8, first=30), ticket=2)
+    worker.run_until_idle()
+    worker.arrive(request("a", 20))
+    worker.want(0, 1, 2, 3, 4)
+    worker.run_until_idle()
+    assert worker.offered() == [0, 1, 2, 3], "the last block is missing: x's reader keeps two"
+    sequence = worker.core.scheduler.get("a")
+    assert sequence is not None
+    worker.core.scheduler._preempt(sequence)
+    assert worker.ledger == {"leased": 6}, "what was announced stays readable"
+    worker.release(ticket=2)
+    assert worker.chunks() == [("a", 16, 4)], "its own leased blocks are its cached prefix"
+    worker.finish_step()
+    assert worker.offered() == [0, 1, 2, 3, 4], "each position once"
+    assert worker.sent(Ready)[-1].last
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize(("max_tokens", "token", "reason"), [(1, 9, FinishReason.LENGTH), (4, EOS, FinishReason.STOP)])
+def test_a_first_token_that_ends_the_request_leaves_the_offer_to_its_reader(
+    max_tokens: int, token: int, reason: FinishReason
+) -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 6, max_tokens=max_tokens))
+    worker.want(0, 1)
+    worker.finish_step(a=token)
+    assert worker.only(PrefillDone).finish_reason is reason
+    assert not worker.sent(Abort), "an abort could overtake the answer, and cost a needless retry"
+    worker.release(reason=AbortReason.CANCELLED)
+    assert worker.ledger == {}
+
+
+def test_a_call_cancelled_in_the_queue_leaves_at_once() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 16))
+    worker.arrive(request("b", 16, first=30), ticket=2)
+    worker.post(PrefillCancelled("b"))
+    failed = worker.only(PrefillFailed)
+    assert (failed.request_id, type(failed.error)) == ("b", RequestCancelled)
+    assert worker.sent(Abort)[-1].transfer_id == 2
+    assert worker.machine.load().num_waiting == 0
+
+
+def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_has_ended() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 16))
+    worker.want(0, 1, 2, 3)
+    worker.post(PrefillCancelled("a"))
+    assert worker.only(PrefillFailed).request_id == "a"
+    assert worker.ledger == {"held": 2}
+    worker.finish_step()
+    assert worker.ledger == {}
+    assert worker.offered() == [], "what a cancelled prompt computes is not offered"
+    assert worker.machine.idle
+
+
+def test_a_cancelled_call_whose_blocks_were_announced_waits_for_the_release() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 16))
+    worker.want(0, 1, 2, 3)
+    worker.finish_step()
+    worker.post(PrefillCancelled("a"))
+    worker.finish_step()
+    assert worker.ledger == {"leased": 2}
+    worker.release(reason=AbortReason.PREFILL_FAILED)
+    assert worker.ledger == {}
+
+
+def test_cancelling_what_is_over_does_nothing() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 6))
+    worker.finish_step()
+    assert worker.post(PrefillCancelled("a")) == []
+    assert worker.post(PrefillCancelled("never heard of")) == []
+
+
+def test_the_deadline_ends_a_call_in_the_queue_and_in_a_step() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 16), timeout_s=3.0)
+    worker.arrive(request("b", 16, first=30), ticket=2, timeout_s=3.0)
+    worker.pass_time(3.1)
+    assert [type(failed.error) for failed in worker.of(PrefillFailed)] == [DeadlineExceeded] * 2
+    worker.finish_step()
+    assert worker.ledger == {}
+    assert worker.of(PrefillDone) == []
+
+
+def test_a_failed_step_ends_the_calls_in_it_and_nobody_elses() -> None:
+    worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1, max_waiting=8))
+    worker.arrive(request("a", 6))
+    worker.arrive(request("b", 6, first=30), ticket=2)
+    worker.fail_step()
+    assert worker.only(PrefillFailed).request_id == "a"
+    assert worker.sent(Abort)[-1].reason is AbortReason.PREFILL_FAILED
+    worker.finish_step()
+    assert worker.only(PrefillDone).request_id == "b"
+
+
+def test_a_reader_that_gives_up_does_not_stop_the_first_token() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 16))
+    worker.want(0, 1, 2, 3)
+    worker.finish_step()
+    worker.release(reason=AbortReason.CANCELLED)
+    worker.finish_step()
+    assert worker.only(PrefillDone).token.token_id == 16
+    assert worker.ledger == {}
+
+
+# ---- refusals
+
+
+def test_what_cannot_be_taken_is_refused_without_a_trace() -> None:
+    worker = Prefill(num_blocks=4, scheduler=SchedulerConfig(max_batched_tokens=4, max_running=1, max_waiting=1))
+    with pytest.raises(InvalidRequest, match="KV blocks"):
+        worker.arrive(request("large", 17))
+    worker.arrive(request("a", 8))
+    with pytest.raises(InvalidRequest, match="served already"):
+        worker.arrive(request("a", 8), ticket=2)
+    with pytest.raises(TransferFailed, match="offered before"):
+        worker.arrive(request("b", 4), ticket=1)
+    worker.arrive(request("c", 4), ticket=3)
+    with pytest.raises(QueueFull):
+        worker.arrive(request("d", 4), ticket=4)
+    worker.machine.check()
+    assert worker.of(PrefillFailed) == []
+    assert worker.machine.load().num_waiting == 1
+
+
+def test_an_id_is_not_taken_again_while_the_step_of_its_cancelled_namesake_runs() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 8))
+    worker.post(PrefillCancelled("a"))
+    with pytest.raises(InvalidRequest, match="served already"):
+        worker.arrive(request("a", 8), ticket=2)
+    worker.finish_step()
+    worker.arrive(request("a", 8), ticket=3)
+    worker.finish_step()
+    assert worker.only(PrefillDone).request_id == "a"
+
+
+def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 6))
+    worker.post(DrainRequested())
+    assert worker.machine.load().state is WorkerState.DRAINING
+    with pytest.raises(WorkerUnavailable, match="draining"):
+        worker.arrive(request("b", 6), ticket=2)
+    worker.want(0, 1)
+    worker.finish_step()
+    assert worker.only(PrefillDone).request_id == "a"
+    assert not worker.machine.idle, "its blocks are still to be read"
+    worker.release()
+    assert worker.machine.idle
+
+
+# ---- prompts and readers that wait for each other
+
+
+def blocked_by_an_unread_offer() -> Prefill:
+    """`a` is computed and its reader has no room; `b` cannot be computed though its reader has."""
+    worker = Prefill(num_blocks=5)
+    worker.arrive(request("a", 16))
+    worker.finish_step()
+    worker.finish_step()
+    worker.arrive(request("b", 16, first=30), ticket=2)
+    worker.want(0, 1, 2, 3, ticket=2)
+    while worker.plan is not None:
+        worker.finish_step()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a"]
+    return worker
+
+
+def test_an_offer_that_nobody_has_room_for_yields_to_a_prompt_whose_reader_has() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.pass_time(MAX_STALL_S + 0.1)
+    aborted = worker.sent(Abort)[-1]
+    assert (aborted.transfer_id, aborted.reason) == (1, AbortReason.OVERLOADED)
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
+
+
+def test_a_reader_that_finds_room_in_time_keeps_its_offer() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.pass_time(MAX_STALL_S / 2)
+    worker.want(0, 1, 2, 3, ticket=1)
+    worker.pass_time(MAX_STALL_S)
+    assert worker.sent(Abort) == []
+    worker.release()
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
+
+
+def test_offers_wait_as_long_as_they_like_while_no_reader_waits_for_a_prompt() -> None:
+    worker = Prefill(num_blocks=5)
+    worker.arrive(request("a", 16))
+    worker.run_until_idle()
+    worker.arrive(request("b", 16, first=30), ticket=2)
+    worker.run_until_idle()
+    worker.pass_time(5 * MAX_STALL_S)
+    assert worker.sent(Abort) == []

@@ -1,0 +1,125 @@
+"""A router's machine in the hands of a test: workers join by name, time passes when told, actions are remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from core.config import RouterConfig
+from core.errors import TandemError
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.lifecycle import FinishReason, WorkerRole, WorkerState
+from core.machine import Tick
+from core.request import Request, SamplingParams
+from core.step import SampledToken
+from core.worker import WorkerLoad
+from router import events
+from router.events import RouterAction, RouterEvent
+from router.machine import RouterMachine
+
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=1)
+SERVING = WorkerLoad(state=WorkerState.SERVING)
+EOS = 0
+CONFIG = RouterConfig(
+    local_prefill_tokens=0, max_attempts=3, report_stale_s=3.0, worker_lost_s=10.0, worker_wait_s=20.0, max_queued=2
+)
+
+A = TypeVar("A")
+
+
+def agent(worker_id: str, incarnation: int = 1, layout: KVLayout = LAYOUT) -> AgentAddress:
+    return AgentAddress(f"{worker_id}@{incarnation}", incarnation, b"", 0, 64, layout, 20.0)
+
+
+def request(
+    name: str = "r", prompt: Sequence[int] = tuple(range(1, 9)), max_tokens: int = 4, **options: object
+) -> Request:
+    priority = options.pop("priority", 0)
+    sampling = SamplingParams(max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+    return Request(name, tuple(prompt), len(prompt), sampling, priority=int(str(priority)))
+
+
+def sampled(*token_ids: int) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(token_id) for token_id in token_ids)
+
+
+class DrivenRouter:
+    def __init__(self, config: RouterConfig = CONFIG, prefill: Sequence[str] = ("P",), decode: Sequence[str] = ("D",)):
+        self.now = 100.0
+        self.tickets = iter(range(1, 1000))
+        self.machine = RouterMachine(config, lambda: next(self.tickets), frozenset({EOS}))
+        self.actions: list[RouterAction] = []
+        for name in prefill:
+            self.join(name, WorkerRole.PREFILL)
+        for name in decode:
+            self.join(name, WorkerRole.DECODE)
+
+    # ---- doing
+
+    def post(self, event: RouterEvent) -> list[RouterAction]:
+        actions = self.machine.handle(event, self.now)
+        self.machine.check()
+        self.actions += actions
+        return actions
+
+    def join(self, name: str, role: WorkerRole, incarnation: int = 1, layout: KVLayout = LAYOUT) -> list[RouterAction]:
+        address = agent(name, incarnation, layout)
+        return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
+
+    def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: int) -> list[RouterAction]:
+        return self.post(events.WorkerReported(name, replace(SERVING, state=state, **load)))  # type: ignore[arg-type]
+
+    def arrive(self, arriving: Request | None = None, timeout_s: float = 60.0) -> list[RouterAction]:
+        return self.post(events.RequestArrived(arriving or request(), self.now, self.now + timeout_s))
+
+    def first_token(self, token: int, dispatch: str = "r#1", index: int = 0, **rest: object) -> list[RouterAction]:
+        reason = rest.get("finish_reason")
+        assert reason is None or isinstance(reason, FinishReason)
+        result = events.PrefillResult(index, SampledToken(token), reason, 0, 0.0, 0.0)
+        return self.post(events.PrefillReturned(dispatch, result))
+
+    def tokens(self, first: int, *token_ids: int, dispatch: str = "r#1") -> list[RouterAction]:
+        return self.post(events.DecodeTokens(dispatch, tuple(enumerate(sampled(*token_ids), start=first))))
+
+    def decoded(self, dispatch: str = "r#1", reason: FinishReason = FinishReason.LENGTH) -> list[RouterAction]:
+        return self.post(events.DecodeReturned(dispatch, events.DecodeResult(reason, 0, 0.0, 0.0, 0.0, 0.0, 0)))
+
+    def decode_fails(self, error: TandemError, dispatch: str = "r#1") -> list[RouterAction]:
+        return self.post(events.DecodeReturned(dispatch, error))
+
+    def prefill_fails(self, error: TandemError, dispatch: str = "r#1") -> list[RouterAction]:
+        return self.post(events.PrefillReturned(dispatch, error))
+
+    def pass_time(self, seconds: float) -> list[RouterAction]:
+        """Let time pass, with a Tick at each deadline on the way."""
+        end, actions = self.now + seconds, []
+        while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            actions += self.post(Tick())
+        self.now = end
+        return actions
+
+    # ---- seeing
+
+    def delivered(self, request_id: str = "r") -> list[int]:
+        """Token ids the client has, after checking that each index came once and in order."""
+        got: list[int] = []
+        for action in self.of(events.Deliver):
+            if action.request_id == request_id:
+                assert action.index == len(got)
+                got += [token.token_id for token in action.tokens]
+        return got
+
+    def of(self, kind: type[A]) -> list[A]:
+        return [action for action in self.actions if isinstance(action, kind)]
+
+    def only(self, kind: type[A]) -> A:
+        (action,) = self.of(kind)
+        return action
+
+    def dispatches(self) -> list[tuple[str, str | None, str]]:
+        """(dispatch id, prefill worker, decode worker) of each, in order."""
+        prefill = {action.dispatch_id: action.worker_id for action in self.of(events.StartPrefill)}
+        return [(a.dispatch_id, prefill.get(a.dispatch_id), a.worker_id) for a in self.of(events.StartDecode)]

@@ -1,0 +1,453 @@
+"""The router's life of a request: two calls joined into one stream that ends once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from core.lifecycle import FinishReason, Path, Stage, WorkerRole, WorkerState
+from core.step import SampledToken
+from router import events
+from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, agent, request
+
+LOST = WorkerUnavailable("connection reset")
+
+# ---- two calls
+
+
+def test_both_calls_are_opened_at_once_with_one_ticket_and_each_others_address() -> None:
+    router = DrivenRouter()
+    router.arrive(timeout_s=5.0)
+    decode, prefill = router.only(events.StartDecode), router.only(events.StartPrefill)
+    assert decode.source == (prefill.transfer_id, agent("P"))
+    assert prefill.reader == agent("D")
+    assert decode.dispatch_id == prefill.dispatch_id == "r#1"
+    assert decode.timeout_s == prefill.timeout_s == 5.0
+
+
+def test_workers_know_the_attempt_and_not_the_request_so_that_two_attempts_never_meet() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.decode_fails(LOST)
+    router.report("D")
+    assert [action.request.request_id for action in router.of(events.StartDecode)] == ["r#1", "r#2"]
+
+
+def test_the_first_token_comes_from_the_prefill_worker_and_the_rest_from_the_decode_worker() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.first_token(11)
+    assert router.delivered() == [11]
+    router.tokens(0, 11)
+    router.tokens(1, 12, 13, 14)
+    router.decoded()
+    assert router.delivered() == [11, 12, 13, 14]
+    outcome = router.only(events.Finish).outcome
+    assert (outcome.finish_reason, outcome.path, outcome.attempts) == (FinishReason.LENGTH, Path.DISAGGREGATED, 1)
+    assert outcome.num_output_tokens == 4
+    assert not router.of(events.CancelDispatch), "both calls had ended"
+
+
+def test_the_first_token_may_come_with_the_kv_before_the_prefill_workers_answer() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.tokens(0, 11, 12)
+    router.first_token(11)
+    assert router.delivered() == [11, 12]
+
+
+def test_tokens_before_their_turn_wait_for_it_and_doubled_ones_are_dropped() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.tokens(2, 13)
+    router.tokens(1, 12)
+    assert router.delivered() == []
+    router.first_token(11)
+    router.tokens(1, 12)
+    router.tokens(0, 11, 12, 13, 14)
+    assert router.delivered() == [11, 12, 13, 14]
+
+
+def test_a_decode_worker_may_be_done_before_the_prefill_workers_answer() -> None:
+    router = DrivenRouter()
+    router.arrive(request(num_logprobs=0))
+    with_logprob = tuple((i, SampledToken(10 + i, logprob=-1.0)) for i in (1, 2, 3))
+    router.post(events.DecodeTokens("r#1", ((0, SampledToken(10)), *with_logprob)))
+    router.decoded()
+    assert not router.of(events.Finish), "the first token lacks its log-probability"
+    result = events.PrefillResult(0, SampledToken(10, logprob=-1.0), None, 0, 0.0, 0.0)
+    router.post(events.PrefillReturned("r#1", result))
+    assert router.delivered() == [10, 11, 12, 13]
+    assert router.only(events.Finish).outcome.finish_reason is FinishReason.LENGTH
+
+
+def test_where_both_calls_end_without_a_token_the_request_is_tried_again() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.tokens(2, 13)
+    router.decoded()
+    router.first_token(11)
+    assert router.delivered() == [11]
+    assert len(router.dispatches()) == 2
+
+
+def test_a_first_token_that_is_the_last_ends_the_request_and_the_decode_call() -> None:
+    router = DrivenRouter()
+    router.arrive(request(max_tokens=1))
+    router.first_token(11, finish_reason=FinishReason.LENGTH)
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
+    assert router.only(events.Finish).outcome.num_output_tokens == 1
+
+
+def test_a_stop_string_ends_the_request_and_its_calls() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.first_token(11)
+    router.post(events.StopMatched("r"))
+    assert router.only(events.Finish).outcome.finish_reason is FinishReason.STOP
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
+    router.tokens(1, 12)
+    router.decoded()
+    assert router.delivered() == [11]
+
+
+def test_the_timeline_says_where_the_time_went() -> None:
+    router = DrivenRouter(prefill=(), decode=())
+    router.arrive()
+    router.pass_time(2.0)
+    router.join("D", WorkerRole.DECODE)
+    router.now += 3.0
+    router.tokens(0, 11)
+    router.now += 1.0
+    router.decoded()
+    outcome = router.only(events.Finish).outcome
+    spent = {stage: outcome.timeline.seconds_in(stage) for stage in (Stage.QUEUE, Stage.PREFILL, Stage.DECODE)}
+    assert spent == {Stage.QUEUE: 2.0, Stage.PREFILL: 3.0, Stage.DECODE: 1.0}
+    assert outcome.first_token_s == 5.0
+
+
+# ---- one call
+
+
+def test_with_no_prefill_worker_the_decode_worker_computes_the_prompt() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    assert router.only(events.StartDecode).source is None
+    router.tokens(0, 11, 12, 13, 14)
+    router.decoded()
+    assert router.only(events.Finish).outcome.path is Path.LOCAL
+
+
+def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:
+    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
+    router.arrive(request("short", prompt=range(1, 9)))
+    router.arrive(request("long", prompt=range(1, 10)))
+    assert router.dispatches() == [("short#1", None, "D"), ("long#1", "P", "D")]
+
+
+def test_a_long_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -> None:
+    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
+    prompt = request(prompt=range(1, 18))
+    hashes = router.machine.workers.hashes(prompt)
+    router.post(events.WorkerReported("D", router.machine.workers.chosen("D").load, tuple((h, True) for h in hashes)))
+    router.arrive(prompt)
+    assert router.dispatches() == [("r#1", None, "D")]
+
+
+# ---- failures
+
+
+def test_a_dead_prefill_worker_is_replaced_by_another_pair_and_the_old_calls_end() -> None:
+    router = DrivenRouter(prefill=("P1", "P2"))
+    router.arrive()
+    assert router.dispatches() == [("r#1", "P1", "D")]
+    router.post(events.WorkerLost("P1", "its process has ended"))
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
+    assert router.dispatches()[1:] == [("r#2", "P2", "D")]
+
+
+def test_a_dead_prefill_worker_does_not_matter_once_its_work_has_arrived() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.tokens(0, 11)
+    router.post(events.WorkerLost("P", "its process has ended"))
+    router.tokens(1, 12, 13, 14)
+    router.decoded()
+    assert router.delivered() == [11, 12, 13, 14]
+    assert router.only(events.Finish).outcome.attempts == 1
+
+
+def test_when_the_decode_worker_dies_in_mid_stream_another_goes_on_at_the_next_index() -> None:
+    router = DrivenRouter(decode=("D1", "D2"))
+    router.arrive()
+    router.first_token(11)
+    router.tokens(1, 12)
+    router.post(events.WorkerLost("D1", "its process has ended"))
+    again = router.of(events.StartDecode)[1]
+    assert again.worker_id == "D2"
+    assert again.request.token_ids == (*range(1, 9), 11, 12)
+    assert again.request.num_prompt_tokens == 8
+    router.tokens(2, 66, dispatch="r#1")
+    router.tokens(2, 13, 14, dispatch="r#2")
+    router.first_token(13, dispatch="r#2", index=2)
+    router.decoded("r#2")
+    assert router.delivered() == [11, 12, 13, 14], "what the dead worker still said does not count"
+    outcome = router.only(events.Finish).outcome
+    assert (outcome.path, outcome.attempts) == (Path.RECOMPUTED, 2)
+
+
+def test_a_worker_that_dies_after_the_last_token_but_before_its_last_word_ends_the_request_well() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive(request("by_length", max_tokens=2))
+    router.arrive(request("by_eos"))
+    router.tokens(0, 11, 12, dispatch="by_length#1")
+    router.tokens(0, 11, EOS, dispatch="by_eos#1")
+    router.post(events.WorkerLost("D", "its process has ended"))
+    reasons = {action.request_id: action.outcome.finish_reason for action in router.of(events.Finish)}
+    assert reasons == {"by_length": FinishReason.LENGTH, "by_eos": FinishReason.STOP}
+
+
+def test_a_decode_worker_that_is_done_may_die_while_the_first_token_is_on_its_way() -> None:
+    router = DrivenRouter()
+    router.arrive(request(num_logprobs=0, max_tokens=1))
+    router.decoded()
+    router.post(events.WorkerLost("D", "its process has ended"))
+    result = events.PrefillResult(0, SampledToken(10, logprob=-1.0), None, 0, 0.0, 0.0)
+    router.post(events.PrefillReturned("r#1", result))
+    assert router.only(events.Finish).outcome.attempts == 1
+
+
+def test_after_a_failed_hand_off_both_workers_are_avoided_where_there_are_others() -> None:
+    router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
+    router.arrive()
+    router.decode_fails(TransferFailed("lease expired"))
+    assert router.dispatches() == [("r#1", "P1", "D1"), ("r#2", "P2", "D2")]
+
+
+def test_after_a_failed_hand_off_of_the_only_pair_the_prompt_is_recomputed_where_it_is_decoded() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.decode_fails(TransferFailed("lease expired"))
+    assert router.dispatches() == [("r#1", "P", "D"), ("r#2", None, "D")]
+
+
+def test_a_request_fails_with_its_last_error_after_max_attempts() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    for attempt in (1, 2, 3):
+        router.decode_fails(WorkerUnavailable(f"fault {attempt}"), f"r#{attempt}")
+        router.report("D")
+    assert str(router.only(events.Fail).error) == "fault 3"
+    assert len(router.dispatches()) == 3
+
+
+def test_an_error_that_another_attempt_cannot_mend_ends_the_request() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.prefill_fails(TandemError("the step failed"))
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
+    assert str(router.only(events.Fail).error) == "the step failed"
+
+
+def test_a_worker_with_a_full_queue_gets_nothing_until_it_reports_again() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    router.decode_fails(QueueFull("256 sequences wait already"))
+    assert router.machine.num_queued == 1
+    router.report("D")
+    assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
+
+
+def test_a_worker_started_anew_under_its_name_has_lost_what_it_was_doing() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    router.join("D", WorkerRole.DECODE, incarnation=2)
+    assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
+
+
+def test_a_fresh_snapshot_of_the_same_process_changes_nothing_that_is_under_way() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    assert router.join("D", WorkerRole.DECODE) == []
+    router.tokens(0, 11, 12, 13, 14)
+    router.decoded()
+    assert router.delivered() == [11, 12, 13, 14]
+
+
+# ---- deadlines
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+def test_a_request_ends_at_its_deadline_in_every_stage(stage: str) -> None:
+    router = DrivenRouter(decode=() if stage == "queue" else ("D",))
+    router.arrive(timeout_s=5.0)
+    if stage == "decode":
+        router.first_token(11)
+    router.pass_time(4.9)
+    assert not router.of(events.Fail)
+    router.pass_time(0.2)
+    failed = router.only(events.Fail)
+    assert isinstance(failed.error, DeadlineExceeded)
+    assert stage in str(failed.error)
+    assert len(router.of(events.CancelDispatch)) == (stage != "queue")
+    assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
+
+
+def test_a_retry_gets_what_is_left_of_the_deadline() -> None:
+    router = DrivenRouter()
+    router.arrive(timeout_s=5.0)
+    router.now += 2.0
+    router.prefill_fails(LOST)
+    assert [action.timeout_s for action in router.of(events.StartDecode)] == [5.0, 3.0]
+
+
+def test_without_a_decode_worker_a_request_waits_only_so_long() -> None:
+    router = DrivenRouter(decode=())
+    router.arrive()
+    router.report("P")
+    router.pass_time(19.9)
+    assert not router.of(events.Fail)
+    router.pass_time(0.2)
+    assert isinstance(router.only(events.Fail).error, WorkerUnavailable)
+
+
+# ---- cancellation
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode", "retry"])
+def test_a_cancelled_request_ends_at_once_in_every_stage(stage: str) -> None:
+    router = DrivenRouter(decode=() if stage == "queue" else ("D",))
+    router.arrive()
+    if stage in ("decode", "retry"):
+        router.first_token(11)
+    if stage == "retry":
+        router.decode_fails(LOST)
+        assert router.machine.num_queued == 1
+    router.post(events.ClientCancelled("r"))
+    assert isinstance(router.only(events.Fail).error, RequestCancelled)
+    assert len(router.of(events.CancelDispatch)) == (stage in ("prefill", "decode")), (
+        "calls that are open, and no others"
+    )
+    router.tokens(1, 12)
+    router.decoded()
+    router.post(events.ClientCancelled("r"))
+    assert len(router.of(events.Fail)) == 1
+    assert not router.of(events.Finish)
+
+
+# ---- the queue
+
+
+def test_a_full_queue_refuses_and_leaves_no_trace() -> None:
+    router = DrivenRouter(decode=())
+    router.arrive(request("a"))
+    router.arrive(request("b"))
+    with pytest.raises(QueueFull, match="max_queued"):
+        router.arrive(request("c"))
+    router.machine.check()
+    router.join("D", WorkerRole.DECODE)
+    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
+
+
+def test_a_request_that_no_decode_worker_could_hold_is_refused_at_once() -> None:
+    router = DrivenRouter()
+    largest = 64 * LAYOUT.block_size
+    router.arrive(request("fits", max_tokens=largest - 8 + 1))  # the last token needs no slot
+    with pytest.raises(InvalidRequest, match=f"the largest decode worker holds {largest}"):
+        router.arrive(request("does not", max_tokens=largest - 8 + 2))
+    router.machine.check()
+    assert router.machine.num_in_flight == 1
+
+
+def test_the_queue_is_served_by_priority_and_then_by_arrival() -> None:
+    router = DrivenRouter(replace(CONFIG, max_queued=8), decode=())
+    for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
+        router.arrive(request(name, priority=priority))
+    router.join("D", WorkerRole.DECODE)
+    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["urgent#1", "first#1", "second#1", "late#1"]
+
+
+def test_a_request_waits_while_every_decode_worker_has_all_it_may_have() -> None:
+    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), prefill=())
+    router.arrive(request("a", max_tokens=1))
+    router.arrive(request("b"))
+    assert router.machine.num_queued == 1
+    router.tokens(0, 11, dispatch="a#1")
+    router.decoded("a#1")
+    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
+
+
+# ---- workers
+
+
+def test_a_silent_worker_is_asked_for_nothing_new_and_then_lost() -> None:
+    router = DrivenRouter(prefill=())
+    router.pass_time(3.1)
+    router.arrive()
+    assert router.dispatches() == [], "stale"
+    router.report("D")
+    assert len(router.dispatches()) == 1, "and back with its next word"
+    router.pass_time(10.1)
+    assert router.machine.workers.get("D") is None
+    assert router.machine.num_queued == 1, "what it had is queued again"
+
+
+def test_a_suspect_worker_is_trusted_again_when_it_reports() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    router.decode_fails(LOST)
+    assert len(router.dispatches()) == 1
+    router.report("D")
+    assert len(router.dispatches()) == 2
+
+
+def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
+    router = DrivenRouter(prefill=(), decode=("D1", "D2"))
+    router.arrive(request("a"))
+    router.report("D1", WorkerState.DRAINING)
+    router.arrive(request("b"))
+    assert router.dispatches() == [("a#1", None, "D1"), ("b#1", None, "D2")]
+    router.tokens(0, 11, 12, 13, 14, dispatch="a#1")
+    router.decoded("a#1")
+    assert router.delivered("a") == [11, 12, 13, 14]
+
+
+def test_a_draining_prefill_pool_leaves_the_prompts_to_the_decode_workers() -> None:
+    router = DrivenRouter()
+    router.report("P", WorkerState.DRAINING)
+    router.arrive()
+    assert router.dispatches() == [("r#1", None, "D")]
+
+
+def test_a_worker_whose_kv_does_not_fit_cannot_join() -> None:
+    router = DrivenRouter()
+    with pytest.raises(LayoutMismatch, match="block_size"):
+        router.join("D2", WorkerRole.DECODE, layout=replace(LAYOUT, block_size=8))
+    router.machine.check()
+    assert router.machine.workers.get("D2") is None
+
+
+def test_reports_of_a_worker_that_never_joined_are_ignored() -> None:
+    router = DrivenRouter(decode=())
+    router.arrive()
+    assert router.report("D") == []
+    assert router.machine.num_queued == 1
+
+
+def test_explain_changes_nothing() -> None:
+    router = DrivenRouter(prefill=("P1", "P2"))
+    found = router.machine.find_candidates(request(), router.now)
+    assert [candidate.prefill_worker for candidate in found] == ["P1", "P2"]
+    assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)

@@ -1,0 +1,125 @@
+"""The arithmetic of a choice: the lowest cost wins, ties spread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.config import RouterConfig
+from core.lifecycle import Path
+from router.policy import Candidate, WorkerView, candidates, choose, reason_for
+from router.prefix_index import PrefixIndex
+
+BLOCK = 4
+CONFIG = RouterConfig(local_prefill_tokens=16)
+IDLE = WorkerView("w", num_queued_tokens=0, num_sequences=0, cached_tokens=0)
+
+
+def view(name: str, **differences: int) -> WorkerView:
+    return replace(IDLE, worker_id=name, **differences)  # type: ignore[arg-type]
+
+
+def best(
+    num_tokens: int,
+    prefill: list[WorkerView],
+    decode: list[WorkerView],
+    alive: bool = True,
+    config: RouterConfig = CONFIG,
+) -> Candidate:
+    chosen = choose(candidates(num_tokens, prefill, decode, alive, config, BLOCK), {})
+    assert chosen is not None
+    return chosen
+
+
+def test_a_cached_prefix_is_worth_a_shorter_queue() -> None:
+    warm, cold = view("warm", num_queued_tokens=50, cached_tokens=80), view("cold")
+    assert best(100, [warm, cold], [view("d")]).prefill_worker == "warm"
+
+
+def test_a_long_queue_is_worth_more_than_a_cached_prefix() -> None:
+    warm, cold = view("warm", num_queued_tokens=90, cached_tokens=80), view("cold")
+    assert best(100, [warm, cold], [view("d")]).prefill_worker == "cold"
+
+
+def test_the_pair_is_chosen_jointly_by_the_sum_of_its_terms() -> None:
+    found = candidates(
+        100,
+        [view("p1", num_queued_tokens=40), view("p2")],
+        [view("d1", num_sequences=9), view("d2", cached_tokens=40)],
+        True,
+        CONFIG,
+        BLOCK,
+    )
+    assert [(c.prefill_worker, c.decode_worker) for c in found] == [
+        ("p2", "d2"),
+        ("p1", "d2"),
+        ("p2", "d1"),
+        ("p1", "d1"),
+    ]
+    assert found[0].cost == 0 + 100 + 15 + 0 + 32  # queue, uncached, blocks d2 lacks, sequences, the dispatch
+    assert (found[0].uncached_tokens, found[0].transfer_blocks, found[0].path) == (100, 15, Path.DISAGGREGATED)
+
+
+def test_a_decode_worker_that_holds_the_prefix_saves_its_transfer() -> None:
+    assert best(100, [view("p")], [view("d1"), view("d2", cached_tokens=96)]).decode_worker == "d2"
+
+
+def test_few_uncached_tokens_are_computed_on_the_decode_worker() -> None:
+    chosen = best(100, [view("p")], [view("d", cached_tokens=88)])
+    assert (chosen.prefill_worker, chosen.uncached_tokens, chosen.path) == (None, 12, Path.LOCAL)
+    assert "12 uncached tokens" in reason_for(chosen, True)
+
+
+def test_a_busy_decode_worker_leaves_even_a_short_prompt_to_the_prefill_worker() -> None:
+    assert best(10, [view("p")], [view("d", num_queued_tokens=500)]).prefill_worker == "p"
+
+
+def test_a_long_prompt_waits_for_a_prefill_worker_with_room() -> None:
+    assert candidates(100, [], [view("d")], True, CONFIG, BLOCK) == []
+
+
+def test_without_a_prefill_worker_alive_any_prompt_is_computed_on_the_decode_worker() -> None:
+    chosen = best(100, [], [view("d")], alive=False)
+    assert chosen.path is Path.LOCAL
+    assert "no prefill worker" in reason_for(chosen, False)
+
+
+def test_without_a_decode_worker_nothing_can_go_anywhere() -> None:
+    assert candidates(10, [view("p")], [], True, CONFIG, BLOCK) == []
+    assert choose([], {}) is None
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert best(8, [view("p")], [view("d", cached_tokens=8)]).uncached_tokens == 1
+
+
+def test_equals_go_to_the_pair_with_the_fewest_requests_of_ours() -> None:
+    found = candidates(100, [view("p1"), view("p2")], [view("d1"), view("d2")], True, CONFIG, BLOCK)
+    chosen = choose(found, {"p1": 2, "d1": 1})
+    assert chosen is not None
+    assert (chosen.prefill_worker, chosen.decode_worker) == ("p2", "d2")
+
+
+def test_two_workers_with_two_prefix_families_keep_to_themselves() -> None:
+    """Blocks A .. G, each worker caches what it is sent; a new tail follows its head unless the other is less busy."""
+    index = PrefixIndex()
+    queued = {"a": 0, "b": 0}
+
+    def route(*blocks: str) -> str:
+        names = [ord(block) for block in blocks]
+        matched = index.match(names)
+        views = [
+            view(name, num_queued_tokens=queued[name], cached_tokens=BLOCK * matched.get(name, 0))
+            for name in ("a", "b")
+        ]
+        always_remote = RouterConfig(local_prefill_tokens=0)
+        worker = best(BLOCK * len(blocks), views, [view("d")], config=always_remote).prefill_worker
+        assert worker is not None
+        queued[worker] += BLOCK * (len(blocks) - matched.get(worker, 0))
+        for name in names:
+            index.store(worker, name)
+        return worker
+
+    assert route("A", "B", "C", "D") == "a", "equal: the first by name"
+    assert route("E", "F") == "b", "a is busy"
+    assert route("A", "B", "C", "D", "G") == "a", "four blocks cached outweigh two blocks more queued"
+    assert route("A", "E") == "b", "one cached block does not"

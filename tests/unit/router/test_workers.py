@@ -1,0 +1,118 @@
+"""What the router knows of its workers, and when it may ask them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.config import RouterConfig
+from core.errors import LayoutMismatch
+from core.lifecycle import WorkerRole, WorkerState
+from core.worker import WorkerLoad
+from router.workers import WorkerRecord, WorkerTable
+from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
+
+CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
+
+
+def record(name: str, role: WorkerRole = WorkerRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
+    return WorkerRecord(name, role, agent(name), load, reported_at=0.0)
+
+
+def table(*records: WorkerRecord) -> WorkerTable:
+    workers = WorkerTable(CONFIG)
+    for joining in records:
+        workers.join(joining, ())
+    workers.check()
+    return workers
+
+
+def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = frozenset()) -> list[str]:
+    return [view.worker_id for view in workers.views(WorkerRole.DECODE, [], avoid, now)]
+
+
+def test_a_worker_is_asked_while_its_reports_are_fresh() -> None:
+    workers = table(record("d"))
+    assert usable(workers, now=3.0) == ["d"]
+    assert usable(workers, now=3.1) == []
+
+
+def test_a_suspect_full_draining_or_prefill_worker_is_not_asked_to_decode() -> None:
+    workers = table(
+        record("suspect"),
+        record("full"),
+        record("draining", load=replace(SERVING, state=WorkerState.DRAINING)),
+        record("prefill", WorkerRole.PREFILL),
+        record("fine"),
+    )
+    workers.suspect("suspect")
+    workers.chosen("full").dispatched = {"x#1": 1, "y#1": 1}
+    assert usable(workers) == ["fine"]
+
+
+def test_workers_to_avoid_are_asked_only_where_there_are_no_others() -> None:
+    workers = table(record("d1"), record("d2"))
+    assert usable(workers, avoid=frozenset({"d1"})) == ["d2"]
+    assert usable(workers, avoid=frozenset({"d1", "d2"})) == ["d1", "d2"]
+
+
+def test_load_is_the_larger_of_the_report_and_our_own_count() -> None:
+    workers = table(record("d", load=replace(SERVING, num_queued_tokens=40, num_running=1)))
+    (view,) = workers.views(WorkerRole.DECODE, [], frozenset(), 0.0)
+    assert (view.num_queued_tokens, view.num_sequences) == (40, 1)
+    workers.chosen("d").dispatched = {"x#1": 60}
+    (view,) = workers.views(WorkerRole.DECODE, [], frozenset(), 0.0)
+    assert (view.num_queued_tokens, view.num_sequences) == (60, 1)
+
+
+def test_cached_tokens_follow_the_snapshot() -> None:
+    workers = WorkerTable(CONFIG)
+    joining = record("d")
+    workers.join(joining, ())
+    hashes = workers.hashes(request(prompt=range(1, 13)))
+    workers.join(joining, hashes[:2])
+    (view,) = workers.views(WorkerRole.DECODE, hashes, frozenset(), 0.0)
+    assert view.cached_tokens == 8
+
+
+def test_a_fresh_snapshot_keeps_what_is_dispatched_and_clears_suspicion() -> None:
+    workers = table(record("d"))
+    workers.chosen("d").dispatched["x#1"] = 5
+    workers.suspect("d")
+    workers.join(record("d"), ())
+    assert usable(workers) == ["d"]
+    assert workers.chosen("d").dispatched == {"x#1": 5}
+
+
+def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone() -> None:
+    workers = table(record("d"))
+    other = replace(LAYOUT, dtype="bfloat16")
+    with pytest.raises(LayoutMismatch, match="dtype"):
+        workers.join(replace(record("e"), agent=agent("e", layout=other)), ())
+    workers.join(replace(record("d"), agent=agent("d", layout=other)), ())
+    assert workers.chosen("d").agent.layout == other
+
+
+def test_a_worker_that_leaves_takes_its_blocks_from_the_index() -> None:
+    workers = WorkerTable(CONFIG)
+    workers.join(record("d"), [1, 2])
+    left = workers.leave("d")
+    assert left is not None
+    assert workers.index.match([1, 2]) == {}
+    assert workers.leave("d") is None
+
+
+def test_hashes_are_unknown_until_some_worker_says_how_long_a_block_is() -> None:
+    workers = WorkerTable(CONFIG)
+    assert workers.hashes(request()) == []
+    assert workers.candidates(8, [], frozenset(), 0.0) == []
+    workers.join(record("d"), ())
+    assert len(workers.hashes(request(prompt=range(1, 10)))) == 2
+
+
+def test_a_role_is_there_while_one_that_is_not_avoided_serves() -> None:
+    workers = table(record("p", WorkerRole.PREFILL))
+    assert workers.has_role(WorkerRole.PREFILL)
+    assert not workers.has_role(WorkerRole.PREFILL, avoid=frozenset({"p"}))
+    assert not workers.has_role(WorkerRole.DECODE)

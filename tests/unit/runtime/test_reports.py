@@ -1,0 +1,65 @@
+"""What a worker says of itself: its load with transfers by state, and a ledger that is never longer than asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from core.block_pool import Column
+from core.config import WorkerConfig
+from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
+from core.ledger import BlockHolder, Claim, SequenceState
+from core.lifecycle import WorkerState
+from core.worker import WorkerLoad
+from protos import codec, worker_pb2
+from runtime.reports import MAX_HOLDERS, ReportFeed
+
+NOBODY: Any = None  # the call's context, which is not used
+
+
+def feed_of(num_holders: int) -> ReportFeed:
+    holders = [worker_pb2.BlockHolder(name=str(number)) for number in range(num_holders)]
+    return ReportFeed(
+        WorkerConfig(),
+        worker_pb2.WorkerSnapshot,
+        worker_pb2.WorkerReport,
+        lambda: worker_pb2.DescribeLedgerResponse(worker_id="w", holders=holders),
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_holders", "asked_for", "num_listed"),
+    [(5, 0, 5), (5, 5, 5), (5, 2, 2), (MAX_HOLDERS + 7, 0, MAX_HOLDERS), (MAX_HOLDERS + 7, 9999, MAX_HOLDERS)],
+)
+async def test_a_ledger_lists_the_first_holders_and_counts_the_others(
+    num_holders: int, asked_for: int, num_listed: int
+) -> None:
+    request = worker_pb2.DescribeLedgerRequest(max_holders=asked_for)
+    response = await feed_of(num_holders).DescribeLedger(request, NOBODY)
+    assert [holder.name for holder in response.holders] == [str(number) for number in range(num_listed)]
+    assert response.num_left_out == num_holders - num_listed
+
+
+def test_every_live_state_of_a_transfer_goes_over_the_wire_and_no_ended_one() -> None:
+    assert set(LIVE_STATES) == {state for state, steps in (OWNER_STEPS | PULLER_STEPS).items() if steps}
+    names = {field.name for field in worker_pb2.TransferCounts.DESCRIPTOR.fields}
+    assert names == {state.value for state in LIVE_STATES}
+    counts = {state: number for number, state in enumerate(LIVE_STATES, start=1)}
+    load = WorkerLoad(
+        WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), transfers=counts, num_malformed_messages=8,
+        num_dropped_messages=9,
+    )  # fmt: skip
+    assert codec.decode_load(codec.encode_load(load)) == load
+
+
+def test_a_holder_s_state_says_its_kind() -> None:
+    kinds = {}
+    for state in (*SequenceState, *LIVE_STATES):
+        wire = codec.encode_holder(BlockHolder(Claim("name", state, (1, 2), since=0.0, peer="p"), 1, 0.25))
+        assert worker_pb2.HolderState.Name(wire.state) == f"HOLDER_STATE_{state.name}"
+        assert (wire.num_blocks, wire.num_counted, wire.age_ms) == (2, 1, 250.0)
+        kinds[state] = worker_pb2.HolderKind.Name(wire.kind)
+    assert {kinds[state] for state in SequenceState} == {"HOLDER_KIND_SEQUENCE"}
+    assert kinds[OwnerState.OFFERED] == "HOLDER_KIND_OFFER"
+    assert kinds[PullerState.RESERVED] == "HOLDER_KIND_PULL"
