@@ -9,35 +9,29 @@ the backend's, and what lies between is `Ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from core.step import ScheduledChunk
 from engine.attention import AttentionBackend
+from engine.linear import LinearMethod, PlainLinear
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.ops import Ops, TorchOps
 from engine.rotary import Rotation
 
-Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
-LinearMethod = Callable[[torch.Tensor, torch.Tensor | None], Linear]  # ([out, in], [out] or None) -> its product
-
-
-def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The linear method that changes nothing: torch's own product on the weight as it is."""
-    return lambda inputs: F.linear(inputs, weight, bias)
-
 
 class _Layer:
     def __init__(self, weights: LayerWeights, model: Model, linear_method: LinearMethod) -> None:
-        self.weights = weights
         self.config = model.config
         self.ops = model.ops
-        self.qkv = linear_method(weights.qkv, weights.qkv_bias)
-        self.output = linear_method(weights.output, weights.output_bias)
-        self.gate_up = linear_method(weights.gate_up, None)
-        self.down = linear_method(weights.down, None)
+        self.input_norm = weights.input_norm  # [hidden]
+        self.feed_forward_norm = weights.feed_forward_norm  # [hidden]
+        self.qkv = linear_method.prepare(weights.qkv, weights.qkv_bias)
+        self.output = linear_method.prepare(weights.output, weights.output_bias)
+        self.gate_up = linear_method.prepare(weights.gate_up, None)
+        self.down = linear_method.prepare(weights.down, None)
         self.qk_norm: torch.Tensor | None = None  # [Hq + Hkv, D]
         if weights.qk_norm is not None:
             counts = torch.tensor([self.config.num_heads, self.config.num_kv_heads], device=weights.qk_norm.device)
@@ -59,22 +53,29 @@ class _Layer:
 
 
 class Model:
-    """Weights and an attention backend, which holds the pool: ready to compute steps."""
+    """Weights and an attention backend, which holds the pool: ready to compute steps.
+
+    Takes the layers out of `weights` one by one: what a linear method has no use for is freed before the next.
+    """
 
     def __init__(
         self,
         weights: ModelWeights,
         attention: AttentionBackend,
-        linear_method: LinearMethod = plain_linear,
+        linear_method: LinearMethod | None = None,
         ops: Ops | None = None,
     ) -> None:
         self.config = weights.config
         self.ops = ops or TorchOps()
-        self.weights = weights
         self.attention = attention
         self.device = weights.embedding.device
-        self.layers = [_Layer(layer, self, linear_method) for layer in weights.layers]
-        self.head = linear_method(weights.head, None)
+        self.embedding = weights.embedding  # [vocab, hidden]
+        self.final_norm = weights.final_norm  # [hidden]
+        linear_method = linear_method or PlainLinear()
+        self.layers: list[_Layer] = []
+        while weights.layers:
+            self.layers.append(_Layer(weights.layers.pop(0), self, linear_method))
+        self.head = linear_method.prepare(weights.head, None)
         self.inverse_frequencies = torch.tensor(
             self.config.inverse_frequencies(), dtype=torch.float32, device=self.device
         )
@@ -93,16 +94,16 @@ class Model:
             positions += range(chunk.start, end)
             if chunk.samples:
                 last_rows.append(len(token_ids) - 1)
-        hidden = F.embedding(torch.tensor(token_ids, device=self.device), self.weights.embedding)
+        hidden = F.embedding(torch.tensor(token_ids, device=self.device), self.embedding)
         step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
-            normed = self.ops.add_rms_norm(hidden, update, layer.weights.input_norm, epsilon)
+            normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)
             attended = step.attend(layer.project(normed), index)
             update = layer.output(attended.flatten(1))
-            normed = self.ops.add_rms_norm(hidden, update, layer.weights.feed_forward_norm, epsilon)
+            normed = self.ops.add_rms_norm(hidden, update, layer.feed_forward_norm, epsilon)
             update = layer.feed_forward(normed)
         assert update is not None, "a model has layers"
         rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)
-        normed = self.ops.add_rms_norm(hidden[rows], update[rows], self.weights.final_norm, epsilon)
+        normed = self.ops.add_rms_norm(hidden[rows], update[rows], self.final_norm, epsilon)
         return self.head(normed).float()

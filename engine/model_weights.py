@@ -32,7 +32,7 @@ class LayerWeights:
 class ModelWeights:
     config: ModelConfig
     embedding: torch.Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
+    layers: list[LayerWeights]  # emptied by the model that is made of them
     final_norm: torch.Tensor  # [hidden]
     head: torch.Tensor  # [vocab, hidden]; the embedding itself where they are tied
 
@@ -57,7 +57,7 @@ def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devi
     return ModelWeights(
         config=config,
         embedding=embedding,
-        layers=tuple(_allocate_layer(config, empty) for _ in range(config.num_layers)),
+        layers=[_allocate_layer(config, empty) for _ in range(config.num_layers)],
         final_norm=empty(config.hidden_size),
         head=embedding if config.tie_embeddings else empty(config.vocab_size, config.hidden_size),
     )

@@ -15,6 +15,7 @@ from engine.attention import AttentionBackend, TorchAttention
 from engine.catalogue import default_cache_dir
 from engine.cpu import cpu_has_amx_bf16, cpu_multiplies_bf16
 from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
+from engine.linear import LinearMethod, PlainLinear
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.model_source import describe, load_config, resolve_model
@@ -52,7 +53,7 @@ class TorchRunner:
         self._pool = KVPool(self.layout, self.num_blocks, device)
         weights = load_weights(source, model_config, TORCH_DTYPES[dtype], device, on_progress)
         attention, ops = choose_kernels(config, model_config, self._pool, num_threads, cache_dir)
-        self._model: Model | None = Model(weights, attention, ops=ops)
+        self._model: Model | None = Model(weights, attention, choose_linear_method(), ops)
 
     def pool_address(self) -> int:
         return self._pool.address()
@@ -89,6 +90,11 @@ def choose_kernels(
     torch_prefill = pool.tensor.dtype is torch.bfloat16 and cpu_has_amx_bf16()
     attention = NativeAttention(kernels, pool, model.num_heads, num_threads, torch_prefill)
     return attention, NativeOps(kernels, num_threads)
+
+
+def choose_linear_method() -> LinearMethod:
+    """What multiplies by the model's matrices."""
+    return PlainLinear()
 
 
 def choose_device(wanted: str) -> torch.device:

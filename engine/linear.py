@@ -1,0 +1,41 @@
+"""How a model multiplies by its matrices: the interface, and torch's own product as it is.
+
+    T tokens of the step
+
+A `LinearMethod` sees every matrix of the model once, when the model is made, and answers with what multiplies by it:
+the weight as it is, packed for a kernel, or in another precision. It keeps what it needs of the weight, and the model
+keeps nothing, so a method that packs or shrinks frees the plain copy. Which method a model gets is decided in
+`choose_linear_method` of `engine/torch_runner.py`; another precision or device is a class beside this one, named there.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Linear(Protocol):
+    """One matrix, ready to be multiplied by."""
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        """inputs @ weight.T + bias, contiguous, in the inputs' dtype. # [T, in] -> [T, out]"""
+        ...
+
+
+class LinearMethod(Protocol):
+    def prepare(
+        self,
+        weight: torch.Tensor,  # [out, in]; left as it is, since it may be the embedding, too
+        bias: torch.Tensor | None,  # [out]
+    ) -> Linear:
+        """Called once for each matrix; any T may come later. Takes the time it needs, and no more memory for good."""
+        ...
+
+
+class PlainLinear:
+    """The method that changes nothing: torch's own product on the weight as it is."""
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return lambda inputs: F.linear(inputs, weight, bias)
