@@ -38,15 +38,19 @@ class Target:
     lanes: int  # floats in a vector; rows are read two vectors at a time
 
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+
+
+def _x86(name: str, lanes: int, *features: str) -> Target:
+    """/proc/cpuinfo and the compiler write the same features differently: avx512_bf16, -mavx512bf16."""
+    return Target(name, frozenset(features), tuple(f"-m{feature.replace('_', '')}" for feature in features), lanes)
+
+
 # Best first. The last one is whatever the compiler makes of vectors by default, on any architecture.
 TARGETS = (
-    Target(
-        "avx512",
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
-        16,
-    ),
-    Target("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"), 8),
+    _x86("avx512_bf16", 16, *_AVX512, "avx512_bf16"),
+    _x86("avx512", 16, *_AVX512),
+    _x86("avx2", 8, "avx2", "fma"),
     Target("generic", frozenset(), (), 8),
 )
 

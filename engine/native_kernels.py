@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.cpu import cpu_flags
@@ -48,6 +49,7 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     ),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
+_BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int)
 
 
 class Kernels:
@@ -67,6 +69,10 @@ class Kernels:
         self.rope_and_write = loaded.tandem_rope_and_write
         self.add_rms_norm = loaded.tandem_add_rms_norm
         self.silu_and_multiply = loaded.tandem_silu_and_multiply
+        # Only in a library for CPUs that have instructions for it.
+        self.bf16_linear: Callable[..., None] | None = getattr(loaded, "tandem_bf16_linear", None)
+        if self.bf16_linear is not None:
+            loaded.tandem_bf16_linear.argtypes, loaded.tandem_bf16_linear.restype = _BF16_LINEAR, None
 
 
 def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:

@@ -20,7 +20,8 @@ from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.model_source import describe, load_config, resolve_model
 from engine.native_attention import NativeAttention
-from engine.native_kernels import load_kernels
+from engine.native_kernels import Kernels, load_kernels
+from engine.native_linear import NativeLinear, OneDNNLinear
 from engine.native_ops import NativeOps
 from engine.ops import Ops, TorchOps
 from engine.sampling import sample
@@ -52,8 +53,10 @@ class TorchRunner:
         self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
         self._pool = KVPool(self.layout, self.num_blocks, device)
         weights = load_weights(source, model_config, TORCH_DTYPES[dtype], device, on_progress)
-        attention, ops = choose_kernels(config, model_config, self._pool, num_threads, cache_dir)
-        self._model: Model | None = Model(weights, attention, choose_linear_method(), ops)
+        kernels = find_kernels(config, model_config, device, cache_dir)
+        attention, ops = choose_kernels(kernels, model_config, self._pool, num_threads)
+        linear_method = choose_linear_method(config, kernels, device, num_threads)
+        self._model: Model | None = Model(weights, attention, linear_method, ops)
 
     def pool_address(self) -> int:
         return self._pool.address()
@@ -78,13 +81,19 @@ class TorchRunner:
         self._model = None
 
 
+def find_kernels(
+    config: EngineConfig, model: ModelConfig, device: torch.device, cache_dir: Path | None
+) -> Kernels | None:
+    """The C kernels, where they are wanted and can be had."""
+    if config.kernels == "torch" or device.type != "cpu":
+        return None
+    return load_kernels(model.head_dim, cache_dir or default_cache_dir())
+
+
 def choose_kernels(
-    config: EngineConfig, model: ModelConfig, pool: KVPool, num_threads: int, cache_dir: Path | None
+    kernels: Kernels | None, model: ModelConfig, pool: KVPool, num_threads: int
 ) -> tuple[AttentionBackend, Ops]:
-    """Attention and ops for this device: the C kernels on a CPU that can have them, else plain torch."""
-    kernels = None
-    if config.kernels == "auto" and pool.tensor.device.type == "cpu":
-        kernels = load_kernels(model.head_dim, cache_dir or default_cache_dir())
+    """Attention and ops: the C kernels where there are any, else plain torch."""
     if kernels is None:
         return TorchAttention(pool), TorchOps()
     torch_prefill = pool.tensor.dtype is torch.bfloat16 and cpu_has_amx_bf16()
@@ -92,9 +101,15 @@ def choose_kernels(
     return attention, NativeOps(kernels, num_threads)
 
 
-def choose_linear_method() -> LinearMethod:
-    """What multiplies by the model's matrices."""
-    return PlainLinear()
+def choose_linear_method(
+    config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
+) -> LinearMethod:
+    """What multiplies by the model's matrices. oneDNN for bfloat16 tiles (AMX), and where there is no kernel."""
+    if config.kernels == "torch" or device.type != "cpu":
+        return PlainLinear()
+    if kernels is not None and kernels.bf16_linear is not None and not cpu_has_amx_bf16():
+        return NativeLinear(kernels, num_threads)
+    return OneDNNLinear() if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear()
 
 
 def choose_device(wanted: str) -> torch.device:

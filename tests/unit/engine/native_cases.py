@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from core.kv_layout import KVLayout
 from core.request import SamplingParams
@@ -18,6 +19,7 @@ from engine.attention import TorchAttention
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.native_attention import NativeAttention
 from engine.native_kernels import Kernels
+from engine.native_linear import PackedLinear, panels_of
 from engine.native_ops import NativeOps
 from engine.ops import TorchOps
 from engine.rotary import Rotation
@@ -127,11 +129,28 @@ def ops_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 
     return [*found, (f"silu, {name}", largest_difference(ours, theirs) / scale)]
 
 
+def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> list[Difference]:
+    """The product with a packed bfloat16 matrix, on odd sizes. Empty where the library has no such kernel."""
+    if kernels.bf16_linear is None:
+        return []
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows, out_size = draw.choice([1, 2, 5, 12, 13, 31, 481, 500]), draw.choice([1, 7, 31, 32, 33, 96, 200])
+    in_size = draw.choice([2, 6, 64, 250, 576])
+    weight = torch.randn(out_size, in_size, generator=generator).mul(in_size**-0.5).bfloat16()
+    bias = torch.randn(out_size, generator=generator).bfloat16() if draw.random() < 0.5 else None
+    inputs = torch.randn(rows, in_size, generator=generator).bfloat16()
+    ours = PackedLinear(kernels, panels_of(weight).contiguous(), bias, out_size, num_threads)(inputs)
+    theirs = F.linear(inputs.float(), weight.float(), None if bias is None else bias.float())
+    return [(f"linear, seed {seed}: {rows} x {in_size} x {out_size}", largest_difference(ours, theirs))]
+
+
 def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], seeds: range) -> list[Difference]:
     found = []
     for seed in seeds:
         case = AttentionCase(seed, dtype, head_dims[seed % len(head_dims)], longest=150)
         found += case.differences(kernels) + ops_differences(kernels, seed, dtype)
+        found += linear_differences(kernels, seed) if dtype == "bfloat16" else []
     return found
 
 
@@ -139,7 +158,7 @@ def main(library: str) -> None:
     kernels = Kernels(Path(library))
     torch.set_num_threads(1)
     for dtype, tolerance in TOLERANCE.items():
-        found = all_differences(kernels, dtype, (32, 64, 96), range(6))
+        found = all_differences(kernels, dtype, (32, 64, 96), range(8))
         wrong = [difference for difference in found if not difference[1] <= tolerance]
         if wrong:
             raise SystemExit(f"{wrong}")

@@ -98,9 +98,10 @@ def attend(case: AttentionCase, kernels: Kernels, num_threads: int = 1) -> torch
     return backend.begin_step(case.chunks, case.rotation).attend(case.heads.clone(), 0)
 
 
-def test_the_avx512_kernels_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["avx512_bf16", "avx512"])
+def test_the_avx512_kernels_compile(name: str, tmp_path: Path) -> None:
     """Also where they cannot run: the compiler knows the instructions on any x86."""
-    target = next(target for target in TARGETS if target.name == "avx512")
+    target = next(target for target in TARGETS if target.name == name)
     try:
         library = build(target, tmp_path, ["-O1"])
     except NativeUnavailable as reason:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.cpu import cpu_flags
-from engine.native_build import TARGETS, NativeUnavailable, build, find_compiler
+from engine.native_build import TARGETS, NativeUnavailable, Target, build, find_compiler
 from tests.unit.engine import native_cases
 
 SANITIZER = ("-fsanitize=address", "-g", "-O1")
@@ -43,11 +43,19 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     )
 
 
-@pytest.fixture(scope="module")
-def library(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def targets() -> list[Target]:
+    """The best of each width that this CPU runs: all that is written for it alone is in one of them."""
+    here = [target for target in TARGETS if target.cpu_flags <= cpu_flags()]
+    widths = dict.fromkeys(target.lanes for target in here)
+    return [next(target for target in here if target.lanes == lanes) for lanes in widths]
+
+
+@pytest.fixture(scope="module", params=targets(), ids=lambda target: target.name)
+def library(
+    request: pytest.FixtureRequest, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     assert environment["LD_PRELOAD"], "else the library would not load"
-    target = next(target for target in TARGETS if target.lanes == 8 and target.cpu_flags <= cpu_flags())
-    return build(target, tmp_path_factory.mktemp("sanitized"), SANITIZER)
+    return build(request.param, tmp_path_factory.mktemp("sanitized"), SANITIZER)
 
 
 def test_no_kernel_leaves_its_memory(environment: dict[str, str], library: Path) -> None:

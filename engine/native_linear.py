@@ -1,0 +1,114 @@
+"""Matrices packed once for a faster product: by our own C kernel, or by oneDNN through torch. For bfloat16 on the CPU.
+
+The kernel is memory-bound for a few rows and compute-bound from some thirty on, near the core's limit in both; oneDNN
+knows AMX, which the kernel does not. Both leave a matrix of another dtype to torch's plain product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+import torch.nn.functional as F
+
+from engine.linear import Linear, PlainLinear
+from engine.native_kernels import Kernels
+
+PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
+_SLAB_BYTES = 32 << 20
+
+
+class NativeLinear:
+    """The C kernel, where the library has it: `kernels.bf16_linear` is not None."""
+
+    def __init__(self, kernels: Kernels, num_threads: int) -> None:
+        self.kernels = kernels
+        self.num_threads = num_threads
+        self._memory = _HugePages()
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2:
+            return PlainLinear().prepare(weight, bias)
+        panels = panels_of(weight)
+        packed = self._memory.take(panels.numel() * 4).view(torch.int32).view(panels.shape)
+        packed.copy_(panels)
+        return PackedLinear(self.kernels, packed, bias, len(weight), self.num_threads)
+
+
+def panels_of(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as the kernel reads it, but for being contiguous.
+
+    # bfloat16 [out, in] -> int32 [ceil(out / PANEL), in / 2, PANEL], each element two bfloat16 of one row
+    """
+    out_size, in_size = weight.shape
+    num_panels = -(-out_size // PANEL)
+    padded = F.pad(weight, (0, 0, 0, num_panels * PANEL - out_size))
+    return padded.view(torch.int32).view(num_panels, PANEL, in_size // 2).transpose(1, 2)
+
+
+class PackedLinear:
+    """A product by the C kernel."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        packed: torch.Tensor,  # int32, contiguous: what `panels_of` says
+        bias: torch.Tensor | None,  # [out]
+        out_size: int,
+        num_threads: int,
+    ) -> None:
+        assert kernels.bf16_linear is not None, "the library was not compiled for bfloat16 products"
+        assert packed.is_contiguous(), "the kernel is given its address"
+        self.kernel = kernels.bf16_linear
+        self.packed, self.bias = packed, None if bias is None else bias.float()
+        self.weight_address = packed.data_ptr()
+        self.bias_address = None if self.bias is None else self.bias.data_ptr()
+        self.out_size, self.in_size, self.num_threads = out_size, 2 * packed.shape[1], num_threads
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        num_rows, in_size = inputs.shape
+        assert in_size == self.in_size, "the kernel would read past a row's end"
+        assert inputs.dtype is torch.bfloat16, "the kernel reads bfloat16"
+        inputs = inputs.contiguous()
+        out = inputs.new_empty((num_rows, self.out_size))
+        self.kernel(
+            inputs.data_ptr(),
+            self.weight_address,
+            self.bias_address,
+            out.data_ptr(),
+            num_rows,
+            self.out_size,
+            in_size,
+            self.num_threads,
+        )
+        return out
+
+
+class _HugePages:
+    """Memory for packed matrices, one behind the other. In small pages, every 4 KB of a matrix would be a TLB miss."""
+
+    def __init__(self) -> None:
+        self._slab = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """# uint8 [num_bytes], on a cache line of its own; it lives as long as somebody holds it"""
+        if num_bytes > len(self._slab):
+            mapping = mmap.mmap(-1, max(num_bytes, _SLAB_BYTES))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without huge pages keeps small ones
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._slab = torch.frombuffer(mapping, dtype=torch.uint8)
+        taken, self._slab = self._slab[:num_bytes], self._slab[-(-num_bytes // 64) * 64 :]
+        return taken
+
+
+class OneDNNLinear:
+    """oneDNN's product on a weight in the layout that oneDNN likes best."""
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if weight.dtype is not torch.bfloat16:
+            return PlainLinear().prepare(weight, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        return lambda inputs: multiply(inputs, packed, bias, "none", [], "")

@@ -1,0 +1,85 @@
+"""Packed matrices multiply as plain ones do, and a row's result does not know its company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.config import EngineConfig
+from engine import torch_runner
+from engine.catalogue import default_cache_dir
+from engine.linear import LinearMethod, PlainLinear
+from engine.native_kernels import Kernels, load_kernels
+from engine.native_linear import NativeLinear, OneDNNLinear, PackedLinear
+from engine.torch_runner import choose_linear_method
+from tests.unit.engine.native_cases import TOLERANCE, linear_differences
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    loaded = load_kernels(64, default_cache_dir())
+    if loaded is None or loaded.bf16_linear is None:
+        pytest.skip("no kernel for bfloat16 products here: it needs AVX-512 BF16 and a C compiler")
+    return loaded
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_any_shape_agrees_with_torch(kernels: Kernels, num_threads: int) -> None:
+    found = [difference for seed in range(60) for difference in linear_differences(kernels, seed, num_threads)]
+    assert len(found) == 60
+    assert [difference for difference in found if not difference[1] <= TOLERANCE["bfloat16"]] == []
+
+
+def test_a_row_gets_the_same_bits_alone_and_among_others(kernels: Kernels) -> None:
+    multiply = NativeLinear(kernels, 1).prepare(torch.randn(200, 576).bfloat16(), torch.randn(200).bfloat16())
+    inputs = torch.randn(515, 576).bfloat16()
+    together = multiply(inputs)
+    for first, last in [(0, 1), (3, 8), (20, 40), (470, 515), (0, 515)]:
+        assert torch.equal(multiply(inputs[first:last]), together[first:last])
+    assert torch.equal(NativeLinear(kernels, 1).prepare(torch.eye(576).bfloat16(), None)(inputs), inputs)
+
+
+def test_many_matrices_do_not_share_memory(kernels: Kernels) -> None:
+    method = NativeLinear(kernels, 1)
+    weights = [torch.randn(out, 512).bfloat16() for out in (1, 33, 20_000, 70, 20_000, 5)]
+    products = [method.prepare(weight, None) for weight in weights]
+    inputs = torch.randn(2, 512).bfloat16()
+    for multiply, weight in zip(products, weights, strict=True):
+        assert isinstance(multiply, PackedLinear)
+        torch.testing.assert_close(multiply(inputs).float(), inputs.float() @ weight.float().T, atol=0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize("method", [PlainLinear(), OneDNNLinear()])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_the_methods_of_torch_agree(method: LinearMethod, rows: int) -> None:
+    if isinstance(method, OneDNNLinear) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN has no bfloat16 products on this CPU")
+    weight, bias = torch.randn(96, 64).mul(0.125).bfloat16(), torch.randn(96).bfloat16()
+    inputs = torch.randn(rows, 64).bfloat16()
+    expected = F.linear(inputs.float(), weight.float(), bias.float())
+    torch.testing.assert_close(method.prepare(weight, bias)(inputs).float(), expected, atol=0.04, rtol=0.0)
+
+
+@pytest.mark.parametrize(("dtype", "in_size"), [(torch.float32, 64), (torch.bfloat16, 63)])
+def test_what_the_kernel_does_not_take_is_left_to_torch(kernels: Kernels, dtype: torch.dtype, in_size: int) -> None:
+    weight, inputs = torch.randn(40, in_size).to(dtype), torch.randn(3, in_size).to(dtype)
+    assert torch.equal(NativeLinear(kernels, 1).prepare(weight, None)(inputs), F.linear(inputs, weight))
+
+
+def test_the_method_follows_the_cpu(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, plain = EngineConfig(), EngineConfig(kernels="torch")
+    monkeypatch.setattr(torch_runner, "cpu_has_amx_bf16", lambda: False)
+    assert isinstance(choose_linear_method(auto, kernels, CPU, 1), NativeLinear)
+    assert isinstance(choose_linear_method(plain, None, CPU, 1), PlainLinear)
+    assert isinstance(choose_linear_method(auto, None, torch.device("cuda"), 1), PlainLinear)
+    monkeypatch.setattr(torch_runner, "cpu_has_amx_bf16", lambda: True)
+    assert isinstance(choose_linear_method(auto, kernels, CPU, 1), OneDNNLinear)
+
+
+def test_a_library_without_the_kernel_says_so(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "bf16_linear", None)
+    with pytest.raises(AssertionError, match="not compiled for bfloat16"):
+        NativeLinear(kernels, 1).prepare(torch.zeros(32, 2).bfloat16(), None)
