@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import secrets
@@ -18,18 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
+from benchmarks.report import Line, Report, load
 from benchmarks.transfer_peer import Cost, Spec, start_pair
 from core.config import EngineConfig, TransferConfig
 from core.errors import TandemError
 from core.kv_layout import KVLayout
 
-OUTPUT = Path("build/bench/transfer.json")
 POOL_BYTES = 134_217_728
 SHARE_IN_USE = 0.9  # of a pool; the rest keeps the order of its blocks from repeating
 LAYOUTS = {
@@ -46,42 +41,6 @@ PROMPTS = (256, 1024, 4096)
 CHUNK_TOKENS = 512
 PARTS = ("bandwidth", "hidden", "missing", "idle")
 OWNER_CORE, PULLER_CORE = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    measure: str
-    goal: str
-    value: float
-    unit: str
-    peer: str = ""  # what the value is compared with
-    ratio: float | None = None  # value / peer's value
-    holds: bool | None = None  # None: there is no goal
-
-
-class Report:
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.lines: list[Line] = []
-
-    def add(self, line: Line) -> None:
-        self.lines.append(line)
-        verdict = {None: "", True: "[green]holds[/]", False: "[red]MISSED[/]"}[line.holds]
-        ratio = f"  {line.ratio:.3f} of {line.peer}" if line.ratio is not None else ""
-        goal = f"  goal: {line.goal}" if line.goal else ""
-        text = f"{line.measure:64s} {line.value:10.3f} {line.unit}{ratio}{goal}"
-        self.console.print(f"{escape(text)}  {verdict}".rstrip(), highlight=False, soft_wrap=True)
-
-    def write(self) -> None:
-        OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-        OUTPUT.write_text(json.dumps([asdict(line) for line in self.lines], indent=1) + "\n")
-        missed = sum(line.holds is False for line in self.lines)
-        self.console.print(f"{len(self.lines)} lines in {OUTPUT}, {missed} goals missed; {load()}")
-
-
-def load() -> str:
-    """What else this machine does: a figure that depends on it is worth little."""
-    return f"load average {', '.join(f'{value:.2f}' for value in os.getloadavg())} on {os.cpu_count()} cores"
 
 
 def pinned(config: TransferConfig, layout: KVLayout, environment: dict[str, str]) -> tuple[Spec, Spec]:
@@ -153,7 +112,7 @@ def perftest_bytes_per_s() -> float | None:
 def compare_with_perftest(report: Report, paths: dict[str, float]) -> None:
     theirs = perftest_bytes_per_s()
     if theirs is None:
-        report.console.print("ucx_perftest was not found; it comes with the extra `ucxx`")
+        report.say("ucx_perftest was not found; it comes with the extra `ucxx`")
         return
     report.add(Line("ucx_perftest, 64 MB messages", "", theirs / 1e9, "GB/s"))
     for what, ours in paths.items():
@@ -229,10 +188,8 @@ def main() -> int:
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), help="in tokens")
     parser.add_argument("--model", default="smollm2-135m", help="whose prefill hides the transfer")
     arguments = parser.parse_args()
-    report = Report(Console())
-    report.console.print(
-        f"medians of {arguments.repeats} interleaved repeats, pools of {POOL_BYTES >> 20} MB; {load()}"
-    )
+    report = Report("transfer")
+    report.say(f"medians of {arguments.repeats} interleaved repeats, pools of {POOL_BYTES >> 20} MB; {load()}")
     shared: dict[str, float] = {}
     for transport, lane, size, verify in paths(arguments) if "bandwidth" in arguments.parts else ():
         try:
