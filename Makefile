@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime engine kv_transfer router prefill_worker decode_worker simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer soak protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-engine bench-peers soak protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -42,6 +42,14 @@ soak: setup  ## 10,000 requests while one transport operation in ten fails
 bench-transfer: setup  ## Speed of the hand-off beside memcpy, process_vm_readv and ucx_perftest
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.transfer
+
+bench-engine: setup  ## The engine beside vLLM and llama.cpp on one core (make bench-peers installs them), 10 minutes
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.engine --write
+
+bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's cache, each in a directory of its own
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.install_peers
 
 protos: setup  ## Generate the checked-in stubs again
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto

@@ -5,8 +5,8 @@
     {"do": "steps", "count": n}                {"ms": [...]}  n decode steps of the whole batch
     {"do": "prefill", "tokens": t}             {"ms": x}      one prompt, from its arrival to its first token
 
-Commands and answers are JSON, one object a line; the first answer, `{}`, says that the program is ready. Only one program
-works at a time, so all of them are measured on the same core, in turn.
+Commands and answers are JSON, one object a line; the first answer, `{}`, says that the program is ready. Only one
+program works at a time, so all of them are measured on the same core, in turn.
 """
 
 from __future__ import annotations
@@ -14,47 +14,57 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import hf_directory
-from benchmarks.install_peers import VLLM_VERSION, is_installed, llama_dir, peers_dir, tcmalloc, vllm_dir
+from benchmarks.install_peers import is_installed, llama_dir, peers_dir, tcmalloc, vllm_dir
+from core.config import EngineConfig
 from engine.model_source import resolve_model
 
 WORKERS = Path(__file__).parent / "peers"
 VLLM_KV_GB = 3
+SHORT_PROMPT = 16
 
 
 class PeerFailed(Exception):
     """A program ended or cannot be started; the message has its last words."""
 
 
-class Program:
-    """One program, started at once; `ready` waits for it. Ends with `stop`."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    command: Sequence[str | Path]
+    environment: dict[str, str] = field(default_factory=dict)
+    directory: Path | None = None
 
-    def __init__(
-        self, name: str, command: Sequence[str | Path], core: int, environment: Mapping[str, str], cwd: Path | None = None
-    ) -> None:
+
+class Program:
+    """One program, started at once; `first_token_s` waits for it. Ends with `stop`."""
+
+    def __init__(self, name: str, launch: Launch, core: int) -> None:
         self.name = name
-        self.started_s = time.perf_counter()
-        self._log = tempfile.TemporaryFile("w+")
+        self._begun = time.perf_counter()
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
         self._process = subprocess.Popen(
-            ["taskset", "--cpu-list", str(core), *map(str, command)],
+            ["taskset", "--cpu-list", str(core), *map(str, launch.command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            cwd=cwd,
-            env=os.environ | dict(environment),
+            cwd=launch.directory,
+            env=os.environ | launch.environment,
         )
 
-    def ready(self) -> float:
-        """Seconds from its start until it can work. Raises `PeerFailed`."""
+    def first_token_s(self) -> float:
+        """Seconds from its start until it has answered a short prompt. Raises `PeerFailed`."""
         self._answer()
-        return time.perf_counter() - self.started_s
+        self.prefill(SHORT_PROMPT)
+        return time.perf_counter() - self._begun
 
     def call(self, do: str, **arguments: Any) -> Any:
         """Raises `PeerFailed` where the program ends instead."""
@@ -66,8 +76,9 @@ class Program:
             pass  # the answer, which does not come, says why
         return self._answer()
 
-    def steps(self, count: int) -> list[float]:
-        times: list[float] = self.call("steps", count=count)["ms"]
+    def steps(self, count: int) -> dict[str, list[float]]:
+        """Milliseconds of each step; ours also tells those of its parts."""
+        times: dict[str, list[float]] = self.call("steps", count=count)
         return times
 
     def prefill(self, tokens: int) -> float:
@@ -95,7 +106,11 @@ class Program:
         self._log.close()
 
 
-def start_vllm(model: str, core: int) -> Program | None:
+def launch_tandem(config: EngineConfig) -> Launch:
+    return Launch([sys.executable, "-m", "benchmarks.engine_worker", json.dumps(asdict(config))])
+
+
+def launch_vllm(model: str, core: int) -> Launch | None:
     """vLLM with the settings its documentation recommends for a CPU; None where it is not installed."""
     directory = vllm_dir()
     if not is_installed(directory):
@@ -111,14 +126,12 @@ def start_vllm(model: str, core: int) -> Program | None:
         "HF_HUB_OFFLINE": "1",
     }
     weights = hf_directory.write(model, peers_dir() / f"{Path(model).stem}-hf")
-    command = [directory / "bin" / "python", WORKERS / "vllm_worker.py", weights]
-    return Program(f"vLLM {VLLM_VERSION}", command, core, environment)
+    return Launch([directory / "bin" / "python", WORKERS / "vllm_worker.py", weights], environment)
 
 
-def start_llama(model: str, core: int) -> Program | None:
+def launch_llama(model: str) -> Launch | None:
     """llama.cpp with the GGUF file itself; None where it is not installed."""
     directory, source = llama_dir(), resolve_model(model)
     if not is_installed(directory) or source.path is None:
         return None
-    command = ["node", WORKERS / "llama_worker.mjs", source.path]
-    return Program("llama.cpp", command, core, {}, cwd=directory)
+    return Launch(["node", WORKERS / "llama_worker.mjs", source.path], {}, directory)

@@ -1,0 +1,96 @@
+"""How long a whole fleet takes from its command to its first token, and what its processes hold in memory.
+
+    tandem serve (Ray, a router, one prefill and one decode worker) --its first line of service--> one question by a
+    client that is running already --> the first token
+
+The weights are in the page cache: whoever calls this has read them just before. Memory is the proportional set size: a
+page that processes share is counted in parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.report import Line
+from cli.client import connect
+from core.config import EngineConfig
+from protos import inference_pb2
+
+MOST_START_S = 5.0
+MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
+TIMEOUT_S = 120.0
+MB = 1 << 20
+PROMPT = "What is the capital of France?"
+ADDRESS = "127.0.0.1:50651"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStart:
+    serving_s: float  # from the command to the line that says where it serves
+    first_token_s: float
+    worker_bytes: tuple[int, ...]  # of the two largest processes: the workers
+    other_bytes: int  # Ray's own, the supervisor and the router
+
+
+def start_fleet(model: str, kv_memory_mb: int) -> FleetStart:
+    """Starts one and stops it again. Raises `RuntimeError` with its last line where it does not come up."""
+    command = [
+        Path(sys.executable).with_name("tandem"), "serve", "--model", model, "--kv-memory-mb", str(kv_memory_mb),
+        "--port", ADDRESS.rpartition(":")[2],
+    ]  # fmt: skip
+    begun = time.perf_counter()
+    fleet = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert fleet.stdout is not None
+        said = ""
+        for line in fleet.stdout:
+            said = line.strip()
+            if said.startswith("serving "):
+                break
+        else:
+            raise RuntimeError(f"tandem serve ended: {said}")
+        serving_s = time.perf_counter() - begun
+        asyncio.run(ask())
+        first_token_s = time.perf_counter() - begun
+        sizes = sorted((process.memory_full_info().pss for process in family(fleet.pid)), reverse=True)
+        return FleetStart(serving_s, first_token_s, tuple(sizes[:2]), sum(sizes[2:]))
+    finally:
+        fleet.terminate()
+        fleet.communicate(timeout=TIMEOUT_S)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+async def ask() -> None:
+    """Until the first token."""
+    request = inference_pb2.GenerateRequest()
+    request.chat.messages.add(role="user", content=PROMPT)
+    request.sampling.temperature = 0.0
+    request.stop.max_tokens = 8
+    async with connect(ADDRESS) as client:
+        async for response in client.generate(request, TIMEOUT_S):
+            if response.HasField("tokens"):
+                return
+
+
+def lines(start: FleetStart, config: EngineConfig, weight_bytes: int) -> Iterator[Line]:
+    yield Line("tandem serve, two pools: command to service", "", start.serving_s, "s")
+    yield Line("tandem serve, two pools: command to first token", f"under {MOST_START_S:g} s", start.first_token_s, "s",
+               holds=start.first_token_s < MOST_START_S)  # fmt: skip
+    allowed = weight_bytes + (config.kv_memory_mb + MOST_OVERHEAD_MB) * MB
+    largest = max(start.worker_bytes)
+    yield Line("resident memory of a worker",
+               f"under weights once ({weight_bytes / MB:.0f} MB) + KV pool ({config.kv_memory_mb} MB) + "
+               f"{MOST_OVERHEAD_MB} MB", largest / MB, "MB", holds=largest < allowed)  # fmt: skip
+    yield Line("resident memory of the rest: Ray, supervisor, router, driver", "", start.other_bytes / MB, "MB")
