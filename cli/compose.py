@@ -23,6 +23,7 @@ from kv_transfer.events import AgentEvent, AgentFailed
 from kv_transfer.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
+from runtime.cores import pinned
 from runtime.security import load_credentials
 from runtime.service_host import Placement
 from runtime.telemetry import Telemetry
@@ -106,7 +107,9 @@ def _worker_parts(
         from engine.factory import build_runner
 
         engine = replace(config.engine, num_threads=config.engine.num_threads or placement.num_threads)
-        runner = build_runner(engine, cache_dir)
+        cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
+        with pinned(cores):  # loading, too, leaves the other workers' cores alone
+            runner = build_runner(engine, cache_dir)
         # The worker's name carries the incarnation: a restarted worker is another one to everybody.
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
         memory = PoolMemory(
@@ -127,6 +130,6 @@ def _worker_parts(
         pool = BlockPool(runner.num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
         machine = make_machine(WorkerCore(scheduler, pool), TransferMachine(config.transfer, pool, address))
-        return WorkerParts(identity.name, machine, StepExecutor(runner), agent)
+        return WorkerParts(identity.name, machine, StepExecutor(runner, cores), agent)
 
     return build

@@ -50,6 +50,7 @@ class EngineConfig:
     block_size: int = 16  # tokens per KV block
     kv_memory_mb: int = 512  # size of the KV pool
     num_threads: int = 0  # compute threads; 0 = the machine's cores divided among its workers
+    pin_threads: bool = True  # keep them on the worker's share of the cores, if num_threads asks for no more
     max_context: int = 0  # 0 = what the model was trained for
     kernels: str = "auto"  # auto | torch; auto = the C kernels on a CPU where they can be compiled
 

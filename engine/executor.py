@@ -4,23 +4,26 @@
 
 One step at a time: submitting while one runs is the caller's bug. The callback is called on the executor's thread with
 the step's output or with the exception that ended it; an asyncio caller passes it on with call_soon_threadsafe.
+The thread is pinned before its first step, and with it every compute thread that the runner's libraries make for it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from core.step import StepOutput, StepPlan
 from engine.runner import Runner
+from runtime.cores import pin_thread
 
 StepDone = Callable[[StepOutput | Exception], None]
 
 
 class StepExecutor:
-    def __init__(self, runner: Runner, name: str = "tandem-engine") -> None:
+    def __init__(self, runner: Runner, cores: Sequence[int] = (), name: str = "tandem-engine") -> None:
         self._runner = runner
+        self._cores = cores  # empty = all that the process may use
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
@@ -50,6 +53,7 @@ class StepExecutor:
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
+        pin_thread(self._cores)
         while (item := self._work.get()) is not None:
             plan, on_done = item
             result: StepOutput | Exception

@@ -20,10 +20,11 @@ from typing import Any
 from core.config import ClusterConfig
 from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from core.fleet_events import Member
+from runtime.cores import share_of_cores, usable_cores
 from runtime.reaper import Reaper
 from runtime.service import Endpoint, Scale
-from runtime.service_host import Placement, ServiceHost, StartFault, share_of_cores
-from runtime.supervisor import FleetSpec, HostDied, News, Refusal, Supervisor
+from runtime.service_host import Placement, ServiceHost, StartFault
+from runtime.supervisor import FleetSpec, HostDied, News, Refusal, Seat, Supervisor
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
@@ -43,20 +44,28 @@ logger = logging.getLogger(__name__)
 class HostActor(ServiceHost):
     """A `ServiceHost` inside a Ray actor: it looks up where it was placed."""
 
+    async def machine(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
     async def start_placed(
-        self, factory: bytes, member: Member, address: str, config: ClusterConfig, num_workers: int
+        self, factory: bytes, member: Member, address: str, config: ClusterConfig, seat: Seat
     ) -> Endpoint | StartFault:
         import ray
 
-        node_id = ray.get_runtime_context().get_node_id()
+        node_id = await self.machine()
         node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
         room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
+        num_sharers = min(seat.num_workers, int(room) or seat.num_workers)
+        cores = share_of_cores(usable_cores(), seat.number, num_sharers) if member.role is not None else ()
         placement = Placement(
             ordinal=member.ordinal,
             host=node["NodeManagerAddress"] if config.address else "",
             address=address,
-            num_threads=share_of_cores(min(num_workers, int(room) or num_workers)),
+            num_threads=max(1, len(cores)),
             scale=_ask_supervisor if member.role is None else None,
+            cores=cores,
         )
         return await self.start(factory, placement)
 
@@ -74,9 +83,13 @@ class RayHost:
         self._spec = spec
         self._actor: Any = ray.remote(HostActor).options(**options).remote()
 
-    async def start(self, address: str, num_workers: int) -> Endpoint | StartFault:
+    async def machine(self) -> str:
+        machine: str = await self._finish(self._actor.machine.remote())
+        return machine
+
+    async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
         factory = pickle.dumps(self._spec.factory(self._member.role))
-        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, num_workers)
+        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, seat)
         result: Endpoint | StartFault = await self._finish(call)
         return result
 

@@ -26,8 +26,9 @@ class Placement:
     ordinal: int  # its number in its pool
     host: str  # this machine's address as its peers reach it; empty where the whole fleet is on one machine
     address: str  # host:port where the same service answered before it died; empty at its first start
-    num_threads: int  # its share of the machine's cores
+    num_threads: int  # for computing, unless the config names a number
     scale: Scale | None  # how a router asks for other pool sizes
+    cores: tuple[int, ...] = ()  # its share of the machine's, for its compute threads; empty = all of them
 
 
 # A module-level function or a functools.partial of one: it must pickle by name.
@@ -38,11 +39,6 @@ ServiceFactory = Callable[[Placement], Service]
 class StartFault:
     reason: str  # one line
     permanent: bool  # the same start would fail again
-
-
-def share_of_cores(num_sharers: int) -> int:
-    """Threads for each of `num_sharers` processes on the cores this process may use; at least 1."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_sharers))
 
 
 class ServiceHost:

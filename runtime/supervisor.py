@@ -38,6 +38,7 @@ from core.fleet_events import (
 )
 from core.lifecycle import WorkerRole
 from core.machine import Tick
+from runtime.cores import Seats
 from runtime.driver import Driver
 from runtime.service import Endpoint
 from runtime.service_host import ServiceFactory, StartFault
@@ -71,11 +72,22 @@ class HostDied(Exception):
     """The process of a host has ended, or was ended because a call into it failed. Every other call raises this too."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A service's place among those that may share its machine."""
+
+    number: int  # among the workers there; 0 for a router, which shares no cores
+    num_workers: int  # wanted in the whole fleet
+
+
 class Host(Protocol):
     """One process that hosts one service. Every method but `kill` raises `HostDied`."""
 
-    async def start(self, address: str, num_workers: int) -> Endpoint | StartFault:
-        """`address` as in `StartService`; `num_workers` in the whole fleet, who may share the machine."""
+    async def machine(self) -> str:
+        """Names the machine where it was placed; waits until it was."""
+
+    async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
+        """`address` as in `StartService`."""
 
     async def wait(self) -> None:
         """For as long as it lives."""
@@ -108,6 +120,7 @@ class Supervisor:
         self._has_news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._router: Endpoint | None = None
+        self._seats = Seats()
 
     async def start(self) -> None:
         self._driver = Driver(self._machine, self._perform, self._machine_failed)
@@ -173,7 +186,8 @@ class Supervisor:
         """One member from its start to its death."""
         host = self._hosts[member] = self._create_host(member)
         try:
-            result = await host.start(address, sum(self._machine.wanted))
+            number = 0 if member.role is None else self._seats.take(await host.machine(), member)
+            result = await host.start(address, Seat(number, sum(self._machine.wanted)))
             if isinstance(result, StartFault):
                 self._kill(member)
                 self._post(StartFailed(member, result.reason, result.permanent))
@@ -185,6 +199,8 @@ class Supervisor:
         except HostDied as death:
             self._hosts.pop(member, None)
             self._post(ServiceDied(member, str(death)))
+        finally:
+            self._seats.leave(member)
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
         with contextlib.suppress(HostDied):  # `_live` reports the death

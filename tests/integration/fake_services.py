@@ -43,6 +43,7 @@ class FakeService:
             address=address,
             host=self._placement.host,
             num_threads=self._placement.num_threads,
+            cores=self._placement.cores,
             omp=os.environ["OMP_NUM_THREADS"],
         )
         return Endpoint(f"{self.name}-{os.getpid():x}", address, self._role)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -15,10 +16,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from core.config import ClusterConfig
+from cli.serve import fleet_spec
+from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest
 from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
 from runtime.cluster import Cluster, connect
+from runtime.cores import share_of_cores, usable_cores
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -80,6 +83,34 @@ async def test_a_start_that_cannot_succeed_is_one_line_that_says_why(ray_here: C
         await ray_here.shutdown()
         await wait_for_news(ray_here, FleetStopped)
         await ray_here.leave()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers on one core share it")
+async def test_prefill_and_decode_workers_compute_on_cores_of_their_own(ray_here: Cluster) -> None:
+    """Real workers; stands before the first use of the other tests' fleet."""
+    everything = frozenset(os.sched_getaffinity(0))
+    engine = EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4)
+    config = TandemConfig(engine=engine, cluster=CONFIG, router=RouterConfig(port=0))
+    await ray_here.start(fleet_spec(config))
+    await wait_for_news(ray_here, FleetReady)
+    allowed = {process.pid: cores_of_threads(process.pid) for process in psutil.Process().children(recursive=True)}
+    await ray_here.shutdown()
+    await wait_for_news(ray_here, FleetStopped)
+    await ray_here.leave()
+    workers = {pid: threads for pid, threads in allowed.items() if set(threads.values()) != {everything}}
+    assert len(workers) == 2
+    shares = [frozenset(threads.values()) - {everything} for threads in workers.values()]
+    assert set.union(*map(set, shares)) == {frozenset(share_of_cores(usable_cores(), seat, 2)) for seat in range(2)}
+    for pid, threads in workers.items():
+        assert threads[pid] == everything, "the event loop runs wherever there is room"
+
+
+def cores_of_threads(pid: int) -> dict[int, frozenset[int]]:
+    """Of each thread of a process, by its id; empty where the process is gone."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        threads = [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+        return {thread: frozenset(os.sched_getaffinity(thread)) for thread in threads}
+    return {}
 
 
 async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
@@ -146,10 +177,12 @@ async def test_a_size_out_of_bounds_is_refused_by_name(fleet: Fleet) -> None:
 
 async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     cluster, journal = fleet
+    first = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
+    assert first == {share_of_cores(usable_cores(), seat, 2) for seat in range(2)}
     await cluster.scale(2, None)
     started = await journal.wait_for(name="prefill-1", event="started")
-    cores = len(os.sched_getaffinity(0))
-    assert started["num_threads"] == max(1, cores // 3)
+    assert started["cores"] == [*share_of_cores(usable_cores(), 2, 3)]
+    assert started["num_threads"] == len(started["cores"])  # type: ignore[arg-type]
     assert started["omp"] == str(started["num_threads"])
 
 

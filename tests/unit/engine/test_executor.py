@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 
 import pytest
+import torch
 
 from core.config import EngineConfig
 from core.step import ScheduledChunk, StepOutput, StepPlan
@@ -97,3 +99,36 @@ def test_closing_waits_for_the_step_in_flight_but_not_for_ever() -> None:
     assert isinstance(seen.get_nowait(), StepOutput)
     with pytest.raises(AssertionError, match="closed"):
         executor.submit(plan(2), seen.put)
+
+
+class ComputingRunner(GatedRunner):
+    """Its step makes torch's compute threads; it says where they may run."""
+
+    allowed: frozenset[frozenset[int]]
+
+    def run(self, step: StepPlan) -> StepOutput:
+        before = set(os.listdir("/proc/self/task"))
+        torch.set_num_threads(3)
+        torch.randn(512, 512) @ torch.randn(512, 512)
+        made = set(os.listdir("/proc/self/task")) - before
+        threads = [*map(int, made), threading.get_native_id()]
+        self.allowed = frozenset(frozenset(os.sched_getaffinity(thread)) for thread in threads)
+        self.num_made = len(made)
+        return super().run(step)
+
+
+def test_the_thread_and_all_compute_threads_it_makes_stay_on_its_cores() -> None:
+    runner, everything, num_threads = ComputingRunner(), os.sched_getaffinity(0), torch.get_num_threads()
+    core = max(everything)
+    executor = StepExecutor(runner, [core])
+    done = threading.Event()
+    runner.gate.set()
+    try:
+        executor.submit(plan(0), lambda _result: done.set())
+        assert done.wait(DEADLINE_S)
+    finally:
+        assert executor.close(DEADLINE_S)
+        torch.set_num_threads(num_threads)
+    assert runner.num_made >= 2, "no compute thread was made: nothing was tested"
+    assert runner.allowed == {frozenset({core})}
+    assert os.sched_getaffinity(0) == everything, "who submits is not pinned"

@@ -1,0 +1,81 @@
+"""A machine's cores are divided among its workers: disjoint while there are enough, and by the seat that each has."""
+
+from __future__ import annotations
+
+import os
+import threading
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from runtime.cores import Seats, pin_thread, pinned, share_of_cores, usable_cores
+
+
+@pytest.mark.parametrize(("num_cores", "num_sharers"), [(1, 1), (2, 1), (2, 2), (3, 2), (8, 3), (8, 8), (13, 8)])
+def test_shares_are_disjoint_and_use_every_core_while_there_are_enough(num_cores: int, num_sharers: int) -> None:
+    cores = list(range(10, 10 + num_cores))
+    shares = [share_of_cores(cores, seat, num_sharers) for seat in range(num_sharers)]
+    assert [core for share in shares for core in share] == cores
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_with_more_workers_than_cores_each_has_one_and_none_is_left_idle() -> None:
+    shares = [share_of_cores([4, 7], seat, 5) for seat in range(5)]
+    assert shares == [(4,), (7,), (4,), (7,), (4,)]
+
+
+def test_a_seat_beyond_the_sharers_shares_with_one_of_them() -> None:
+    assert share_of_cores([0, 1, 2, 3], 2, 2) == share_of_cores([0, 1, 2, 3], 0, 2) == (0, 1)
+
+
+def test_hardware_threads_of_one_core_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for cpu in range(8):  # two sockets of two cores; the second threads are numbered after all first ones
+        directory = tmp_path / f"cpu{cpu}" / "topology"
+        directory.mkdir(parents=True)
+        (directory / "physical_package_id").write_text(f"{cpu % 2}\n")
+        (directory / "core_id").write_text(f"{cpu // 2 % 2}\n")
+    cores = usable_cores(tmp_path)
+    assert cores == [0, 4, 2, 6, 1, 5, 3, 7]
+    halves = [set(share_of_cores(cores, seat, 2)) for seat in range(2)]
+    assert halves == [{0, 2, 4, 6}, {1, 3, 5, 7}], "a socket each"
+
+
+def test_only_what_this_process_may_use_is_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 3})
+    assert usable_cores(tmp_path / "tells nothing") == [3, 9]
+
+
+def test_a_pinned_thread_hands_its_cores_on_and_gets_its_own_back() -> None:
+    everything = os.sched_getaffinity(0)
+    core = max(everything)
+    seen: list[set[int]] = []
+    with pinned([core]):
+        child = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        child.start()
+        child.join()
+    assert seen == [{core}]
+    assert os.sched_getaffinity(0) == everything
+
+
+def test_no_cores_means_that_nothing_is_pinned() -> None:
+    everything = os.sched_getaffinity(0)
+    pin_thread(())
+    with pinned(()):
+        assert os.sched_getaffinity(0) == everything
+
+
+def test_whoever_comes_takes_the_lowest_seat_that_is_free_on_its_machine() -> None:
+    seats = Seats()
+    assert [seats.take("a", who) for who in ("p", "q", "r")] == [0, 1, 2]
+    assert seats.take("b", "s") == 0
+    seats.leave("q")
+    seats.leave("nobody")
+    assert [seats.take("a", who) for who in ("t", "u")] == [1, 3]
+
+
+def test_no_two_workers_of_a_machine_have_the_same_core_while_there_are_enough() -> None:
+    seats, cores = Seats(), list(range(6))
+    shares = [set(share_of_cores(cores, seats.take("here", who), 3)) for who in "abc"]
+    assert all(not (one & other) for one, other in combinations(shares, 2))
