@@ -21,6 +21,7 @@ from core.worker import WorkerCore
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed
 from kv_transfer.machine import TransferMachine
+from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from runtime.cores import pinned
@@ -112,8 +113,9 @@ def _worker_parts(
             runner = build_runner(engine, cache_dir)
         # The worker's name carries the incarnation: a restarted worker is another one to everybody.
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
+        num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout)
         memory = PoolMemory(
-            runner.pool_address(), runner.num_blocks, runner.layout, runner.pool_memory(), runner.pool_device()
+            runner.pool_address(), num_blocks, runner.layout, runner.pool_memory(), runner.pool_device(), probe_bytes
         )
 
         def on_events(events: list[AgentEvent]) -> None:
@@ -127,7 +129,7 @@ def _worker_parts(
             config.transfer, identity, memory, functools.partial(open_transport, config.transfer), on_events
         )
         address = agent.start()
-        pool = BlockPool(runner.num_blocks)
+        pool = BlockPool(num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
         machine = make_machine(WorkerCore(scheduler, pool), TransferMachine(config.transfer, pool, address))
         return WorkerParts(identity.name, machine, StepExecutor(runner, cores), agent)

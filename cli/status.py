@@ -1,4 +1,4 @@
-"""`tandem status`: both pools as a table, once or live; and `tandem scale`."""
+"""`tandem status`: both pools as a table and the paths between them, once or live; and `tandem scale`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from cli.client import Client, Connection
+from cli.paths import ID_DIGITS_HIDDEN, path_lines
 from core.errors import InvalidRequest
 from protos import cluster_pb2, worker_pb2
 
@@ -29,7 +31,6 @@ HOLDER_COLUMNS: dict[str, JustifyMethod] = {
     "peer": "left",
 }  # fmt: skip
 MAX_HOLDER_ROWS = 200
-ID_DIGITS_HIDDEN = 12  # of the sixteen of a worker's incarnation
 
 STATE_STYLES = {"STARTING": "yellow", "SERVING": "green", "DRAINING": "yellow", "LOST": "red"}
 
@@ -164,7 +165,13 @@ async def _look(client: Client, with_ledger: bool) -> Sample:
 
 def _view(before: Sample | None, now: Sample) -> RenderableType:
     table = fleet_table(now.fleet, rates(before, now), with_ledger=now.ledger is not None)
-    return table if now.ledger is None else Group(table, holders_table(now.ledger))
+    holders = [] if now.ledger is None else [holders_table(now.ledger)]
+    return Group(table, *paths_text(now.fleet), *holders)
+
+
+def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:
+    """A line that counts them, and one in yellow for each that is not as it should be."""
+    return [Text(line, style="dim" if number == 0 else "yellow") for number, line in enumerate(path_lines(fleet))]
 
 
 async def scale(connection: Connection, prefill: int | None, decode: int | None, console: Console) -> None:

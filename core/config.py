@@ -73,7 +73,7 @@ def heartbeat_s(lease_s: float) -> float:
 class TransferConfig:
     transport: str = "nixl"  # nixl | ucxx (the extra of that name) | memory (in one process, for tests)
     lease_s: float = 20.0  # an offered block is kept this long after the last sign of life of its reader
-    connect_timeout_s: float = 5.0  # of ucxx; nixl connects with the first message, which heartbeats watch
+    connect_timeout_s: float = 5.0  # a peer that gives no sign of life for so long after we connect is unreachable
     min_bytes_per_s: float = 50e6  # a read slower than this (plus read_grace_s) has failed
     read_grace_s: float = 2.0
     max_reads_in_flight: int = 4  # per transfer
@@ -82,7 +82,8 @@ class TransferConfig:
     max_read_attempts: int = 2  # of the same blocks, when a digest does not match
     max_transfers: int = 1024  # offers and pulls alive at one time, each
     verify_digests: bool = True
-    slow_path_bytes_per_s: float = 500e6  # reads from a peer below this are told in the log: a fallback, most likely
+    slow_path_share: float = 0.25  # a path below this share of what the hardware promises is slow: log, status, metric
+    expected_path_bytes_per_s: float = 0.0  # what it promises; 0 = find out (docs/paths.md says how)
     idle_pump_s: float = 0.02  # how often the transport is polled while no transfer is alive
     active_pump_s: float = 0.001  # ... and while some are, but nothing moves
 
@@ -91,9 +92,14 @@ class TransferConfig:
         _require(self.transport in transports, f"transport must be nixl, ucxx or memory: {self.transport}")
         _require_positive(
             self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
-            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_bytes_per_s",
+            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",
             "idle_pump_s", "active_pump_s",
         )  # fmt: skip
+        _require(self.slow_path_share < 1, f"slow_path_share must be less than 1, is {self.slow_path_share}")
+        _require(
+            0 <= self.expected_path_bytes_per_s < math.inf,
+            f"expected_path_bytes_per_s must be 0 (find out) or more, is {self.expected_path_bytes_per_s}",
+        )
 
     def blocks_per_read(self, block_bytes: int) -> int:
         return max(1, min(self.max_blocks_per_read, self.max_bytes_per_read // block_bytes))

@@ -85,6 +85,16 @@ class AbortReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Location:
+    """Where an agent's pool is, as far as it matters to the speed of a path. 0 = not known."""
+
+    machine: str = ""  # the same for two processes exactly if they run on one machine, in one network namespace
+    on_gpu: bool = False  # the pool lies in a GPU's memory
+    memory_bytes_per_s: float = 0.0  # how fast the agent copies within its machine's memory
+    link_bytes_per_s: float = 0.0  # of its fastest network device
+
+
+@dataclass(frozen=True, slots=True)
 class AgentAddress:
     """All a peer needs to talk to a transfer agent and to read its pool.
 
@@ -98,6 +108,8 @@ class AgentAddress:
     num_blocks: int
     layout: KVLayout
     lease_s: float  # it keeps a block it has offered this long after the last sign of life of the reader
+    probe_bytes: int = 0  # behind the last block: of no content, so that peers may read it at any time to measure
+    location: Location = Location()
 
 
 class OfferedBlock(NamedTuple):  # not a dataclass: there are many, and a tuple is made in a third of the time
@@ -172,4 +184,13 @@ class Abort:
     detail: str = ""
 
 
-HandoffMessage = Want | Ready | Heartbeat | Release | Abort
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Either side, before any transfer: are you there? With `ack`, the counter of a PING: I am."""
+
+    incarnation: int
+    counter: int
+    ack: int | None
+
+
+HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping

@@ -15,6 +15,7 @@ from core.errors import InvalidRequest, TandemError
 from core.handoff import OwnerState, PullerState
 from core.ledger import Claim, SequenceState
 from core.lifecycle import FinishReason, Stage, Timeline, WorkerState
+from core.paths import PathStatus
 from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Sequence
@@ -65,6 +66,7 @@ class WorkerLoad:
     transfers: Mapping[OwnerState | PullerState, int] = field(default_factory=dict)  # alive; sums to num_transfers
     num_malformed_messages: int = 0  # notifications of peers that were no message; dropped
     num_dropped_messages: int = 0  # messages of peers that were late, doubled, foreign or for no transfer here
+    paths: tuple[PathStatus, ...] = ()
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._calls[request.request_id] = stream
         item: EmitTokens | DecodeDone | TandemError | None = None
         try:
-            self._driver.post(DecodeArrived(request, source, deadline))
+            self._driver.ask(DecodeArrived(request, source, deadline))
             while isinstance(item := await stream.get(), EmitTokens):
                 await context.write(worker_pb2.DecodeResponse(tokens=_encode_tokens(item)))
             if isinstance(item, TandemError):

@@ -4,8 +4,8 @@
 
 The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
 moves it goes round without a pause; else it waits for a command, each time twice as long, up to a limit that is shorter
-when transfers are alive. A second thread computes digests, so that the next read need not wait for those of the last.
-The agent decides nothing: which block goes where, what is repeated and given up is the business of the machine.
+when transfers are alive. A second thread computes digests. The agent decides nothing: which block goes where, what is
+repeated and given up is the business of the machine.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -32,12 +32,16 @@ from kv_transfer.events import (
     Disconnect,
     MessageReceived,
     PeerLost,
+    ProbePath,
     ReadFailed,
     ReadFinished,
     SendMessage,
     StartRead,
+    TellPath,
 )
-from kv_transfer.path_speed import PathSpeed
+from kv_transfer.location import locate
+from kv_transfer.path_probe import PathProber, tell
+from kv_transfer.path_speed import PathSpeeds
 from kv_transfer.plan import Run, TransferPlan
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, decode, encode
@@ -92,8 +96,8 @@ class TransferAgent:
         self._events: list[AgentEvent] = []
         self._peers: dict[str, AgentAddress] = {}  # connected
         self._reads: dict[int, _Read] = {}  # by the transport's handle
-        self._paths: dict[str, PathSpeed] = {}  # by peer, since it was connected
-        self._slow: set[str] = set()  # peers whose slow path was told
+        self._prober = PathProber(pool)
+        self._speeds = PathSpeeds()
         self._active = False
         self._closing = False
         self._failure = ""
@@ -156,14 +160,15 @@ class TransferAgent:
                 num_blocks=self.pool.num_blocks,
                 layout=self.pool.layout,
                 lease_s=self.config.lease_s,
+                probe_bytes=self.pool.probe_bytes,
+                location=locate(self.pool),
             )
             self._started.set()
             self._pump(transport)
         except Exception as error:
             # The thread's boundary: whatever it is, the worker must hear of it, since its pool cannot be read any more.
             logger.exception("transfer agent %s failed", self.identity.name)
-            self._failure = f"{type(error).__name__}: {error}"
-            self._address = None
+            self._failure, self._address = f"{type(error).__name__}: {error}", None
             self._on_events([AgentFailed(self._failure)])
         finally:
             self._started.set()
@@ -178,7 +183,8 @@ class TransferAgent:
                 continue
             self._wake.wait(pause_s)
             self._wake.clear()
-            pause_s = min(2 * pause_s, self.config.active_pump_s if self._is_active else self.config.idle_pump_s)
+            active = self._active or self._reads or self._prober.probes
+            pause_s = min(2 * pause_s, self.config.active_pump_s if active else self.config.idle_pump_s)
         while self._commands or self._digester.busy:
             if not self._round(transport):
                 self._wake.wait(FIRST_PAUSE_S)
@@ -192,10 +198,6 @@ class TransferAgent:
             except TransportError as error:
                 logger.error("transfer agent %s did not close well: %s", self.identity.name, error)
 
-    @property
-    def _is_active(self) -> bool:
-        return self._active or bool(self._reads)
-
     def _round(self, transport: Transport) -> bool:
         """Perform, poll, report. Whether anything happened, or is about to."""
         num_commands = len(self._commands)
@@ -207,9 +209,12 @@ class TransferAgent:
             if isinstance(action, StartRead):
                 break  # it may have taken as long as the copy; look at the others first
         self._time_out_reads(transport)
+        self._prober.time_out(transport)
         self._digester.take()
         for event in transport.poll():
             match event:
+                case ReadDone(handle) | ReadBroken(handle) if self._prober.owns(handle):
+                    self._end_probe(transport, event)
                 case ReadDone(handle):
                     self._finish_read(self._reads.pop(handle))
                 case ReadBroken(handle, error):
@@ -227,7 +232,6 @@ class TransferAgent:
                 try:
                     transport.connect(peer)
                     self._peers[peer.name] = peer
-                    self._paths[peer.name] = PathSpeed()
                 except TransportError as error:
                     self._events.append(PeerLost(peer.name, str(error)))
             case Disconnect(peer):
@@ -236,6 +240,16 @@ class TransferAgent:
                 self._send(transport, peer, message)
             case StartRead():
                 self._start_read(transport, action)
+            case ProbePath(peer):
+                self._events += self._prober.start(transport, self._peers.get(peer), action)
+            case TellPath(path):
+                tell(self.identity.name, path)
+
+    def _end_probe(self, transport: Transport, end: ReadDone | ReadBroken) -> None:
+        for event in self._prober.end(end):
+            self._events.append(event)
+            if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
+                self._lose(transport, event.peer, end.error)
 
     def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
         if isinstance(message, Ready) and message.blocks and peer in self._peers:
@@ -271,7 +285,7 @@ class TransferAgent:
             return
         read = _Read(action, TransferPlan(peer.layout, self.pool.layout), deadline)
         try:
-            self._paths[action.peer].begin(time.monotonic())
+            self._speeds.begin(action.peer)
             handle = transport.start_read(action.peer, _runs(read))
         except TransportError as error:
             self._read_broke(transport, read, error)
@@ -282,24 +296,8 @@ class TransferAgent:
         def report(digests: Digests) -> None:
             self._events.append(ReadFinished(read.action.read_id, digests))
 
-        self._watch_path(read, len(read.action.pairs) * read.plan.piece_bytes)
+        self._events += self._speeds.end(read.action.peer, len(read.action.pairs) * read.plan.piece_bytes)
         self._digester.of_read(read.action, read.plan.source, report)
-
-    def _watch_path(self, read: _Read, num_bytes: int) -> None:
-        """Tell once of a path that is slow, and again when it no longer is."""
-        peer = read.action.peer
-        speed = self._paths[peer].end(num_bytes, time.monotonic()) if peer in self._paths else None
-        if speed is None or (speed < self.config.slow_path_bytes_per_s) == (peer in self._slow):
-            return
-        if peer in self._slow:
-            self._slow.discard(peer)
-            logger.info("reads from %s run at %.2f GB/s again", peer, speed / 1e9)
-        else:
-            self._slow.add(peer)
-            logger.warning(
-                "reads from %s run at %.3f GB/s, below slow_path_bytes_per_s (%.3f): `tandem doctor` may tell why",
-                peer, speed / 1e9, self.config.slow_path_bytes_per_s / 1e9,
-            )  # fmt: skip
 
     def _time_out_reads(self, transport: Transport) -> None:
         now = time.monotonic()
@@ -310,7 +308,7 @@ class TransferAgent:
 
     def _read_broke(self, transport: Transport, read: _Read, error: TransportError) -> None:
         gone = isinstance(error, PeerDisconnected)
-        self._watch_path(read, 0)
+        self._events += self._speeds.end(read.action.peer, 0)
         detail = f"no end after {read.action.timeout_s:.1f} s" if read.timed_out else str(error)
         reason = AbortReason.PEER_LOST if gone else AbortReason.READ_FAILED
         self._events.append(ReadFailed(read.action.read_id, reason, detail))
@@ -325,8 +323,8 @@ class TransferAgent:
 
     def _disconnect(self, transport: Transport, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._paths.pop(peer, None)
-        self._slow.discard(peer)
+        self._speeds.forget(peer)
+        self._prober.forget(peer)
         transport.disconnect(peer)  # its reads come back broken from the next poll
 
     def _receive(self, peer: str, payload: bytes) -> None:

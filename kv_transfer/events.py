@@ -11,7 +11,8 @@ Whoever performs the actions (the agent, or the simulator) owes this:
   - `SendMessage` of a READY: fill in the digest of every offered block just before sending, unless digests are off;
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
     nothing writes into the target blocks any more;
-  - `Connect` or `SendMessage` that fails for good: one `PeerLost`.
+  - `Connect` or `SendMessage` that fails for good: one `PeerLost`;
+  - `ProbePath`: at most one `PathProbed` or `ProbeFailed`; none after `PeerLost` and `Disconnect`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, TransferId
 from core.machine import Tick
+from core.paths import Lane, PathStatus, PeerDismissed, PeerIntroduced
 
 # ---- events: from the agent
 
@@ -56,7 +58,32 @@ class PeerLost:
     died: bool = False
 
 
-TransferEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | Tick
+@dataclass(frozen=True, slots=True)
+class PathProbed:
+    """A probe has read its bytes. `seen` is TCP or RDMA where a device of that kind has counted them."""
+
+    peer: str
+    num_bytes: int
+    seconds: float
+    seen: Lane
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFailed:
+    peer: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PathSeen:
+    """How fast the reads of transfers have run lately."""
+
+    peer: str
+    bytes_per_s: float
+
+
+PathEvent = PeerIntroduced | PeerDismissed | PathProbed | ProbeFailed | PathSeen
+TransferEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | PathEvent | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +93,7 @@ class AgentFailed:
     detail: str
 
 
-AgentEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | AgentFailed
+AgentEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | PathProbed | ProbeFailed | PathSeen | AgentFailed
 
 # ---- actions: for the agent
 
@@ -97,7 +124,23 @@ class StartRead:
     pieces: tuple[int, ...] = ()  # where the pools' layouts differ: which piece (kv_transfer/plan.py) each pair moves
 
 
-AgentAction = Connect | Disconnect | SendMessage | StartRead
+@dataclass(frozen=True, slots=True)
+class ProbePath:
+    """Read so many of the bytes that the peer keeps for it."""
+
+    peer: str
+    num_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TellPath:
+    """What is known of a path has changed: for the log."""
+
+    path: PathStatus
+
+
+AgentAction = Connect | Disconnect | SendMessage | StartRead | ProbePath | TellPath
 
 # ---- results: for the worker machine around it
 

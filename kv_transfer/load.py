@@ -21,6 +21,7 @@ def with_transfers(load: WorkerLoad, transfers: TransferMachine) -> WorkerLoad:
         transfer_seconds=counters.read_seconds,
         num_expired_leases=counters.offers[OwnerState.EXPIRED.value],
         num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
+        paths=transfers.paths,
     )
 
 

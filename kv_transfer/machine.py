@@ -23,6 +23,7 @@ from core.handoff import (
     HandoffMessage,
     Heartbeat,
     OwnerState,
+    Ping,
     PullerState,
     Ready,
     Release,
@@ -30,16 +31,21 @@ from core.handoff import (
     Want,
 )
 from core.machine import Tick
+from core.paths import PathStatus, PeerDismissed, PeerIntroduced
 from kv_transfer.events import (
     Disconnect,
     MessageReceived,
+    PathProbed,
+    PathSeen,
     PeerLost,
+    ProbeFailed,
     ReadFailed,
     ReadFinished,
     TransferAction,
     TransferEvent,
 )
 from kv_transfer.owner import Owner
+from kv_transfer.paths import Paths
 from kv_transfer.peers import Peers, TransferCounters
 from kv_transfer.puller import Puller
 
@@ -62,6 +68,7 @@ class TransferMachine:
         self._peers = Peers(address)
         self._owner = Owner(config, pool, self._peers)
         self._puller = Puller(config, pool, self._peers)
+        self._paths = Paths(config, self._peers)
 
     # ---- offering
 
@@ -136,16 +143,31 @@ class TransferMachine:
                 self._puller.on_read_failed(event, now)
             case PeerLost(peer, detail, died):
                 self._lose(peer, detail, died, now)
+            case PeerIntroduced(peer):
+                self._forget_old(peer, now)
+                self._paths.introduce(event, now)
+            case PeerDismissed(name):
+                self._paths.dismiss(name, self._in_use())
+            case PathProbed():
+                self._paths.on_probed(event, now)
+            case ProbeFailed():
+                self._paths.on_probe_failed(event, now)
+            case PathSeen():
+                self._paths.on_seen(event, now)
             case Tick():
                 self._owner.on_tick(now)
                 self._puller.on_tick(now)
+                for name in self._paths.on_tick(now, self._in_use()):
+                    self._peers.act(Disconnect(name))
+                    self._lose(name, "it gives no sign of life", False, now)
         return self._peers.take_actions()
 
     def next_deadline(self) -> float | None:
-        return min(self._owner.deadlines() + self._puller.deadlines(), default=None)
+        return min(self._owner.deadlines() + self._puller.deadlines() + self._paths.deadlines(), default=None)
 
     def check(self) -> None:
         self._peers.check()
+        self._paths.check()
         self._owner.check()
         self._puller.check()
         assert not self._peers.take_actions(), "actions were decided and not returned"
@@ -166,6 +188,16 @@ class TransferMachine:
         counts: Counter[OwnerState | PullerState] = Counter(offer.state for offer in self._owner.offers.values())
         counts.update(pull.state for pull in self._puller.pulls.values())
         return counts
+
+    @property
+    def paths(self) -> tuple[PathStatus, ...]:
+        """Those over which we read, and the others where something is wrong."""
+        return self._paths.statuses()
+
+    @property
+    def paths_settled(self) -> list[str]:
+        """Names of introduced peers with whom nothing is under way: measured, or found wanting."""
+        return self._paths.settled()
 
     @property
     def counters(self) -> TransferCounters:
@@ -215,7 +247,10 @@ class TransferMachine:
     # ---- inside
 
     def _on_message(self, sender: str, message: HandoffMessage, now: float) -> None:
+        self._paths.on_message(sender, message, now)
         match message:
+            case Ping():
+                self._paths.on_ping(sender, message, now)
             case Want():
                 self._owner.on_want(sender, message, now)
             case Release():
@@ -232,16 +267,23 @@ class TransferMachine:
                 self._puller.on_abort(sender, message, now)
 
     def _meet(self, peer: AgentAddress, now: float) -> None:
+        self._forget_old(peer, now)
+        self._peers.meet(peer, self._in_use())
+
+    def _forget_old(self, peer: AgentAddress, now: float) -> None:
         known = self._peers.address_of(peer.name)
         if known is not None and known.incarnation != peer.incarnation:
             # Restarted under its old name. Which of the two is newer we cannot tell, so no lease is cut short.
             self._peers.act(Disconnect(peer.name))
             self._lose(peer.name, "restarted as another incarnation", False, now)
+
+    def _in_use(self) -> set[str]:
+        """Peers that a live transfer needs."""
         in_use = {offer.peer.name for offer in self._owner.offers.values()}
-        in_use |= {pull.owner.name for pull in self._puller.pulls.values()}
-        self._peers.meet(peer, in_use)
+        return in_use | {pull.owner.name for pull in self._puller.pulls.values()}
 
     def _lose(self, name: str, detail: str, died: bool, now: float) -> None:
         self._peers.forget(name)
+        self._paths.on_peer_lost(name, detail, now)
         self._owner.on_peer_lost(name, died)
         self._puller.on_peer_lost(name, detail, now)

@@ -1,12 +1,14 @@
-"""How fast reads from one peer run, seen in passing: no probe, and no memory but that of the last window.
+"""How fast reads from each peer run, seen in passing: no probe, and no memory but that of the last window.
 
-A path that is far slower than what joins the two machines has most likely fallen back to TCP. The time that counts is
-that in which at least one read was in flight, so reads side by side are not counted twice.
+The time that counts is that in which at least one read was in flight, so reads side by side are not counted twice.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+
+from kv_transfer.events import PathSeen
 
 WINDOW_BYTES = 8_388_608  # less says more about latency than about speed
 
@@ -37,3 +39,22 @@ class PathSpeed:
         speed = self.num_bytes / self.seconds
         self.num_bytes, self.seconds = 0, 0.0
         return speed
+
+
+class PathSpeeds:
+    """Of all peers, since each was connected."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, PathSpeed] = {}
+
+    def begin(self, peer: str) -> None:
+        self._paths.setdefault(peer, PathSpeed()).begin(time.monotonic())
+
+    def end(self, peer: str, num_bytes: int) -> list[PathSeen]:
+        """A read from `peer` has ended with that many bytes; one `PathSeen` where that fills the window."""
+        path = self._paths.get(peer)
+        speed = None if path is None else path.end(num_bytes, time.monotonic())
+        return [] if speed is None else [PathSeen(peer, speed)]
+
+    def forget(self, peer: str) -> None:
+        self._paths.pop(peer, None)

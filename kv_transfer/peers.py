@@ -134,6 +134,15 @@ class Peers:
         self._peers[address.name] = _Peer(address)
         self.act(Connect(address))
 
+    def meet_ahead(self, address: AgentAddress) -> bool:
+        """Be connected to a peer that no transfer needs yet, if nobody has to be let go for it."""
+        if not self.knows(address.name, address.incarnation):
+            if len(self._peers) >= MAX_IDLE_PEERS or address.name in self._peers:
+                return False
+            self._peers[address.name] = _Peer(address)
+            self.act(Connect(address))
+        return True
+
     def forget(self, name: str) -> None:
         self._peers.pop(name, None)
 

@@ -68,7 +68,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         answer: asyncio.Future[PrefillDone] = asyncio.get_running_loop().create_future()
         self._calls[request.request_id] = answer
         try:
-            self._driver.post(arrived)
+            self._driver.ask(arrived)
             return await answer
         except asyncio.CancelledError:  # the caller went away
             self._driver.post_threadsafe(PrefillCancelled(request.request_id))

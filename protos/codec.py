@@ -10,14 +10,16 @@ from collections.abc import Mapping
 
 from core.block_pool import Column
 from core.errors import InvalidRequest
-from core.handoff import LIVE_STATES, AgentAddress, TransferId
+from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, HolderState, SequenceState
 from core.lifecycle import FinishReason, Path, WorkerRole, WorkerState
+from core.paths import PeerDismissed, PeerIntroduced
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from core.worker import WorkerLoad
 from protos import inference_pb2, worker_pb2
+from protos.path_codec import decode_path, encode_path
 
 ROLE_TO_WIRE = {
     WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -73,6 +75,9 @@ def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
         raise InvalidRequest("layout", str(error)) from error
 
 
+_LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")
+
+
 def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
     return worker_pb2.AgentAddress(
         name=address.name,
@@ -82,6 +87,8 @@ def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
         num_blocks=address.num_blocks,
         layout=encode_layout(address.layout),
         lease_s=address.lease_s,
+        probe_bytes=address.probe_bytes,
+        location=worker_pb2.Location(**{name: getattr(address.location, name) for name in _LOCATION_FIELDS}),
     )
 
 
@@ -98,7 +105,29 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         num_blocks=wire.num_blocks,
         layout=decode_layout(wire.layout),
         lease_s=wire.lease_s,
+        probe_bytes=wire.probe_bytes,
+        location=Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS}),
     )
+
+
+def encode_change(change: PeerIntroduced | PeerDismissed) -> worker_pb2.PeerChange:
+    match change:
+        case PeerDismissed(name):
+            return worker_pb2.PeerChange(gone=name)
+        case PeerIntroduced(peer, is_owner):
+            agent = encode_agent(peer)
+            return worker_pb2.PeerChange(owner=agent) if is_owner else worker_pb2.PeerChange(reader=agent)
+
+
+def decode_change(wire: worker_pb2.PeerChange) -> PeerIntroduced | PeerDismissed:
+    match wire.WhichOneof("change"):
+        case "gone":
+            return PeerDismissed(wire.gone)
+        case "owner":
+            return PeerIntroduced(decode_agent(wire.owner), is_owner=True)
+        case "reader":
+            return PeerIntroduced(decode_agent(wire.reader), is_owner=False)
+    raise InvalidRequest("changes", "one of owner, reader and gone must be set")
 
 
 def encode_transfer_id(transfer_id: TransferId) -> bytes:
@@ -225,6 +254,7 @@ def encode_load(load: WorkerLoad) -> worker_pb2.LoadReport:
         state=STATE_TO_WIRE[load.state],
         ledger=encode_ledger(load.ledger),
         transfers=worker_pb2.TransferCounts(**{state.value: count for state, count in load.transfers.items()}),
+        paths=map(encode_path, load.paths),
         **{name: getattr(load, name) for name in _LOAD_COUNTS},
     )
 
@@ -236,5 +266,6 @@ def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
         state=STATE_FROM_WIRE[wire.state],
         ledger={column: getattr(wire.ledger, column.value) for column in Column},
         transfers={state: getattr(wire.transfers, state.value) for state in LIVE_STATES},
+        paths=tuple(map(decode_path, wire.paths)),
         **{name: getattr(wire, name) for name in _LOAD_COUNTS},
     )

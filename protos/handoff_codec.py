@@ -19,6 +19,7 @@ from core.handoff import (
     Heartbeat,
     HeartbeatEntry,
     OfferedBlock,
+    Ping,
     Ready,
     Release,
     TransferId,
@@ -53,7 +54,7 @@ def encode(message: HandoffMessage) -> bytes:
     envelope = handoff_pb2.HandoffEnvelope(
         version=PROTOCOL_VERSION, incarnation=message.incarnation, counter=message.counter
     )
-    if not isinstance(message, Heartbeat):
+    if not isinstance(message, Heartbeat | Ping):
         envelope.transfer_id = _id_to_wire(message.transfer_id)
     match message:
         case Want():
@@ -75,6 +76,10 @@ def encode(message: HandoffMessage) -> bytes:
         case Abort():
             envelope.abort.reason = _REASON_TO_WIRE[message.reason]
             envelope.abort.detail = message.detail[:MAX_DETAIL_CHARS]
+        case Ping():
+            envelope.ping.SetInParent()
+            if message.ack is not None:
+                envelope.ping.ack = message.ack
     payload = envelope.SerializeToString()
     _require(len(payload) <= MAX_MESSAGE_BYTES, f"{len(payload)} bytes are more than {MAX_MESSAGE_BYTES}")
     return payload
@@ -95,6 +100,9 @@ def decode(payload: bytes) -> HandoffMessage:
     if kind == "heartbeat":
         _require(not envelope.transfer_id, "transfer_id in a heartbeat")
         return _heartbeat_from_wire(stamp, envelope.heartbeat)
+    if kind == "ping":
+        _require(not envelope.transfer_id, "transfer_id in a ping")
+        return Ping(*stamp, _ack_from_wire(envelope.ping))
     transfer_id = _id_from_wire(envelope.transfer_id)
     match kind:
         case "want":
@@ -163,6 +171,11 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
 
 def _heartbeat_from_wire(stamp: tuple[int, int], wire: handoff_pb2.HandoffHeartbeat) -> Heartbeat:
     _require(len(wire.entries) <= MAX_ENTRIES, f"{len(wire.entries)} entries are more than {MAX_ENTRIES}")
-    _require(not wire.HasField("ack") or wire.ack > 0, "ack is 0")
+    ack = _ack_from_wire(wire)
     entries = tuple(HeartbeatEntry(_id_from_wire(entry.transfer_id), entry.num_ready) for entry in wire.entries)
-    return Heartbeat(*stamp, wire.ack if wire.HasField("ack") else None, entries)
+    return Heartbeat(*stamp, ack, entries)
+
+
+def _ack_from_wire(wire: handoff_pb2.HandoffHeartbeat | handoff_pb2.HandoffPing) -> int | None:
+    _require(not wire.HasField("ack") or wire.ack > 0, "ack is 0")
+    return wire.ack if wire.HasField("ack") else None

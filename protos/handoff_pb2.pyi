@@ -33,7 +33,7 @@ HANDOFF_ABORT_REASON_PREFILL_FAILED: HandoffAbortReason
 HANDOFF_ABORT_REASON_OVERLOADED: HandoffAbortReason
 
 class HandoffEnvelope(_message.Message):
-    __slots__ = ("version", "incarnation", "counter", "transfer_id", "want", "ready", "heartbeat", "release", "abort")
+    __slots__ = ("version", "incarnation", "counter", "transfer_id", "want", "ready", "heartbeat", "release", "abort", "ping")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COUNTER_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class HandoffEnvelope(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     version: int
     incarnation: int
     counter: int
@@ -52,7 +53,8 @@ class HandoffEnvelope(_message.Message):
     heartbeat: HandoffHeartbeat
     release: HandoffRelease
     abort: HandoffAbort
-    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[int] = ..., counter: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., want: _Optional[_Union[HandoffWant, _Mapping]] = ..., ready: _Optional[_Union[HandoffReady, _Mapping]] = ..., heartbeat: _Optional[_Union[HandoffHeartbeat, _Mapping]] = ..., release: _Optional[_Union[HandoffRelease, _Mapping]] = ..., abort: _Optional[_Union[HandoffAbort, _Mapping]] = ...) -> None: ...
+    ping: HandoffPing
+    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[int] = ..., counter: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., want: _Optional[_Union[HandoffWant, _Mapping]] = ..., ready: _Optional[_Union[HandoffReady, _Mapping]] = ..., heartbeat: _Optional[_Union[HandoffHeartbeat, _Mapping]] = ..., release: _Optional[_Union[HandoffRelease, _Mapping]] = ..., abort: _Optional[_Union[HandoffAbort, _Mapping]] = ..., ping: _Optional[_Union[HandoffPing, _Mapping]] = ...) -> None: ...
 
 class HandoffWant(_message.Message):
     __slots__ = ("layout_fingerprint", "positions")
@@ -109,3 +111,9 @@ class HandoffAbort(_message.Message):
     reason: HandoffAbortReason
     detail: str
     def __init__(self, reason: _Optional[_Union[HandoffAbortReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class HandoffPing(_message.Message):
+    __slots__ = ("ack",)
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    ack: int
+    def __init__(self, ack: _Optional[int] = ...) -> None: ...

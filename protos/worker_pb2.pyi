@@ -22,6 +22,24 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
 
+class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PATH_LANE_UNKNOWN: _ClassVar[PathLane]
+    PATH_LANE_SHARED_MEMORY: _ClassVar[PathLane]
+    PATH_LANE_CUDA_IPC: _ClassVar[PathLane]
+    PATH_LANE_RDMA: _ClassVar[PathLane]
+    PATH_LANE_TCP: _ClassVar[PathLane]
+
+class PathState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PATH_STATE_UNSPECIFIED: _ClassVar[PathState]
+    PATH_STATE_CONNECTING: _ClassVar[PathState]
+    PATH_STATE_FINE: _ClassVar[PathState]
+    PATH_STATE_SLOW: _ClassVar[PathState]
+    PATH_STATE_FALLBACK: _ClassVar[PathState]
+    PATH_STATE_UNREACHABLE: _ClassVar[PathState]
+    PATH_STATE_REFUSED: _ClassVar[PathState]
+
 class HolderKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HOLDER_KIND_UNSPECIFIED: _ClassVar[HolderKind]
@@ -50,6 +68,18 @@ WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_SERVING: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
+PATH_LANE_UNKNOWN: PathLane
+PATH_LANE_SHARED_MEMORY: PathLane
+PATH_LANE_CUDA_IPC: PathLane
+PATH_LANE_RDMA: PathLane
+PATH_LANE_TCP: PathLane
+PATH_STATE_UNSPECIFIED: PathState
+PATH_STATE_CONNECTING: PathState
+PATH_STATE_FINE: PathState
+PATH_STATE_SLOW: PathState
+PATH_STATE_FALLBACK: PathState
+PATH_STATE_UNREACHABLE: PathState
+PATH_STATE_REFUSED: PathState
 HOLDER_KIND_UNSPECIFIED: HolderKind
 HOLDER_KIND_SEQUENCE: HolderKind
 HOLDER_KIND_OFFER: HolderKind
@@ -86,8 +116,20 @@ class KVLayout(_message.Message):
     first_kv_head: int
     def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., first_layer: _Optional[int] = ..., first_kv_head: _Optional[int] = ...) -> None: ...
 
+class Location(_message.Message):
+    __slots__ = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    ON_GPU_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    machine: str
+    on_gpu: bool
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    def __init__(self, machine: _Optional[str] = ..., on_gpu: _Optional[bool] = ..., memory_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
+
 class AgentAddress(_message.Message):
-    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s")
+    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +137,8 @@ class AgentAddress(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     metadata: bytes
@@ -102,7 +146,29 @@ class AgentAddress(_message.Message):
     num_blocks: int
     layout: KVLayout
     lease_s: float
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    probe_bytes: int
+    location: Location
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+
+class PeerChange(_message.Message):
+    __slots__ = ("owner", "reader", "gone")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    owner: AgentAddress
+    reader: AgentAddress
+    gone: str
+    def __init__(self, owner: _Optional[_Union[AgentAddress, _Mapping]] = ..., reader: _Optional[_Union[AgentAddress, _Mapping]] = ..., gone: _Optional[str] = ...) -> None: ...
+
+class MeetPeersRequest(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[PeerChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[PeerChange, _Mapping]]] = ...) -> None: ...
+
+class MeetPeersResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
     __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority")
@@ -236,8 +302,26 @@ class TransferCounts(_message.Message):
     verifying: int
     def __init__(self, computing: _Optional[int] = ..., offered: _Optional[int] = ..., reserved: _Optional[int] = ..., wanting: _Optional[int] = ..., reading: _Optional[int] = ..., verifying: _Optional[int] = ...) -> None: ...
 
+class PathReport(_message.Message):
+    __slots__ = ("peer", "state", "lane", "bytes_per_s", "expected_bytes_per_s", "latency_ms", "detail")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_MS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    state: PathState
+    lane: PathLane
+    bytes_per_s: float
+    expected_bytes_per_s: float
+    latency_ms: float
+    detail: str
+    def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
 class LoadReport(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds")
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +338,7 @@ class LoadReport(_message.Message):
     NUM_MALFORMED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -270,7 +355,8 @@ class LoadReport(_message.Message):
     num_malformed_messages: int
     num_dropped_messages: int
     transfer_seconds: float
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ...) -> None: ...
+    paths: _containers.RepeatedCompositeFieldContainer[PathReport]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("sequence_number", "snapshot", "load", "block_events")

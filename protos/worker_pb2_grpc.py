@@ -197,6 +197,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.DescribeLedgerResponse.FromString,
                 _registered_method=True)
+        self.MeetPeers = channel.unary_unary(
+                '/tandem.v1.Worker/MeetPeers',
+                request_serializer=protos_dot_worker__pb2.MeetPeersRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.MeetPeersResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -218,6 +223,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MeetPeers(self, request, context):
+        """Which workers you will hand off to or from: connect to them ahead of the first hand-off, and let go who has left.
+        Returns at once; what becomes of a path is in the reports.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -230,6 +243,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DescribeLedger,
                     request_deserializer=protos_dot_worker__pb2.DescribeLedgerRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.DescribeLedgerResponse.SerializeToString,
+            ),
+            'MeetPeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.MeetPeers,
+                    request_deserializer=protos_dot_worker__pb2.MeetPeersRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.MeetPeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -287,6 +305,33 @@ class Worker:
             '/tandem.v1.Worker/DescribeLedger',
             protos_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
             protos_dot_worker__pb2.DescribeLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MeetPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/MeetPeers',
+            protos_dot_worker__pb2.MeetPeersRequest.SerializeToString,
+            protos_dot_worker__pb2.MeetPeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

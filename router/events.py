@@ -12,6 +12,7 @@ from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
 from core.lifecycle import FinishReason, Path, Timeline, WorkerRole
 from core.machine import Tick
+from core.paths import PeerDismissed, PeerIntroduced
 from core.request import Request
 from core.step import SampledToken
 from core.worker import WorkerLoad
@@ -185,4 +186,12 @@ class Fail:
     timeline: Timeline
 
 
-RouterAction = StartPrefill | StartDecode | CancelDispatch | Deliver | Finish | Fail
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Tell a worker whom it will hand off to or from, or who has left."""
+
+    worker_id: str
+    changes: tuple[PeerIntroduced | PeerDismissed, ...]
+
+
+RouterAction = StartPrefill | StartDecode | CancelDispatch | Introduce | Deliver | Finish | Fail

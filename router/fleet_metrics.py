@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from core.handoff import OwnerState
 from core.lifecycle import Stage
+from core.paths import PathState
 from router.events import Fail, Finish
+from router.workers import WorkerRecord, WorkerTable
 from runtime.metrics import Metric, Metrics, Reading
 
 if TYPE_CHECKING:
@@ -28,12 +31,29 @@ def readings(shell: RouterShell) -> Callable[[], Iterator[Reading]]:
             for state, count in load.transfers.items():
                 side = "offer" if isinstance(state, OwnerState) else "pull"
                 yield Metric.WORKER_TRANSFERS, count, labels | {"side": side, "state": state.value}
+            yield Metric.WORKER_TRANSFERRED_BYTES, load.transferred_bytes, labels
+            yield Metric.WORKER_TRANSFER_SECONDS, load.transfer_seconds, labels
             yield Metric.WORKER_EXPIRED_LEASES, load.num_expired_leases, labels
             yield Metric.WORKER_PREEMPTIONS, load.num_preemptions, labels
             yield Metric.WORKER_MALFORMED_MESSAGES, load.num_malformed_messages, labels
             yield Metric.WORKER_DROPPED_MESSAGES, load.num_dropped_messages, labels
+            yield from _paths(record, shell.machine.workers)
 
     return read
+
+
+def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
+    """Of a worker, to those peers that are still there."""
+    paths = [path for path in record.load.paths if workers.get(path.peer) is not None]
+    counts = Counter(path.state for path in paths)
+    for state in PathState:
+        yield Metric.PATHS, counts[state], {"worker": record.worker_id, "state": state.value}
+    for path in paths:
+        labels = {"worker": record.worker_id, "peer": path.peer, "lane": path.lane.value}
+        if path.bytes_per_s:
+            yield Metric.PATH_BANDWIDTH, path.bytes_per_s, labels
+        if path.latency_s:
+            yield Metric.PATH_LATENCY, path.latency_s, labels
 
 
 def record_end(metrics: Metrics, result: Finish | Fail, arrived_at: float, now: float) -> None:

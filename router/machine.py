@@ -25,6 +25,7 @@ from core.machine import Tick
 from core.request import Request
 from router import events
 from router.events import RouterAction, RouterEvent
+from router.introductions import dismiss, introduce
 from router.policy import Candidate, choose
 from router.routed_request import Dispatch, RoutedRequest, blamed, dispatch_id_of
 from router.workers import WorkerRecord, WorkerTable
@@ -303,19 +304,11 @@ class RouterMachine:
             actions = self._on_lost(events.WorkerLost(event.worker_id, "it was started anew"), now)
         self.workers.join(record, event.cached_blocks)
         self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
-        return actions
+        return actions + introduce(record, self.workers)
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
-        record = self.workers.get(event.worker_id)
-        if record is None:
-            return []
-        record.load, record.reported_at, record.suspect = event.load, now, False
-        self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
-        for sequence_hash, is_stored in event.block_changes:
-            if is_stored:
-                self.workers.index.store(event.worker_id, sequence_hash)
-            else:
-                self.workers.index.remove(event.worker_id, sequence_hash)
+        if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
+            self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
         return []
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
@@ -323,7 +316,7 @@ class RouterMachine:
         self._deadlines.cancel(("worker", event.worker_id))
         if record is None:
             return []
-        actions: list[RouterAction] = []
+        actions: list[RouterAction] = [*dismiss(record, self.workers)]
         for dispatch_id in list(record.dispatched):
             routed = self._by_dispatch.get(dispatch_id)
             if routed is None:

@@ -57,11 +57,11 @@ class RouterShell:
     # ---- streams
 
     def open(self, stream: ChoiceStream, arrived: events.RequestArrived) -> None:
-        """Hand a choice to the machine. Raises `QueueFull`."""
+        """Hand a choice to the machine. Raises `QueueFull`, and `WorkerUnavailable` where the machine has failed."""
         request_id = stream.request.request_id
         self._streams[request_id] = stream
         try:
-            self._driver.post(arrived)
+            self._driver.ask(arrived)
         except TandemError:
             del self._streams[request_id]
             raise
@@ -111,6 +111,8 @@ class RouterShell:
                 self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
             case events.StartDecode():
                 self.links[action.worker_id].start_decode(action, self._trace_headers(action.dispatch_id))
+            case events.Introduce(worker_id, changes):
+                self.links[worker_id].introduce(changes)
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)

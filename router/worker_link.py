@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 
 import grpc
 import grpc.aio
 
 from core.errors import InvalidRequest, LayoutMismatch, TandemError, Unauthenticated
+from core.paths import PeerDismissed, PeerIntroduced
 from protos import codec, worker_pb2, worker_pb2_grpc
 from router import events
 from router.events import RouterEvent
@@ -24,6 +25,7 @@ from runtime.service import Endpoint
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # the last one again and again
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # snapshots of large pools
+INTRODUCTIONS = "introductions"  # among the dispatch ids, which all have a number
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class WorkerLink:
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
+        self._to_meet: list[PeerIntroduced | PeerDismissed] = []  # not told yet
+        self._refused = ""  # why it cannot join, as it was logged
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
     async def close(self) -> None:
@@ -77,7 +81,9 @@ class WorkerLink:
                 if failures >= 2:
                     self._lose(str(cause))
             except (LayoutMismatch, InvalidRequest) as error:
-                logger.error("worker %s cannot join: %s", self.endpoint.service_id, error)
+                if str(error) != self._refused:
+                    logger.error("worker %s cannot join: %s", self.endpoint.service_id, error)
+                self._refused = str(error)
                 failures = len(RETRY_S)
                 self._lose(str(error))
 
@@ -136,6 +142,12 @@ class WorkerLink:
             raise error_from(error) from error
         return answer
 
+    def introduce(self, changes: Iterable[PeerIntroduced | PeerDismissed]) -> None:
+        """Tell the worker in the background, one call at a time, in order."""
+        self._to_meet += changes
+        if INTRODUCTIONS not in self._calls:
+            self._start(INTRODUCTIONS, self._call_meet_peers())
+
     def start_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         self._start(action.dispatch_id, self._call_prefill(action, metadata))
 
@@ -151,6 +163,16 @@ class WorkerLink:
         task = asyncio.create_task(call, name=dispatch_id)
         self._calls[dispatch_id] = task
         task.add_done_callback(lambda _: self._calls.pop(dispatch_id, None))
+
+    async def _call_meet_peers(self) -> None:
+        while self._to_meet:
+            changes, self._to_meet = self._to_meet, []
+            request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, changes))
+            try:
+                await self._worker.MeetPeers(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
+            except grpc.aio.AioRpcError as error:
+                # They connect with their first hand-off, then; and it is told again when it joins again.
+                logger.info("worker %s was not told of its peers: %s", self.endpoint.service_id, error_from(error))
 
     async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]

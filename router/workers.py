@@ -51,6 +51,21 @@ class WorkerTable:
             if differences and other.worker_id != record.worker_id:
                 raise LayoutMismatch(differences)
 
+    def take_report(
+        self, worker_id: str, load: WorkerLoad, block_changes: Iterable[tuple[int, bool]], now: float
+    ) -> bool:
+        """False where the worker is not here. `block_changes`: (sequence hash, True = stored, False = removed)."""
+        record = self._records.get(worker_id)
+        if record is None:
+            return False
+        record.load, record.reported_at, record.suspect = load, now, False
+        for sequence_hash, is_stored in block_changes:
+            if is_stored:
+                self.index.store(worker_id, sequence_hash)
+            else:
+                self.index.remove(worker_id, sequence_hash)
+        return True
+
     def leave(self, worker_id: str) -> WorkerRecord | None:
         self.index.forget(worker_id)
         return self._records.pop(worker_id, None)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from core.errors import TandemError
+from core.errors import TandemError, WorkerUnavailable
 from core.machine import Machine, Tick
 
 E = TypeVar("E")
@@ -48,7 +48,7 @@ class Driver(Generic[E, A]):
     def post(self, event: E | Tick) -> None:
         """Hand one event to the machine and perform what it decides. Call on the loop's thread.
 
-        Dropped once the driver has stopped. Raises `TandemError` where the machine refuses the event.
+        Dropped once the driver has stopped: for news. Raises `TandemError` where the machine refuses the event.
         """
         if self.stopped:
             return
@@ -65,6 +65,13 @@ class Driver(Generic[E, A]):
             self._perform(action)
         self._on_handled()
         self._set_timer()
+
+    def ask(self, event: E | Tick) -> None:
+        """`post` an event whose sender waits for what follows. Raises `WorkerUnavailable` once the driver has stopped:
+        nothing would ever follow."""
+        if self.stopped:
+            raise WorkerUnavailable("this process stops, or has failed")
+        self.post(event)
 
     def post_threadsafe(self, event: E | Tick) -> None:
         """`post` from another thread; returns at once. Dropped where nobody is there any more to take it."""

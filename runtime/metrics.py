@@ -27,12 +27,17 @@ class Metric(Enum):
     REQUEST_DURATION = "gen_ai.server.request.duration"
     TOKENS = "tandem.tokens"
     TRANSFERRED_BYTES = "tandem.transfer.bytes"
+    PATH_BANDWIDTH = "tandem.transfer.path_bandwidth"
+    PATH_LATENCY = "tandem.transfer.path_latency"
+    PATHS = "tandem.transfer.paths"
     QUEUED = "tandem.router.queued"
     IN_FLIGHT = "tandem.router.in_flight"
     WORKER_BLOCKS = "tandem.worker.blocks"
     WORKER_RUNNING = "tandem.worker.running"
     WORKER_QUEUED_TOKENS = "tandem.worker.queued_tokens"
     WORKER_TRANSFERS = "tandem.worker.transfers"
+    WORKER_TRANSFERRED_BYTES = "tandem.worker.transferred_bytes"
+    WORKER_TRANSFER_SECONDS = "tandem.worker.transfer_seconds"
     WORKER_EXPIRED_LEASES = "tandem.worker.expired_leases"
     WORKER_PREEMPTIONS = "tandem.worker.preemptions"
     WORKER_MALFORMED_MESSAGES = "tandem.worker.malformed_messages"
@@ -47,12 +52,20 @@ METRICS: dict[Metric, tuple[str, str]] = {
     Metric.REQUEST_DURATION: ("s", "From a request's arrival at the router to its end"),
     Metric.TOKENS: ("{token}", "Tokens served, by kind: prompt, cached (part of prompt) or output"),
     Metric.TRANSFERRED_BYTES: ("By", "KV bytes that moved from prefill to decode workers"),
+    Metric.PATH_BANDWIDTH: (
+        "By/s",
+        "Measured speed of the path from a peer to a worker that reads, by its lane",
+    ),
+    Metric.PATH_LATENCY: ("s", "Shortest way there and back of a notification on that path"),
+    Metric.PATHS: ("{path}", "Paths of a worker, by state; slow, fallback, unreachable and refused are worth an alert"),
     Metric.QUEUED: ("{request}", "Requests waiting in the router for a worker"),
     Metric.IN_FLIGHT: ("{request}", "Requests dispatched and not ended"),
     Metric.WORKER_BLOCKS: ("{block}", "KV blocks of a worker, by column of its ledger"),
     Metric.WORKER_RUNNING: ("{sequence}", "Sequences in a worker's steps"),
     Metric.WORKER_QUEUED_TOKENS: ("{token}", "Tokens to compute before every sequence of a worker is in decode"),
     Metric.WORKER_TRANSFERS: ("{transfer}", "Hand-offs alive on a worker, by state; one side is offer or pull"),
+    Metric.WORKER_TRANSFERRED_BYTES: ("By", "KV bytes a worker has pulled, since its start"),
+    Metric.WORKER_TRANSFER_SECONDS: ("s", "Time in which a worker's pulls had reads in flight, since its start"),
     Metric.WORKER_EXPIRED_LEASES: ("{lease}", "Offers of a worker whose reader fell silent, since its start"),
     Metric.WORKER_PREEMPTIONS: ("{sequence}", "Sequences a worker preempted, since its start"),
     Metric.WORKER_MALFORMED_MESSAGES: ("{message}", "Notifications to a worker that were no message, since its start"),

@@ -13,8 +13,9 @@ from typing import Any
 import grpc.aio
 
 from core.config import WorkerConfig
-from core.errors import WorkerUnavailable
-from protos import worker_pb2, worker_pb2_grpc
+from core.errors import TandemError, WorkerUnavailable
+from core.paths import PeerDismissed, PeerIntroduced
+from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import abort
 
 MAX_REPORTS_BEHIND = 64
@@ -25,7 +26,8 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
     """The `tandem.v1.Worker` service.
 
     `snapshot()` describes the worker and its whole cache; `changes()` the load and the block events since its last
-    call; `holders()` everyone who holds a block. All are called on the loop's thread.
+    call; `holders()` everyone who holds a block; `meet(news)` takes one piece of news of the fleet. All are called on
+    the loop's thread.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         snapshot: Callable[[], worker_pb2.WorkerSnapshot],
         changes: Callable[[], worker_pb2.WorkerReport],
         holders: Callable[[], worker_pb2.DescribeLedgerResponse],
+        meet: Callable[[PeerIntroduced | PeerDismissed], None],
     ) -> None:
         self._config = config
         self._snapshot = snapshot
         self._changes = changes
         self._holders = holders
+        self._meet = meet
         self._subscribers: set[asyncio.Queue[worker_pb2.WorkerReport | None]] = set()
         self._changed = asyncio.Event()
 
@@ -101,3 +105,13 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         response.num_left_out = max(0, len(response.holders) - limit)
         del response.holders[limit:]
         return response
+
+    async def MeetPeers(
+        self, request: worker_pb2.MeetPeersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.MeetPeersResponse:
+        try:
+            for change in request.changes:
+                self._meet(codec.decode_change(change))
+        except TandemError as error:
+            await abort(context, error)
+        return worker_pb2.MeetPeersResponse()

@@ -143,7 +143,7 @@ class WorkerService:
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, parts.worker_id)
         self._server = GrpcServer(self._config.host, 0, MAX_MESSAGE_BYTES, self._credentials, WORKER_RULES)
-        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders)
+        self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
         self._tasks.append(asyncio.create_task(self._feed.run(), name="reports"))

@@ -13,16 +13,21 @@ from dataclasses import dataclass, replace
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
 from core.handoff import AbortReason, HandoffMessage, Ready
+from core.paths import Lane
 from kv_transfer.events import (
     AgentAction,
     Connect,
     Disconnect,
     MessageReceived,
+    PathProbed,
     PeerLost,
+    ProbeFailed,
+    ProbePath,
     ReadFailed,
     ReadFinished,
     SendMessage,
     StartRead,
+    TellPath,
 )
 from simulator.memory import Memory
 from simulator.network import Network
@@ -37,7 +42,9 @@ class ReadFaults:
     corrupted: float = 0.0  # ... that a bit of a block flips on the way
 
 
-AgentEvents = MessageReceived | ReadFinished | ReadFailed | PeerLost
+AgentEvents = MessageReceived | ReadFinished | ReadFailed | PeerLost | PathProbed | ProbeFailed
+
+MEMORY_BYTES_PER_S = PROBED_BYTES_PER_S = 5e9
 
 
 class SimulatedAgent:
@@ -81,6 +88,11 @@ class SimulatedAgent:
                 self._send(peer, message)
             case StartRead():
                 self._start_read(action)
+            case ProbePath():
+                self._probe(action)
+            case TellPath(path):
+                self._world.counts[f"path {path.state.value}"] += 1
+                self._world.note(f"{self.name}: path from {path.peer} is {path}")
 
     # ---- messages
 
@@ -115,6 +127,19 @@ class SimulatedAgent:
             self._post(event)
 
     # ---- reads
+
+    def _probe(self, probe: ProbePath) -> None:
+        world, faults = self._world, self._faults
+        duration = probe.num_bytes / PROBED_BYTES_PER_S * world.random.uniform(0.5, 3.0)
+        if world.chance(faults.slow):
+            duration *= 1000
+        if not self._is_alive(probe.peer) or probe.peer not in self._peers or world.chance(faults.broken):
+            world.counts["broken probe"] += 1
+            failed = ProbeFailed(probe.peer, "no end in time")
+            world.after(probe.timeout_s, lambda: self._report(failed))
+        else:
+            probed = PathProbed(probe.peer, probe.num_bytes, duration, Lane.UNKNOWN)
+            world.after(duration, lambda: self._report(probed))
 
     def _start_read(self, read: StartRead) -> None:
         world, faults = self._world, self._faults

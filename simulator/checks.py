@@ -21,7 +21,8 @@ from core.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from core.lifecycle import FinishReason
+from core.lifecycle import FinishReason, WorkerRole
+from core.paths import PathState
 from core.step import SampledToken
 from router.events import Outcome
 from router.machine import RouterMachine
@@ -150,6 +151,16 @@ class Oracle:
             raise self._fail(request_id, f"ended {now - expected.deadline:.3f} s after its deadline")
         expected.ended = True
         return expected
+
+
+def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
+    """Where nothing breaks, everybody has met everybody of the other pool, and every path is fine."""
+    nodes = list(nodes)
+    for reader in (node for node in nodes if node.spec.role is WorkerRole.DECODE):
+        fine = {path.peer for path in reader.machine.load().paths if path.state is PathState.FINE}
+        owners = {node.agent.name for node in nodes if node.spec.role is WorkerRole.PREFILL}
+        if fine != owners:
+            raise SimulationError(f"seed {seed}: {reader.agent.name} has fine paths to {fine}, not to {owners}")
 
 
 def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNode]) -> None:

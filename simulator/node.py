@@ -16,7 +16,7 @@ from typing import Any
 from core.block_pool import BlockPool, BlockStored
 from core.config import SchedulerConfig, TransferConfig
 from core.errors import TandemError
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.lifecycle import Stage, WorkerRole
 from core.machine import Tick
@@ -28,13 +28,14 @@ from kv_transfer.events import AgentAction
 from kv_transfer.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router import events
-from simulator.agent import SimulatedAgent
+from simulator.agent import MEMORY_BYTES_PER_S, SimulatedAgent
 from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
 
 TIMER_LATENESS_S = 1e-6  # as any event loop, and so that rounding between two clocks never makes a timer early
 MAX_PULLS_WAITING = 32
+PROBE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,10 @@ class WorkerNode:
         self.memory = Memory(spec.num_blocks, spec.layout.block_size, incarnation)
         name = f"{spec.worker_id}@{incarnation:04x}"
         self.agent = SimulatedAgent(name, self.pool, self.memory, spec.transfer, self.post)
-        self.address = AgentAddress(name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s)
+        location = Location("one machine", memory_bytes_per_s=MEMORY_BYTES_PER_S)
+        self.address = AgentAddress(
+            name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, PROBE_BYTES, location
+        )
         self.machine = self._build_machine()
         world.after(spec.report_interval_s, self._report_changes)
         world.after(spec.idle_report_interval_s, self._report_idle)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from simulator.agent import SimulatedAgent
-from simulator.checks import Oracle, check_left_clean
+from simulator.checks import Oracle, check_left_clean, check_paths
 from simulator.network import Network
 from simulator.node import WorkerNode, WorkerSpec
 from simulator.router_node import RouterNode
@@ -71,6 +71,8 @@ class Simulation:
         world.run_until(world.now + SETTLE_S)
         alive = [node for node in self.fleet.values() if node.alive]
         check_left_clean(scenario.seed, self.router.machine, alive)
+        if scenario.calm:
+            check_paths(scenario.seed, alive)
         self._count(alive + self._ended)
         return Result(scenario.seed, world.counts, world.log_hash, world.num_events, ended_at)
 

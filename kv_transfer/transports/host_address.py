@@ -16,6 +16,14 @@ from core.errors import TransportError
 LOOPBACK = "127.0.0.1"
 
 
+def machine_id() -> str:
+    """The same for two processes exactly if they run on one machine, in one network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    boot_id = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    namespace = Path("/proc/self/ns/net")
+    return f"{boot_id} {os.readlink(namespace) if namespace.exists() else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class HostAddresses:
     host: str  # the same for two processes exactly if they share one network: loopback works between them
@@ -32,10 +40,7 @@ class HostAddresses:
             for address in addresses
             if name in up and address.family == socket.AF_INET and not address.address.startswith("127.")
         ]
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        boot_id = boot.read_text().strip() if boot.exists() else socket.gethostname()
-        namespace = Path("/proc/self/ns/net")
-        return cls(f"{boot_id} {os.readlink(namespace) if namespace.exists() else ''}", tuple(networks))
+        return cls(machine_id(), tuple(networks))
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

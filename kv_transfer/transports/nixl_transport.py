@@ -85,7 +85,7 @@ class NixlTransport:
         with _errors_mapped("register the pool"):
             region = (pool.address, pool.num_bytes, pool.device or 0, "")
             self._registered = self._agent.register_memory([region], self._memory)
-            self._blocks = self._prepare("", pool.address, pool.num_blocks, pool.layout.block_bytes)
+            self._blocks = self._prepare("", pool.address, pool.num_bytes, pool.layout.block_bytes)
 
     def metadata(self) -> bytes:
         with _errors_mapped("describe ourselves"):
@@ -100,7 +100,8 @@ class NixlTransport:
                 raise TransportError(f"the metadata of {peer.name} is that of {name!r}")
             size = peer.layout.block_bytes
             like_ours = size == self._pool.layout.block_bytes
-            blocks = self._prepare(peer.name, peer.pool_base, peer.num_blocks, size) if like_ours else None
+            num_bytes = peer.num_blocks * size + peer.probe_bytes
+            blocks = self._prepare(peer.name, peer.pool_base, num_bytes, size) if like_ours else None
         self._peers[peer.name] = _Peer(peer, blocks)
 
     def disconnect(self, peer: str) -> None:
@@ -188,10 +189,10 @@ class NixlTransport:
             return {"": [b""]}
         return arrived
 
-    def _prepare(self, agent: str, base: int, num_blocks: int, block_bytes: int) -> Any:
+    def _prepare(self, agent: str, base: int, num_bytes: int, block_bytes: int) -> Any:
         device = 0 if self._pool is None or self._pool.device is None else self._pool.device
         # One row stands for all blocks: address, length, device, stride, count.
-        blocks = np.array([[base, block_bytes, device, block_bytes, num_blocks]], dtype=np.uint64)
+        blocks = np.array([[base, block_bytes, device, block_bytes, num_bytes // block_bytes]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(agent, blocks, self._memory)
 
     def _make_transfer(self, peer: _Peer, runs: Sequence[Run]) -> Any:

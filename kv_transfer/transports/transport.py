@@ -26,6 +26,7 @@ class PoolMemory:
     """A pool in memory: allocated once, touched once, never moved.
 
     `view` covers all its bytes where the host can read them, and is None for device memory (then digests are off).
+    Behind the last block may be some bytes of no content, for measuring: peers read ours, and we read theirs into ours.
     """
 
     address: int  # of block 0
@@ -33,6 +34,7 @@ class PoolMemory:
     layout: KVLayout
     view: memoryview | None
     device: int | None = None  # CUDA device; None = host
+    probe_bytes: int = 0  # a whole number of blocks
 
     def __post_init__(self) -> None:
         if self.view is not None and (self.view.nbytes, self.view.format) != (self.num_bytes, "B"):
@@ -40,7 +42,7 @@ class PoolMemory:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
+        return self.num_blocks * self.layout.block_bytes + self.probe_bytes
 
     def block(self, index: int) -> memoryview:
         assert self.view is not None, "device memory has no view"

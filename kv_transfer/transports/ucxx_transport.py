@@ -143,7 +143,7 @@ class UcxxTransport:
     def start_read(self, peer: str, runs: Sequence[Run]) -> int:
         known = self._connected(peer)
         assert self._pool is not None
-        size = known.address.num_blocks * known.address.layout.block_bytes
+        size = known.address.num_blocks * known.address.layout.block_bytes + known.address.probe_bytes
         if any(run.source < 0 or run.source + run.num_bytes > size for run in runs):
             raise TransportError(f"a run is outside the pool of {peer}")
         if any(run.target < 0 or run.target + run.num_bytes > self._pool.num_bytes for run in runs):

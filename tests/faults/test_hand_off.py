@@ -335,7 +335,7 @@ async def test_an_error_at_the_nth_operation_for_every_n(fabric: MemoryFabric, e
             await serves_on(deployment.inference)
     else:
         raise AssertionError("no run passed untouched")
-    assert met >= 6, "connect on both sides, WANT, READY, two reads and RELEASE at least"
+    assert met >= 4, "WANT, READY, a read and RELEASE at least; the two have met before"
     assert nth == met + 1
 
 

@@ -265,13 +265,3 @@ def test_closing_performs_what_is_queued(fabric: MemoryFabric, hand_off: HandOff
     hand_off.puller.agent.perform([Connect(owner)] + [message] * 10, active=False)
     hand_off.puller.close()
     assert seen == [owner.name] * 10
-
-
-def test_a_slow_path_is_told_once(opener: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    hand_off = HandOff(opener, config=replace(CONFIG, slow_path_bytes_per_s=1e15))
-    hand_off.run()
-    hand_off.assert_completed()
-    hand_off.close()
-    told = [record for record in caplog.records if "below slow_path_bytes_per_s" in record.getMessage()]
-    assert [record.levelname for record in told] == ["WARNING"]
-    assert hand_off.puller.machine.counters.read_seconds > 0

@@ -22,6 +22,7 @@ FAULTS_THAT_MUST_HAPPEN = (
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated", "PeerLost", "ReadFailed",
+    "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
     "finished disaggregated", "finished local", "finished recomputed",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",

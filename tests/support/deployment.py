@@ -167,6 +167,7 @@ async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1
         endpoints = {id(worker): found for worker, found in zip((*prefill, *decode), started, strict=True)}
         deployment = Deployment(config, router, prefill, decode, endpoints, channel, endpoint.address)
         await wait_until_known(deployment, len(started))
+        await wait_until_met(deployment)
         yield deployment
 
 
@@ -177,6 +178,19 @@ async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
     async with asyncio.timeout(SETTLE_TIMEOUT_S):
         while len(list(shell.machine.workers)) != num_workers:
             await asyncio.sleep(0.01)
+
+
+async def wait_until_met(deployment: Deployment) -> None:
+    """Until each pair of workers is connected and measured, so that nothing moves that a test has not asked for."""
+
+    def met(worker: WorkerService) -> bool:
+        machine = _machine(worker)
+        others = deployment.prefill if worker in deployment.decode else deployment.decode
+        return len(machine.transfers.paths_settled) == len(others)
+
+    async with asyncio.timeout(SETTLE_TIMEOUT_S):
+        while not all(met(worker) for worker in deployment.workers):
+            await asyncio.sleep(0.005)
 
 
 def with_port(config: TandemConfig, port: int) -> TandemConfig:

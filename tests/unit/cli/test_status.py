@@ -6,6 +6,7 @@ import io
 
 from rich.console import Console
 
+from cli.paths import MAX_BROKEN_PATHS, path_lines
 from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
 from protos import cluster_pb2, worker_pb2
 
@@ -99,3 +100,36 @@ def test_a_rate_is_the_difference_of_two_looks_and_needs_both() -> None:
     after = Sample(fleet(worker("decode-0", tokens=150), worker("decode-1", tokens=7)), at=12.0)
     assert rates(before, after) == {"decode-0.0123456789abcdef": 50.0}
     assert rates(None, after) == {}
+
+
+PREFILL = "prefill-0.fedcba9876543210"
+
+
+def with_paths(*paths: worker_pb2.PathReport) -> cluster_pb2.GetFleetResponse:
+    reader, owner = worker("decode-0"), cluster_pb2.FleetWorker(worker_id=PREFILL)
+    reader.load.paths.extend(paths)
+    return fleet(reader, owner)
+
+
+def test_a_path_that_is_not_as_it_should_be_has_a_line_of_its_own() -> None:
+    slow = worker_pb2.PathReport(
+        peer=PREFILL, state=worker_pb2.PATH_STATE_SLOW, lane=worker_pb2.PATH_LANE_TCP, bytes_per_s=1.1e9,
+        expected_bytes_per_s=12.5e9, latency_ms=0.31,
+    )  # fmt: skip
+    fine = worker_pb2.PathReport(peer=PREFILL, state=worker_pb2.PATH_STATE_FINE)
+    assert path_lines(with_paths(slow, fine)) == [
+        "paths: 1 fine · 1 slow",
+        "prefill-0.fedc -> decode-0.0123: slow: TCP, 1.1 GB/s of 12.5, 310 us there and back",
+    ]
+
+
+def test_a_path_to_a_worker_that_is_gone_is_nobodys_business() -> None:
+    gone = worker_pb2.PathReport(peer="prefill-9.0000000000000000", state=worker_pb2.PATH_STATE_UNREACHABLE)
+    assert path_lines(with_paths(gone)) == []
+
+
+def test_many_broken_paths_are_cut_and_counted() -> None:
+    refused = worker_pb2.PathReport(peer=PREFILL, state=worker_pb2.PATH_STATE_REFUSED, detail="KV layouts differ")
+    lines = path_lines(with_paths(*[refused] * (MAX_BROKEN_PATHS + 3)))
+    assert len(lines) == 1 + MAX_BROKEN_PATHS + 1
+    assert lines[-1] == "and 3 more"

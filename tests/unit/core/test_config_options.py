@@ -97,6 +97,8 @@ OUT_OF_RANGE = [
     (EngineConfig, {"num_threads": -1}, "num_threads"),
     (EngineConfig, {"max_context": -1}, "max_context"),
     (TransferConfig, {"transport": "pigeon"}, "transport"),
+    (TransferConfig, {"slow_path_share": 1.0}, "slow_path_share"),
+    (TransferConfig, {"expected_path_bytes_per_s": -1.0}, "expected_path_bytes_per_s"),
     (RouterConfig, {"port": -1}, "port"),
     (RouterConfig, {"port": 65536}, "port"),
     (RouterConfig, {"local_prefill_tokens": -1}, "local_prefill_tokens"),

@@ -14,6 +14,7 @@ from core.handoff import (
     Heartbeat,
     HeartbeatEntry,
     OfferedBlock,
+    Ping,
     Ready,
     Release,
     Want,
@@ -35,6 +36,7 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Heartbeat, u64, u64, st.none() | u64, st.lists(st.builds(HeartbeatEntry, ids, u32)).map(tuple)),
     st.builds(Release, ids, u64, u64, st.none() | reasons),
     st.builds(Abort, ids, u64, u64, reasons, st.text(max_size=50)),
+    st.builds(Ping, u64, u64, st.none() | u64),
 )
 
 

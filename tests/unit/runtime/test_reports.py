@@ -8,9 +8,12 @@ import pytest
 
 from core.block_pool import Column
 from core.config import WorkerConfig
-from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
+from core.errors import InvalidRequest
+from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, Location, OwnerState, PullerState
+from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
 from core.lifecycle import WorkerState
+from core.paths import Lane, PathState, PathStatus, PeerDismissed, PeerIntroduced
 from core.worker import WorkerLoad
 from protos import codec, worker_pb2
 from runtime.reports import MAX_HOLDERS, ReportFeed
@@ -18,13 +21,14 @@ from runtime.reports import MAX_HOLDERS, ReportFeed
 NOBODY: Any = None  # the call's context, which is not used
 
 
-def feed_of(num_holders: int) -> ReportFeed:
+def feed_of(num_holders: int, met: list[PeerIntroduced | PeerDismissed]) -> ReportFeed:
     holders = [worker_pb2.BlockHolder(name=str(number)) for number in range(num_holders)]
     return ReportFeed(
         WorkerConfig(),
         worker_pb2.WorkerSnapshot,
         worker_pb2.WorkerReport,
         lambda: worker_pb2.DescribeLedgerResponse(worker_id="w", holders=holders),
+        met.append,
     )
 
 
@@ -36,7 +40,7 @@ async def test_a_ledger_lists_the_first_holders_and_counts_the_others(
     num_holders: int, asked_for: int, num_listed: int
 ) -> None:
     request = worker_pb2.DescribeLedgerRequest(max_holders=asked_for)
-    response = await feed_of(num_holders).DescribeLedger(request, NOBODY)
+    response = await feed_of(num_holders, []).DescribeLedger(request, NOBODY)
     assert [holder.name for holder in response.holders] == [str(number) for number in range(num_listed)]
     assert response.num_left_out == num_holders - num_listed
 
@@ -49,6 +53,7 @@ def test_every_live_state_of_a_transfer_goes_over_the_wire_and_no_ended_one() ->
     load = WorkerLoad(
         WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), transfers=counts, num_malformed_messages=8,
         num_dropped_messages=9,
+        paths=(PathStatus("p", PathState.SLOW, Lane.TCP, 1e6, 1e9, 0.25, "why"), PathStatus("q", PathState.CONNECTING)),
     )  # fmt: skip
     assert codec.decode_load(codec.encode_load(load)) == load
 
@@ -63,3 +68,19 @@ def test_a_holder_s_state_says_its_kind() -> None:
     assert {kinds[state] for state in SequenceState} == {"HOLDER_KIND_SEQUENCE"}
     assert kinds[OwnerState.OFFERED] == "HOLDER_KIND_OFFER"
     assert kinds[PullerState.RESERVED] == "HOLDER_KIND_PULL"
+
+
+async def test_news_of_the_fleet_arrives_in_order() -> None:
+    met: list[PeerIntroduced | PeerDismissed] = []
+    news = [PeerIntroduced(agent("p"), True), PeerIntroduced(agent("d"), False), PeerDismissed("p")]
+    request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, news))
+    await feed_of(0, met).MeetPeers(request, NOBODY)
+    assert met == news
+    with pytest.raises(InvalidRequest, match="one of owner, reader and gone"):
+        codec.decode_change(worker_pb2.PeerChange())
+
+
+def agent(name: str) -> AgentAddress:
+    layout = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
+    location = Location("here", on_gpu=True, memory_bytes_per_s=1.5, link_bytes_per_s=2.5)
+    return AgentAddress(name, 7, b"keys", 4096, 32, layout, 20.0, 65_536, location)

@@ -1,0 +1,102 @@
+"""The path between two transfer agents: what carries its bytes, how fast it is, and whether that is what it should be.
+
+What the hardware promises comes from where the two agents say they are (`Location`): on one machine the speed of a copy
+in memory, between machines the slower of their two links. What the path does is measured. `judge` compares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from core.handoff import AgentAddress, Location
+
+
+class Lane(Enum):
+    """What carries the bytes."""
+
+    UNKNOWN = "unknown"
+    SHARED_MEMORY = "shared memory"
+    CUDA_IPC = "cuda_ipc"
+    RDMA = "RDMA"
+    TCP = "TCP"
+
+
+class PathState(Enum):
+    CONNECTING = "connecting"  # no sign of life yet, or being measured for the first time
+    FINE = "fine"
+    SLOW = "slow"  # far below what the hardware promises
+    FALLBACK = "fallback"  # TCP, where something better is there
+    UNREACHABLE = "unreachable"  # connected to, and no sign of life came
+    REFUSED = "refused"  # KV layouts that cannot be translated; final
+
+
+BROKEN = frozenset({PathState.SLOW, PathState.FALLBACK, PathState.UNREACHABLE, PathState.REFUSED})
+
+
+@dataclass(frozen=True, slots=True)
+class PathStatus:
+    """One path, as the worker that reads over it sees it. 0 stands for what is not known."""
+
+    peer: str  # name of the agent that is read from
+    state: PathState
+    lane: Lane = Lane.UNKNOWN
+    bytes_per_s: float = 0.0
+    expected_bytes_per_s: float = 0.0
+    latency_s: float = 0.0  # of a notification there and back
+    detail: str = ""  # of UNREACHABLE and REFUSED
+
+    def __str__(self) -> str:
+        if self.detail:
+            return f"{self.state.value}: {self.detail}"
+        speed = f", {self.bytes_per_s / 1e9:.3g} GB/s" if self.bytes_per_s else ""
+        promise = f" of {self.expected_bytes_per_s / 1e9:.3g}" if speed and self.expected_bytes_per_s else ""
+        return f"{self.state.value}: {self.lane.value}{speed}{promise}, {self.latency_s * 1e6:.0f} us there and back"
+
+
+# ---- events for a worker's machine, from a router
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIntroduced:
+    """There is a worker that will read from us, or that we shall read from."""
+
+    peer: AgentAddress
+    is_owner: bool  # we shall read from it
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDismissed:
+    """A worker has left the fleet."""
+
+    name: str
+
+
+# ---- policy
+
+
+def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
+    """`seen` is TCP or RDMA where a device has counted the bytes. Else memory has carried them, on one machine."""
+    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine:
+        return seen
+    return Lane.CUDA_IPC if ours.on_gpu and theirs.on_gpu else Lane.SHARED_MEMORY
+
+
+def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) -> float:
+    """What the hardware promises; 0 = nobody knows. What is `configured` (not 0) wins."""
+    if configured:
+        return configured
+    if ours.machine == theirs.machine:
+        if ours.on_gpu or theirs.on_gpu:
+            return 0.0  # NVLink or PCIe, of any generation
+        return min(ours.memory_bytes_per_s, theirs.memory_bytes_per_s)
+    return min(ours.link_bytes_per_s, theirs.link_bytes_per_s)
+
+
+def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: float) -> PathState:
+    """Of a path that was measured: fine, or what is wrong with it."""
+    if status.lane is Lane.TCP and (ours.machine == theirs.machine or (ours.on_gpu and theirs.on_gpu)):
+        return PathState.FALLBACK
+    if status.bytes_per_s and status.bytes_per_s < slow_share * status.expected_bytes_per_s:
+        return PathState.SLOW
+    return PathState.FINE

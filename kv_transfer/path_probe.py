@@ -1,0 +1,119 @@
+"""Probes of paths: one read each, timed, of bytes that the peer keeps for nothing else.
+
+What carried the bytes is seen from outside, whatever the transport: a network device that counted as many bytes
+meanwhile means TCP, an InfiniBand or RoCE port that did means RDMA. Memory is counted by none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.errors import TransportError
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.paths import BROKEN, Lane, PathStatus
+from kv_transfer.events import PathProbed, ProbeFailed, ProbePath
+from kv_transfer.plan import Run
+from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
+
+MAX_PROBE_BYTES = 4_194_304
+MAX_POOL_SHARE = 1 / 64
+SEEN_SHARE = 0.9  # of a probe's bytes; others use the devices as well, so more may have been counted
+NET_DEVICES = Path("/proc/self/net/dev")
+RDMA_PORTS = Path("/sys/class/infiniband")
+
+logger = logging.getLogger(__name__)
+
+Traffic = dict[Lane, int]
+
+
+def keep_for_probes(num_blocks: int, layout: KVLayout) -> tuple[int, int]:
+    """(blocks that are left to use, bytes behind them for probes) of a pool; a very small one keeps nothing."""
+    kept = min(max(1, MAX_PROBE_BYTES // layout.block_bytes), int(MAX_POOL_SHARE * num_blocks))
+    return num_blocks - kept, kept * layout.block_bytes
+
+
+def traffic(net_devices: Path = NET_DEVICES, rdma_ports: Path = RDMA_PORTS) -> Traffic:
+    """Bytes that the devices of this machine, in this network namespace, have received so far."""
+    lines = net_devices.read_text().splitlines()[2:] if net_devices.exists() else []
+    by_tcp = sum(int(line.partition(":")[2].split()[0]) for line in lines)
+    words = [int(counter.read_text()) for counter in rdma_ports.glob("*/ports/*/counters/port_rcv_data")]
+    return {Lane.TCP: by_tcp, Lane.RDMA: 4 * sum(words)}
+
+
+def seen(before: Traffic, after: Traffic, num_bytes: int) -> Lane:
+    """TCP, RDMA, or UNKNOWN where no device has counted that many bytes."""
+    for lane in (Lane.RDMA, Lane.TCP):
+        if after[lane] - before[lane] >= SEEN_SHARE * num_bytes:
+            return lane
+    return Lane.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    action: ProbePath
+    before: Traffic
+    began: float
+
+
+class PathProber:
+    """On the agent's thread, which polls the transport and asks here whose a read is."""
+
+    def __init__(self, pool: PoolMemory, count: Callable[[], Traffic] = traffic) -> None:
+        self._pool = pool
+        self._count = count
+        self.probes: dict[int, _Probe | None] = {}  # by the transport's handle; None: its peer is gone
+        self._cancelled: set[int] = set()
+
+    def start(self, transport: Transport, peer: AgentAddress | None, action: ProbePath) -> list[ProbeFailed]:
+        """Returns the failure, where it cannot even begin."""
+        if peer is None:
+            return [ProbeFailed(action.peer, "not connected")]
+        source = peer.num_blocks * peer.layout.block_bytes
+        target = self._pool.num_blocks * self._pool.layout.block_bytes
+        before, began = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
+        try:
+            handle = transport.start_read(peer.name, [Run(source, target, action.num_bytes)])
+        except TransportError as error:
+            return [ProbeFailed(action.peer, str(error))]
+        self.probes[handle] = _Probe(action, before, began)
+        return []
+
+    def owns(self, handle: int) -> bool:
+        return handle in self.probes
+
+    def end(self, end: ReadDone | ReadBroken) -> list[PathProbed | ProbeFailed]:
+        """One event, or none where nobody waits for it any more."""
+        ended = time.perf_counter()
+        probe = self.probes.pop(end.handle)
+        self._cancelled.discard(end.handle)
+        if probe is None:
+            return []
+        peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended - probe.began
+        if isinstance(end, ReadBroken):
+            return [ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")]
+        return [PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))]
+
+    def time_out(self, transport: Transport) -> None:
+        now = time.perf_counter()
+        for handle, probe in self.probes.items():
+            if probe is not None and now >= probe.began + probe.action.timeout_s and handle not in self._cancelled:
+                self._cancelled.add(handle)
+                transport.cancel(handle)
+
+    def forget(self, peer: str) -> None:
+        """It was disconnected: its probes come back broken, and say nothing."""
+        for handle, probe in self.probes.items():
+            if probe is not None and probe.action.peer == peer:
+                self.probes[handle] = None
+
+
+def tell(us: str, path: PathStatus) -> None:
+    """Put what is known of a path into the log."""
+    level = logging.WARNING if path.state in BROKEN else logging.INFO
+    hint = ": `tandem doctor` may tell why" if path.state in BROKEN else ""
+    logger.log(level, "path %s -> %s is %s%s", path.peer, us, path, hint)

@@ -1,0 +1,54 @@
+"""Whatever goes wrong while workers are introduced to each other costs no request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.config import TandemConfig
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import HandoffMessage, Ping
+from core.paths import PathState
+from kv_transfer.transports.memory_transport import MemoryFabric
+from tests.support.deployment import Deployment, deploy
+from tests.support.faults import Stream, Wire, fault_config, prompt_of, settle, transfers
+
+PROMPT = prompt_of(1)
+
+
+def impatient() -> TandemConfig:
+    config = fault_config()
+    return replace(config, transfer=replace(config.transfer, connect_timeout_s=0.3))
+
+
+def path_states(deployment: Deployment) -> list[PathState]:
+    return [path.state for worker in deployment.workers for path in transfers(worker).paths]
+
+
+@pytest.mark.parametrize("error", [TransportError, PeerDisconnected])
+async def test_an_error_while_two_workers_are_introduced_costs_no_request(
+    fabric: MemoryFabric, error: type[TransportError]
+) -> None:
+    """Connecting, PINGs and probes fail one after the other; who could not be met is met by the first hand-off."""
+    seen = set()
+    for nth in range(1, 13):
+        fabric.fail_operation(nth, error(f"operation {nth}"))
+        async with deploy(impatient()) as deployment:
+            assert fabric.faults_done["fail"] == nth
+            seen |= set(path_states(deployment))
+            await Stream(deployment.inference, PROMPT, num_output=6).right()
+            await settle(deployment)
+    assert PathState.UNREACHABLE in seen
+
+
+async def test_workers_that_never_hear_each_other_s_ping_are_unreachable_and_hand_off_all_the_same(wire: Wire) -> None:
+    def lose_pings(message: HandoffMessage) -> tuple[int, ...] | None:
+        return () if isinstance(message, Ping) else None
+
+    wire.rule = lose_pings
+    async with deploy(impatient()) as deployment:
+        assert wire.done["Ping"] >= 6, "each side asks again"
+        assert path_states(deployment) == [PathState.UNREACHABLE] * 2
+        await Stream(deployment.inference, PROMPT, num_output=6).right()
+        await settle(deployment)

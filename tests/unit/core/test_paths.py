@@ -1,0 +1,70 @@
+"""What is promised of a path, what carries it, and when it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.handoff import Location
+from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of
+
+HERE = Location("a", memory_bytes_per_s=8e9, link_bytes_per_s=12.5e9)
+BESIDE = Location("a", memory_bytes_per_s=6e9, link_bytes_per_s=12.5e9)
+THERE = Location("b", memory_bytes_per_s=6e9, link_bytes_per_s=1.25e9)
+GPU = Location("a", on_gpu=True, link_bytes_per_s=12.5e9)
+GPU_BESIDE = Location("a", on_gpu=True, link_bytes_per_s=12.5e9)
+GPU_THERE = Location("b", on_gpu=True, link_bytes_per_s=50e9)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "promised"),
+    [(BESIDE, 6e9), (THERE, 1.25e9), (GPU, 0.0), (GPU_THERE, 12.5e9), (Location("c"), 0.0)],
+)
+def test_a_promise_is_the_slower_of_two_memories_or_of_two_links(theirs: Location, promised: float) -> None:
+    assert expected_bytes_per_s(HERE, theirs, 0.0) == promised
+
+
+def test_what_the_operator_promises_wins() -> None:
+    assert expected_bytes_per_s(HERE, GPU, 3e9) == 3e9
+
+
+@pytest.mark.parametrize(
+    ("seen", "ours", "theirs", "lane"),
+    [
+        (Lane.TCP, HERE, BESIDE, Lane.TCP),
+        (Lane.RDMA, HERE, THERE, Lane.RDMA),
+        (Lane.UNKNOWN, HERE, BESIDE, Lane.SHARED_MEMORY),
+        (Lane.UNKNOWN, GPU, GPU_BESIDE, Lane.CUDA_IPC),
+        (Lane.UNKNOWN, HERE, THERE, Lane.UNKNOWN),
+    ],
+)
+def test_bytes_that_no_device_has_counted_went_through_memory(
+    seen: Lane, ours: Location, theirs: Location, lane: Lane
+) -> None:
+    assert lane_of(seen, ours, theirs) is lane
+
+
+@pytest.mark.parametrize(
+    ("lane", "bytes_per_s", "ours", "theirs", "state"),
+    [
+        (Lane.SHARED_MEMORY, 5e9, HERE, BESIDE, PathState.FINE),
+        (Lane.SHARED_MEMORY, 1.4e9, HERE, BESIDE, PathState.SLOW),
+        (Lane.TCP, 5e9, HERE, BESIDE, PathState.FALLBACK),  # on one machine, however fast
+        (Lane.TCP, 1.1e9, HERE, THERE, PathState.FINE),
+        (Lane.TCP, 0.2e9, HERE, THERE, PathState.SLOW),
+        (Lane.TCP, 1.1e9, GPU, GPU_THERE, PathState.FALLBACK),  # between GPUs, wherever they are
+        (Lane.RDMA, 11e9, GPU, GPU_THERE, PathState.FINE),
+        (Lane.CUDA_IPC, 1e9, GPU, GPU_BESIDE, PathState.FINE),  # nothing is promised
+        (Lane.UNKNOWN, 0.0, HERE, BESIDE, PathState.FINE),  # nothing was measured
+    ],
+)
+def test_a_path_is_wrong_far_below_the_promise_and_on_tcp_where_there_is_better(
+    lane: Lane, bytes_per_s: float, ours: Location, theirs: Location, state: PathState
+) -> None:
+    status = PathStatus("peer", PathState.CONNECTING, lane, bytes_per_s, expected_bytes_per_s(ours, theirs, 0.0))
+    assert judge(status, ours, theirs, slow_share=0.25) is state
+
+
+def test_a_path_describes_itself_in_one_line() -> None:
+    path = PathStatus("peer", PathState.SLOW, Lane.TCP, 0.0215e9, 1.25e9, 310e-6)
+    assert str(path) == "slow: TCP, 0.0215 GB/s of 1.25, 310 us there and back"
+    assert str(PathStatus("peer", PathState.REFUSED, detail="KV layouts differ")) == "refused: KV layouts differ"

@@ -1,0 +1,149 @@
+"""Probes: what a read of the bytes that are kept for it says, and what has carried them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.errors import TransportError
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.paths import Lane, PathState, PathStatus
+from kv_transfer.events import PathProbed, ProbeFailed, ProbePath
+from kv_transfer.location import COPIED_BYTES, locate
+from kv_transfer.path_probe import MAX_PROBE_BYTES, PathProber, Traffic, keep_for_probes, seen, tell, traffic
+from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
+from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone
+
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
+NUM_BLOCKS, PROBE_BYTES = 4, 3 * LAYOUT.block_bytes
+QUIET: Traffic = {Lane.TCP: 0, Lane.RDMA: 0}
+
+
+class End:
+    def __init__(self, name: str, fabric: MemoryFabric, fill: int) -> None:
+        self.bytes = np.full(NUM_BLOCKS * LAYOUT.block_bytes + PROBE_BYTES, fill, np.uint8)
+        self.pool = PoolMemory(
+            self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, memoryview(self.bytes), probe_bytes=PROBE_BYTES
+        )
+        self.transport = MemoryTransport(name, fabric)
+        self.transport.register(self.pool)
+        self.address = AgentAddress(
+            name, 1, self.transport.metadata(), self.pool.address, NUM_BLOCKS, LAYOUT, 20.0, PROBE_BYTES
+        )
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.fabric = MemoryFabric()
+        self.owner, self.reader = End("owner", self.fabric, 7), End("reader", self.fabric, 0)
+        self.reader.transport.connect(self.owner.address)
+        self.counted: Iterator[Traffic] = iter([QUIET, QUIET])
+        self.prober = PathProber(self.reader.pool, lambda: next(self.counted))
+
+    def start(self, num_bytes: int = PROBE_BYTES, timeout_s: float = 5.0) -> list[ProbeFailed]:
+        probe = ProbePath("owner", num_bytes, timeout_s)
+        return self.prober.start(self.reader.transport, self.owner.address, probe)
+
+    def ends(self) -> list[PathProbed | ProbeFailed]:
+        ends = [end for end in self.reader.transport.poll() if isinstance(end, ReadDone | ReadBroken)]
+        assert all(self.prober.owns(end.handle) for end in ends)
+        return [event for end in ends for event in self.prober.end(end)]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_probe_touches_no_block_on_either_side(pair: Pair) -> None:
+    assert pair.start() == []
+    (probed,) = pair.ends()
+    assert isinstance(probed, PathProbed)
+    assert (probed.peer, probed.num_bytes, probed.seen) == ("owner", PROBE_BYTES, Lane.UNKNOWN)
+    assert probed.seconds > 0
+    blocks = NUM_BLOCKS * LAYOUT.block_bytes
+    assert not pair.reader.bytes[:blocks].any()
+    assert (pair.reader.bytes[blocks:] == 7).all()
+
+
+def test_bytes_that_a_network_device_has_counted_went_over_tcp(pair: Pair) -> None:
+    pair.counted = iter([{Lane.TCP: 50, Lane.RDMA: 0}, {Lane.TCP: 50 + PROBE_BYTES, Lane.RDMA: 0}])
+    pair.start()
+    (probed,) = pair.ends()
+    assert isinstance(probed, PathProbed)
+    assert probed.seen is Lane.TCP
+
+
+def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:
+    pair.fabric.stall_reads = True
+    pair.start(timeout_s=0.0)
+    assert pair.ends() == []
+    pair.prober.time_out(pair.reader.transport)
+    (failed,) = pair.ends()
+    assert isinstance(failed, ProbeFailed)
+    assert "cancelled" in failed.detail
+
+
+def test_a_probe_that_cannot_begin_says_so_at_once(pair: Pair) -> None:
+    pair.fabric.fail_operation(1, TransportError("no"))
+    assert pair.start() == [ProbeFailed("owner", "no")]
+    assert pair.prober.start(pair.reader.transport, None, ProbePath("x", 1, 1.0)) == [ProbeFailed("x", "not connected")]
+    assert not pair.prober.probes
+
+
+def test_after_a_disconnect_a_probe_says_nothing(pair: Pair) -> None:
+    pair.start()
+    pair.prober.forget("owner")
+    pair.reader.transport.disconnect("owner")
+    assert pair.ends() == []
+    assert not pair.prober.probes
+
+
+def test_rdma_counters_count_words_of_four_bytes(tmp_path: Path) -> None:
+    devices = tmp_path / "dev"
+    devices.write_text("Inter-| Receive\n face |bytes\n    lo: 1000 5 0\n  eth0:  234 1 0\n")
+    port = tmp_path / "mlx5_0/ports/1/counters"
+    port.mkdir(parents=True)
+    (port / "port_rcv_data").write_text("25\n")
+    assert traffic(devices, tmp_path) == {Lane.TCP: 1234, Lane.RDMA: 100}
+    assert seen(QUIET, {Lane.TCP: 9, Lane.RDMA: 100}, 100) is Lane.RDMA
+    assert seen(QUIET, {Lane.TCP: 89, Lane.RDMA: 89}, 100) is Lane.UNKNOWN
+
+
+@pytest.mark.parametrize("num_blocks", [1, 63, 64, 1_000, 100_000])
+def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: int) -> None:
+    left, kept = keep_for_probes(num_blocks, LAYOUT)
+    assert left * LAYOUT.block_bytes + kept == num_blocks * LAYOUT.block_bytes
+    assert kept <= min(MAX_PROBE_BYTES, num_blocks * LAYOUT.block_bytes / 64)
+
+
+def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() -> None:
+    num_blocks = COPIED_BYTES // LAYOUT.block_bytes
+    with mmap.mmap(-1, COPIED_BYTES + PROBE_BYTES) as memory:
+        array = np.frombuffer(memory, np.uint8)
+        array[:COPIED_BYTES] = 3
+        pool = PoolMemory(array.ctypes.data, num_blocks, LAYOUT, memoryview(memory), probe_bytes=PROBE_BYTES)
+        location = locate(pool)
+        assert 1e8 < location.memory_bytes_per_s < 1e12
+        assert location.machine
+        assert not location.on_gpu
+        assert (array == 3).all()
+        del array, pool
+
+
+def test_a_pool_that_lies_in_the_caches_promises_nothing(pair: Pair) -> None:
+    assert locate(pair.reader.pool).memory_bytes_per_s == 0.0
+
+
+def test_the_log_warns_of_what_is_wrong_and_names_both_ends(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    tell("decode-0", PathStatus("prefill-0", PathState.FALLBACK, Lane.TCP, 1e9, 5e9, 1e-4))
+    tell("decode-0", PathStatus("prefill-0", PathState.FINE, Lane.SHARED_MEMORY, 5e9, 5e9, 1e-4))
+    warned, informed = caplog.records
+    assert (warned.levelname, informed.levelname) == ("WARNING", "INFO")
+    assert warned.getMessage().startswith("path prefill-0 -> decode-0 is fallback: TCP, 1 GB/s of 5, 100 us")
