@@ -43,13 +43,13 @@ def copy_speed(pool: PoolMemory) -> float:
     if pool.view is None or not pool.probe_bytes or end < COPIED_BYTES:
         return 0.0
     piece = min(PIECE_BYTES, pool.probe_bytes)
-    part_bytes = COPIED_BYTES // NUM_PARTS
+    num_targets, num_pieces = pool.probe_bytes // piece, COPIED_BYTES // NUM_PARTS // piece
     speeds = []
     for part in range(NUM_PARTS):
         begun = time.perf_counter()
-        for source in range(part * part_bytes, (part + 1) * part_bytes - piece + 1, piece):
-            _copy(pool, source, end + source % (pool.probe_bytes // piece * piece), piece)
-        speeds.append(part_bytes / (time.perf_counter() - begun))
+        for number in range(part * num_pieces, (part + 1) * num_pieces):
+            _copy(pool, number * piece, end + number % num_targets * piece, piece)
+        speeds.append(num_pieces * piece / (time.perf_counter() - begun))
     return max(speeds)
 
 

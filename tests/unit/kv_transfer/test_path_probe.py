@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
 NUM_BLOCKS, PROBE_BYTES = 4, 3 * LAYOUT.block_bytes
+GUARD_BYTES = 65_536
 QUIET: Traffic = {Lane.TCP: 0, Lane.RDMA: 0}
 
 
@@ -124,16 +124,15 @@ def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: i
 
 def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() -> None:
     num_blocks = COPIED_BYTES // LAYOUT.block_bytes
-    with mmap.mmap(-1, COPIED_BYTES + PROBE_BYTES) as memory:
-        array = np.frombuffer(memory, np.uint8)
-        array[:COPIED_BYTES] = 3
-        pool = PoolMemory(array.ctypes.data, num_blocks, LAYOUT, memoryview(memory), probe_bytes=PROBE_BYTES)
-        location = locate(pool)
-        assert 1e8 < location.memory_bytes_per_s < 1e12
-        assert location.machine
-        assert not location.on_gpu
-        assert (array == 3).all()
-        del array, pool
+    array = np.full(COPIED_BYTES + PROBE_BYTES + GUARD_BYTES, 3, np.uint8)
+    array[COPIED_BYTES:] = 4
+    view = memoryview(array)[: COPIED_BYTES + PROBE_BYTES]
+    location = locate(PoolMemory(array.ctypes.data, num_blocks, LAYOUT, view, probe_bytes=PROBE_BYTES))
+    assert 1e8 < location.memory_bytes_per_s < 1e12
+    assert location.machine
+    assert not location.on_gpu
+    assert (array[: COPIED_BYTES + PROBE_BYTES] == 3).all()
+    assert (array[COPIED_BYTES + PROBE_BYTES :] == 4).all()
 
 
 def test_a_pool_that_lies_in_the_caches_promises_nothing(pair: Pair) -> None:
