@@ -1,6 +1,6 @@
 """`tandem serve`: bring the fleet up, keep it up, take it down.
 
-Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and runtime/reaper.py ends what is left.
+Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and runtime/ray_head.py ends what is left.
 Everything that can be known to be wrong before Ray starts is checked before.
 """
 

@@ -1,9 +1,9 @@
-"""The fleet on Ray: the only module that imports it.
+"""The fleet on Ray: beside `runtime/ray_head.py` the only module that imports it.
 
-The driver (`tandem serve`) starts a Ray of its own or joins one, and creates one supervisor actor, which creates one
-actor per service, placed by resource. Ownership is a chain, driver > supervisor > hosts: each link ends with the one
-before it. A death is noticed because a call that waits in the dead actor fails; nothing polls. No request ever passes
-through Ray.
+The driver (`tandem serve`) has a Ray of its own started (`runtime/ray_head.py`) or joins one, and creates one
+supervisor actor, which creates one actor per service, placed by resource. Ownership is a chain, driver > supervisor >
+hosts: each link ends with the one before it. A death is noticed because a call that waits in the dead actor fails;
+nothing polls. No request ever passes through Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from core.config import ClusterConfig
 from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from core.fleet_events import Member
 from runtime.cores import share_of_cores, usable_cores
-from runtime.reaper import Reaper
+from runtime.ray_head import RayHead
 from runtime.service import Endpoint, Scale
 from runtime.service_host import Placement, ServiceHost, StartFault
 from runtime.supervisor import FleetSpec, HostDied, News, Refusal, Seat, Supervisor
@@ -157,8 +157,8 @@ class Cluster:
 
     scale: Scale = staticmethod(_ask_supervisor)
 
-    def __init__(self, reaper: Reaper | None) -> None:
-        self._reaper = reaper
+    def __init__(self, head: RayHead | None = None) -> None:
+        self._head = head
         self._supervisor: Any = None
         self._pending_news: Any = None
 
@@ -183,8 +183,6 @@ class Cluster:
         # Where this wait is cancelled the call goes on, and its answer belongs to the next who asks.
         news: list[News] = await self._ask(self._pending_news)
         self._pending_news = None
-        if self._reaper is not None:
-            self._reaper.watch_children()
         return news
 
     async def router(self) -> Endpoint | None:
@@ -216,46 +214,42 @@ class Cluster:
         import ray
 
         ray.shutdown()
-        if self._reaper is not None:
-            self._reaper.close()
+        if self._head is not None:
+            self._head.close()
 
 
 def connect(config: ClusterConfig, num_cpus: int | None = None) -> Cluster:
-    """Start a Ray on this machine, or join the one at `config.address`.
+    """Have a Ray started on this machine, or join the one at `config.address`.
 
-    To be called from the main thread: the kernel ties the life of Ray's processes to the thread that started them.
-    Raises `ConfigError` where there is nothing to join.
+    Raises `ConfigError` where there is nothing to join, or nothing can be started.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not config.address:
-        _close_to_strangers()
-    import ray
-
-    quiet: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
     if config.address:
         _require_reachable(config.address)
-        try:
-            ray.init(address=config.address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"cannot join Ray at {config.address}: {str(error).splitlines()[0]}") from error
-        return Cluster(None)
-    reaper = Reaper()
+        _join(config.address)
+        return Cluster()
+    _close_to_strangers()
+    resources = {config.prefill_resource: config.max_workers, config.decode_resource: config.max_workers}
+    head = RayHead(num_cpus, resources, OBJECT_STORE_BYTES)
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            resources={config.prefill_resource: config.max_workers, config.decode_resource: config.max_workers},
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            **quiet,
-        )
+        _join(head.address())
+    except RuntimeError as error:
+        head.close()
+        raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
     except BaseException:  # also Ctrl-C while it starts
-        reaper.watch_children()
-        reaper.close()
+        head.close()
         raise
-    reaper.watch_children()
-    return Cluster(reaper)
+    return Cluster(head)
+
+
+def _join(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
 
 
 def _close_to_strangers() -> None:

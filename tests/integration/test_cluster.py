@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
@@ -39,9 +40,18 @@ async def wait_for_news(cluster: Cluster, kind: type) -> object:
                     return news
 
 
+@pytest.fixture(scope="module")
+def forks() -> list[str]:
+    """One entry for each fork of this process that ran Python before it executed the new program."""
+    seen: list[str] = []
+    os.register_at_fork(before=lambda: seen.append("fork"))
+    return seen
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ray_here() -> AsyncIterator[Cluster]:
+async def ray_here(forks: list[str]) -> AsyncIterator[Cluster]:
     """One Ray for all tests of this file: each start takes seconds."""
+    del forks
     cluster = connect(CONFIG, num_cpus=2)
     yield cluster
     cluster.close()
@@ -71,6 +81,23 @@ async def fleet(fleet_here: Fleet) -> AsyncIterator[Fleet]:
     if await cluster.scale(None, None) != (1, 1):
         await cluster.scale(1, 1)
         await journal.wait_for(event="workers", workers=SMALLEST)
+
+
+async def test_ray_is_started_without_a_fork_of_this_process_and_its_threads(
+    ray_here: Cluster, forks: list[str]
+) -> None:
+    del ray_here
+    assert forks == []
+    await asyncio.to_thread(subprocess.run, ["true"], preexec_fn=lambda: None, check=True)
+    assert forks == ["fork"], "what would have been seen"
+
+
+async def test_a_ray_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = psutil.Process().children(recursive=True)
+    monkeypatch.setattr("runtime.cluster.OBJECT_STORE_BYTES", 1)
+    with pytest.raises(ConfigError, match=r"Ray does not start on this machine: .*bytes"):
+        connect(CONFIG)
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
 async def test_a_start_that_cannot_succeed_is_one_line_that_says_why(ray_here: Cluster, tmp_path: Path) -> None:
@@ -189,7 +216,7 @@ async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
 async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     del fleet
     with pytest.raises(ConfigError, match="tandem scale"):
-        await Cluster(None).start(fake_fleet(tmp_path / "other", CONFIG))
+        await Cluster().start(fake_fleet(tmp_path / "other", CONFIG))
 
 
 @pytest.mark.parametrize(("address", "message"), [("127.0.0.1:9", "no Ray cluster at"), ("here", "must be host:port")])

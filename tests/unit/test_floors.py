@@ -52,7 +52,8 @@ def small_house(tmp_path: Path) -> Path:
     for package in [*PACKAGES, "kv_transfer/transports"]:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "runtime/cluster.py").write_text("import ray\n")
+    for name in ("cluster", "ray_head"):
+        (tmp_path / f"runtime/{name}.py").write_text("import ray\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
