@@ -29,6 +29,10 @@ CONTROL_IP = {"router": "10.88.0.1", "prefill": "10.88.0.2", "decode": "10.88.0.
 DATA_IP = {"prefill": "10.88.1.1", "decode": "10.88.1.2"}
 CONTROL, DATA = "ctl", "dat"  # devices inside a namespace
 _CLONE_NEWNET = 0x4000_0000
+# A socket filter's instructions (linux/filter.h) and its verdicts (linux/pkt_cls.h), with which `tc` loses packets.
+_LOAD, _JUMP_IF_ABOVE, _RETURN = 0x20, 0x25, 0x06
+_RANDOM = 0xFFFF_F038  # SKF_AD_OFF + SKF_AD_RANDOM: 32 random bits
+_PASS, _DROP = 0, 2
 
 
 def run(*command: str) -> str:
@@ -41,7 +45,7 @@ def why_not() -> str:
     """Why there are no namespaces to be had here; empty where there are."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc", "iptables-legacy") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
     name = f"tandem-{secrets.token_hex(4)}"
@@ -132,16 +136,22 @@ class Machines:
         self.inside("decode", "ip", "link", "set", DATA, "up")
 
     def drop_packets(self, share: float) -> None:
-        """Of what arrives at the decode machine over the data link."""
-        rule = ["-i", DATA, "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
-        self.inside("decode", "iptables-legacy", "-A", "INPUT", *rule)
+        """Of what arrives at the decode machine over the data link, at random."""
+        program = [f"{_LOAD} 0 0 {_RANDOM}", f"{_JUMP_IF_ABOVE} 0 1 {round(share * 0xFFFF_FFFF)}",
+                   f"{_RETURN} 0 0 {_PASS}", f"{_RETURN} 0 0 {_DROP}"]  # fmt: skip
+        bytecode = ",".join([str(len(program)), *program])
+        self.inside("decode", "tc", "qdisc", "add", "dev", DATA, "ingress")
+        self.inside("decode", "tc", "filter", "add", "dev", DATA, "ingress", "bpf", "da", "bytecode", bytecode)
 
     def num_dropped(self) -> int:
-        rows = self.inside("decode", "iptables-legacy", "-L", "INPUT", "-v", "-x", "-n").splitlines()
-        return sum(int(row.split()[0]) for row in rows if "DROP" in row and DATA in row)
+        qdiscs = json.loads(self.inside("decode", "tc", "-s", "-j", "qdisc", "show", "dev", DATA))
+        return sum(int(qdisc["drops"]) for qdisc in qdiscs if qdisc["kind"] == "ingress")
 
     def drop_no_more(self) -> None:
-        self.inside("decode", "iptables-legacy", "-F", "INPUT")
+        subprocess.run(
+            ["ip", "netns", "exec", self.namespace("decode"), "tc", "qdisc", "delete", "dev", DATA, "ingress"],
+            capture_output=True, check=False,  # there is none where nothing was dropped
+        )  # fmt: skip
 
     def slow_down(self, rate: str) -> None:
         """What the prefill machine sends, e.g. 1mbit."""
