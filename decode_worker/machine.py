@@ -27,6 +27,7 @@ from kv_transfer.events import (
     OfferEnded,
     PullCompleted,
     PullFailed,
+    PullGivenUp,
     PullStats,
     TransferAction,
     TransferEvent,
@@ -223,6 +224,8 @@ class DecodeMachine:
             match action:
                 case PullCompleted():
                     mine += self._on_pulled(action, now)
+                case PullGivenUp():
+                    mine += self._on_pull_given_up(action)
                 case PullFailed():
                     mine += self._on_pull_failed(action)
                 case OfferEnded():
@@ -264,8 +267,15 @@ class DecodeMachine:
         pull = self._pulls.pop(failed.transfer_id)
         self.core.pool.cancel_reservation((pull.targets or {}).values())
         self.core.scheduler.drop_blocks(pull.sequence)
+        return self._fail_pulled_call(pull, failed)
+
+    def _on_pull_given_up(self, given_up: PullGivenUp) -> list[DecodeAction]:
+        return self._fail_pulled_call(self._pulls[given_up.transfer_id], given_up)
+
+    def _fail_pulled_call(self, pull: _Pull, failed: PullGivenUp | PullFailed) -> list[DecodeAction]:
         if pull.call_ended:
             return []
+        pull.call_ended = True
         message = f"the KV hand-off failed: {failed.reason.value}"
         return self._fail_call(
             pull.sequence.sequence_id, TransferFailed(f"{message} ({failed.detail})" if failed.detail else message)

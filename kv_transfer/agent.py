@@ -35,6 +35,7 @@ from kv_transfer.events import (
     ProbePath,
     ReadFailed,
     ReadFinished,
+    ReadTimedOut,
     SendMessage,
     StartRead,
     TellPath,
@@ -305,6 +306,7 @@ class TransferAgent:
             if now >= read.deadline and not read.timed_out:
                 read.timed_out = True
                 transport.cancel(handle)
+                self._events.append(ReadTimedOut(read.action.read_id, f"no end after {read.action.timeout_s:.1f} s"))
 
     def _read_broke(self, transport: Transport, read: _Read, error: TransportError) -> None:
         gone = isinstance(error, PeerDisconnected)

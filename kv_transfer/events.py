@@ -10,7 +10,7 @@ comes back through `TransferMachine.handle`.
 Whoever performs the actions (the agent, or the simulator) owes this:
   - `SendMessage` of a READY: fill in the digest of every offered block just before sending, unless digests are off;
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
-    nothing writes into the target blocks any more;
+    nothing writes into the target blocks any more; one `ReadTimedOut` before it where `timeout_s` was not enough;
   - `Connect` or `SendMessage` that fails for good: one `PeerLost`;
   - `ProbePath`: at most one `PathProbed` or `ProbeFailed`; none after `PeerLost` and `Disconnect`.
 """
@@ -38,6 +38,14 @@ class ReadFinished:
 
     read_id: int
     digests: tuple[int, ...]  # empty where digests are off
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTimedOut:
+    """A read is cancelled, and may still write: how long that lasts is for the transport, the peer and the link."""
+
+    read_id: int
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class PathSeen:
 
 
 PathEvent = PeerIntroduced | PeerDismissed | PathProbed | ProbeFailed | PathSeen
-TransferEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | PathEvent | Tick
+TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathEvent | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +101,17 @@ class AgentFailed:
     detail: str
 
 
-AgentEvent = MessageReceived | ReadFinished | ReadFailed | PeerLost | PathProbed | ProbeFailed | PathSeen | AgentFailed
+AgentEvent = (
+    MessageReceived
+    | ReadFinished
+    | ReadTimedOut
+    | ReadFailed
+    | PeerLost
+    | PathProbed
+    | ProbeFailed
+    | PathSeen
+    | AgentFailed
+)
 
 # ---- actions: for the agent
 
@@ -166,6 +184,15 @@ class PullCompleted:
 
 
 @dataclass(frozen=True, slots=True)
+class PullGivenUp:
+    """The pull will fail. Its reads may still write into the target blocks: `PullFailed` follows once they have ended."""
+
+    transfer_id: TransferId
+    reason: AbortReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PullFailed:
     """The target blocks hold nothing of use, and no read of ours touches them any more."""
 
@@ -187,5 +214,5 @@ class OfferEnded:
     reason: AbortReason | None
 
 
-TransferResult = PullCompleted | PullFailed | OfferEnded
+TransferResult = PullCompleted | PullGivenUp | PullFailed | OfferEnded
 TransferAction = AgentAction | TransferResult

@@ -40,6 +40,7 @@ from kv_transfer.events import (
     PeerLost,
     ProbeFailed,
     ReadFailed,
+    ReadTimedOut,
     ReadFinished,
     TransferAction,
     TransferEvent,
@@ -139,6 +140,8 @@ class TransferMachine:
                 self._on_message(peer, message, now)
             case ReadFinished():
                 self._puller.on_read_finished(event, now)
+            case ReadTimedOut():
+                self._puller.on_read_timed_out(event, now)
             case ReadFailed():
                 self._puller.on_read_failed(event, now)
             case PeerLost(peer, detail, died):

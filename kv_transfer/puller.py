@@ -4,10 +4,12 @@
         `---------------------------+--------------------------+---------------------+--> FAILED | CANCELLED
 
 Whatever ends a pull early, its own reads end first: only then does the RELEASE go to the owner and the result to the
-worker, which may use the target blocks again.
+worker, which may use the target blocks again. How long a read that was cancelled can still write is not ours to say, so
+the worker hears at once that the pull is given up, and answers its caller.
 
-What we know of the lease is in kv_transfer/pull.py. One heartbeat per owner renews all pulls from it; three without an
-answer mean that the owner is lost. A WANT is repeated with the heartbeat until its first READY has come.
+What we know of the lease is in kv_transfer/pull.py. One heartbeat per owner renews all pulls from it that are not given
+up; three without an answer mean that the owner is lost. A WANT is repeated with the heartbeat until its first READY has
+come.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from kv_transfer.events import PullCompleted, PullFailed, ReadFailed, ReadFinished, StartRead
+from kv_transfer.events import PullCompleted, PullFailed, PullGivenUp, ReadFailed, ReadFinished, ReadTimedOut, StartRead
 from kv_transfer.peers import Drop, Peers, TransferMessage, transfer_name
 from kv_transfer.plan import TransferPlan
 from kv_transfer.pull import Pull
@@ -170,10 +172,14 @@ class Puller:
             pull.mismatches[block.position] += 1
             if pull.mismatches[block.position] < self.config.max_read_attempts:
                 pull.to_read.append(block)
-            elif pull.ending is None:
+            else:
                 detail = f"position {block.position}, read {pull.mismatches[block.position]} times"
-                pull.ending = PullFailed(pull.transfer_id, PullerState.FAILED, AbortReason.DIGEST_MISMATCH, detail)
+                self._fail(pull, AbortReason.DIGEST_MISMATCH, detail, now)
+                return
         self._go_on(pull, now)
+
+    def on_read_timed_out(self, event: ReadTimedOut, now: float) -> None:
+        self._fail(self._pull_of_read[event.read_id], AbortReason.READ_FAILED, event.detail, now)
 
     def on_read_failed(self, event: ReadFailed, now: float) -> None:
         pull = self._pull_of_read.pop(event.read_id)
@@ -227,19 +233,22 @@ class Puller:
         )
 
     def _beat(self, name: str, now: float) -> None:
-        """One heartbeat for all pulls from this owner."""
+        """One heartbeat for all pulls from this owner, but those given up."""
         pulls = self._pulls_from(name)
         if not pulls:
             return
+        pulse = self._pulses[name]
+        pulse.next_at = now + heartbeat_s(pulls[0].owner.lease_s)
+        alive = [pull for pull in pulls if pull.ending is None]
+        if not alive:
+            return
         incarnation, counter = self._peers.stamp()
-        for pull in pulls:
+        for pull in alive:
             pull.sent[counter] = now
             if pull.first_heartbeat is None:
                 pull.first_heartbeat = counter
-        entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.heard)) for pull in pulls)
+        entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.heard)) for pull in alive)
         self._peers.send(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
-        pulse = self._pulses[name]
-        pulse.next_at = now + heartbeat_s(pulls[0].owner.lease_s)
         pulse.unanswered += 1
 
     def _missing_from_answer(self, pull: Pull, now: float) -> None:
@@ -290,6 +299,8 @@ class Puller:
     ) -> None:
         if pull.ending is None:
             pull.ending = PullFailed(pull.transfer_id, state, reason, detail)
+            if pull.reads:
+                self._peers.act(PullGivenUp(pull.transfer_id, reason, detail))
         self._go_on(pull, now)
 
     def _end(self, pull: Pull, state: PullerState, result: PullCompleted | PullFailed) -> None:

@@ -25,6 +25,7 @@ from kv_transfer.events import (
     ProbePath,
     ReadFailed,
     ReadFinished,
+    ReadTimedOut,
     SendMessage,
     StartRead,
     TellPath,
@@ -37,12 +38,12 @@ from simulator.world import SimulationError, World
 @dataclass(frozen=True, slots=True)
 class ReadFaults:
     seconds_per_block: float = 0.0005
-    slow: float = 0.0  # probability that a read takes so long that it times out
+    slow: float = 0.0  # probability that a read takes about its time, or longer: up to six times as long
     broken: float = 0.0  # ... that it fails
     corrupted: float = 0.0  # ... that a bit of a block flips on the way
 
 
-AgentEvents = MessageReceived | ReadFinished | ReadFailed | PeerLost | PathProbed | ProbeFailed
+AgentEvents = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathProbed | ProbeFailed
 
 MEMORY_BYTES_PER_S = PROBED_BYTES_PER_S = 5e9
 
@@ -146,13 +147,15 @@ class SimulatedAgent:
         duration = faults.seconds_per_block * len(read.pairs) * world.random.uniform(0.5, 3.0)
         if world.chance(faults.slow):
             world.counts["slow read"] += 1
-            duration = read.timeout_s * world.random.uniform(0.5, 1.5)
+            duration = read.timeout_s * world.random.choice((0.5, 0.9, 1.1, 1.5, 6.0))
         half = len(read.pairs) // 2
         world.after(duration / 2, lambda: self._copy(read, read.pairs[:half]))
         if duration > read.timeout_s or world.chance(faults.broken):
             world.counts["broken read"] += 1
+            if duration > read.timeout_s:
+                world.after(read.timeout_s, lambda: self._report(ReadTimedOut(read.read_id, "no end in time")))
             failed = ReadFailed(read.read_id, AbortReason.READ_FAILED, "no end in time")
-            world.after(max(duration, read.timeout_s), lambda: self._report(failed))
+            world.after(duration, lambda: self._report(failed))
         else:
             world.after(duration, lambda: self._finish_read(read, half))
 

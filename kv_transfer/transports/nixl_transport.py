@@ -6,6 +6,9 @@
 - Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
   indices; nixl merges those that follow each other on both sides. Any other read brings descriptors of its own.
 - Over shared memory a read copies inside `start_read`, so the caller bounds its size.
+- Neither nixl nor UCX can take back a read that is under way. Released, and even with its peer removed, it writes when
+  the bytes come at last (seen over TCP, from a process that had stood still). So a transfer is released, and a peer
+  removed, only once nixl says that it is done or broken; until then a cancelled read goes on.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroke
 # unless the last one is so long ago that nixl has left the caches.
 EMPTY_POLL_S = 30e-6
 WARM_S = 0.002
+CLOSE_TIMEOUT_S = 0.5  # for reads under way
 
 _raise_exceptions = logging.raiseExceptions
 import nixl_cu12._bindings as _bindings  # noqa: E402
@@ -59,7 +63,7 @@ class _Peer:
 class _Read:
     peer: str
     transfer: Any
-    broken: TransportError | None = None  # set by cancel and disconnect; ends with the release of the transfer
+    broken: TransportError | None = None  # set by cancel and disconnect, too
 
 
 class NixlTransport:
@@ -72,6 +76,7 @@ class NixlTransport:
         self._registered: Any = None
         self._blocks: Any = None  # prepared descriptors of our blocks
         self._peers: dict[str, _Peer] = {}
+        self._leaving: dict[str, _Peer] = {}  # disconnected, with reads that have not ended
         self._reads: dict[int, _Read] = {}
         self._next_handle = 0
         with _errors_mapped("start nixl"):
@@ -93,6 +98,10 @@ class NixlTransport:
 
     def connect(self, peer: AgentAddress) -> None:
         assert self._pool is not None
+        leaving = self._leaving.pop(peer.name, None)
+        if leaving is not None:  # the name holds the incarnation: it is the same peer
+            self._peers[peer.name] = leaving
+            return
         with _errors_mapped(f"connect to {peer.name}"):
             name: Any = self._agent.add_remote_agent(peer.metadata)  # bytes, whatever its annotation says
             if name != peer.name.encode():
@@ -109,13 +118,10 @@ class NixlTransport:
         if known is None:
             return
         for read in self._reads.values():
-            if read.peer == peer and read.broken is None:
-                read.broken = PeerDisconnected(f"disconnected from {peer}")
-        self._release_broken()
-        with _errors_mapped(f"disconnect from {peer}"):
-            if known.blocks is not None:
-                known.blocks.release()
-            self._agent.remove_remote_agent(peer)
+            if read.peer == peer:
+                read.broken = read.broken or PeerDisconnected(f"disconnected from {peer}")
+        self._leaving[peer] = known
+        self._remove_left()
 
     def start_read(self, peer: str, runs: Sequence[Run]) -> int:
         known = self._peers.get(peer)
@@ -154,23 +160,21 @@ class NixlTransport:
             self.busy = bool(self._reads) or (warm and ended - begun > EMPTY_POLL_S)
         events += (Notification(peer, bytes(payload)) for peer, payloads in arrived.items() for payload in payloads)
         for handle, read in list(self._reads.items()):
-            if read.broken is None and self._has_ended(read):
-                read.transfer.release()
+            if self._has_ended(read):
                 del self._reads[handle]
-                events.append(ReadDone(handle))
-        self._release_broken()
-        for handle, read in list(self._reads.items()):
-            if read.broken is not None and read.transfer is None:
-                del self._reads[handle]
-                events.append(ReadBroken(handle, read.broken))
+                events.append(ReadDone(handle) if read.broken is None else ReadBroken(handle, read.broken))
+        self._remove_left()
         return events
 
     def close(self) -> None:
-        """Reads that cannot be cancelled keep their buffers registered until the process ends."""
+        """A read that does not end keeps its buffer registered until the process ends."""
         for peer in list(self._peers):
             self.disconnect(peer)
-        if any(read.transfer is not None for read in self._reads.values()):
-            raise TransportError("a read could not be cancelled")
+        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._reads and time.monotonic() < give_up_at:
+            self.poll()
+        if self._reads:
+            raise TransportError("a read does not end")
         with _errors_mapped("close"):
             if self._blocks is not None:
                 self._blocks.release()
@@ -220,25 +224,28 @@ class NixlTransport:
         )
 
     def _has_ended(self, read: _Read) -> bool:
-        """Whether all bytes are here. A failure marks the read as broken."""
+        """Whether nothing of it is in flight any more; then it is released."""
         try:
             state = self._agent.check_xfer_state(read.transfer)
         except _bindings.nixlRemoteDisconnectError:
-            read.broken = PeerDisconnected(f"read from {read.peer}: the peer is gone")
-            return False
+            state, read.broken = "ERR", PeerDisconnected(f"read from {read.peer}: the peer is gone")
         except _NIXL_ERRORS as error:
-            read.broken = TransportError(f"read from {read.peer}: {error}")
+            state, read.broken = "ERR", read.broken or TransportError(f"read from {read.peer}: {error}")
+        if state not in ("DONE", "ERR"):
             return False
         if state == "ERR":
-            read.broken = TransportError(f"read from {read.peer} failed")
-        return bool(state == "DONE")
+            read.broken = read.broken or TransportError(f"read from {read.peer} failed")
+        try:
+            read.transfer.release()
+        except _NIXL_ERRORS:
+            return False  # the next poll tries again
+        return True
 
-    def _release_broken(self) -> None:
-        """Release aborts a transfer under way, or refuses while it cannot; then the next poll tries again."""
-        for read in self._reads.values():
-            if read.broken is not None and read.transfer is not None:
-                try:
-                    read.transfer.release()
-                except _NIXL_ERRORS:
-                    continue
-                read.transfer = None
+    def _remove_left(self) -> None:
+        """Forget disconnected peers from whom nothing can arrive any more."""
+        for name in self._leaving.keys() - {read.peer for read in self._reads.values()}:
+            known = self._leaving.pop(name)
+            with _errors_mapped(f"disconnect from {name}"):
+                if known.blocks is not None:
+                    known.blocks.release()
+                self._agent.remove_remote_agent(name)

@@ -53,6 +53,7 @@ class Transfer:
     sequence: list[int] = field(default_factory=list)  # blocks of the owner's sequence, by position
     last: bool = False
     targets: dict[int, int] = field(default_factory=dict)
+    given_up: bool = False
     pull_results: list[PullCompleted | PullFailed] = field(default_factory=list)
     offer_results: list[OfferEnded] = field(default_factory=list)
 
@@ -175,11 +176,14 @@ class TwoMachines(RuleBasedStateMachine):
             self.pair.deliver(mail)
 
     @precondition(lambda self: any(side.reads for side in self.pair.sides.values()))
-    @rule(pick=picks, fails=st.sampled_from([False] * 9 + [True]))
-    def a_read_ends(self, pick: int, fails: bool) -> None:
+    @rule(pick=picks, end=st.sampled_from(["well"] * 8 + ["broken", "late"]))
+    def a_read_ends(self, pick: int, end: str) -> None:
         reads = [(side, read_id) for side in self.pair.sides.values() for read_id in side.reads]
         side, read_id = chosen(reads, pick)
-        (self.pair.fail_read if fails else self.pair.end_read)(side, read_id)
+        if end == "late":  # its time is over; it ends by another call of this rule
+            self.pair.time_out_read(side, read_id)
+        else:
+            (self.pair.fail_read if end == "broken" else self.pair.end_read)(side, read_id)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0]), hearing=st.sampled_from([True, True, True, False]))
     def time_passes(self, seconds: float, hearing: bool) -> None:
@@ -208,6 +212,11 @@ class TwoMachines(RuleBasedStateMachine):
     @invariant()
     def results_are_taken(self) -> None:
         for side in self.pair.sides.values():
+            for given_up in side.given_up:
+                transfer = self.transfers[given_up.transfer_id]
+                assert not transfer.given_up, "a pull was given up twice"
+                transfer.given_up = True
+            side.given_up.clear()
             for result in side.results:
                 transfer = self.transfers[result.transfer_id]
                 if isinstance(result, OfferEnded):
@@ -228,6 +237,7 @@ class TwoMachines(RuleBasedStateMachine):
             assert result.state in (PullerState.FAILED, PullerState.CANCELLED)
             transfer.puller.pool.cancel_reservation(targets)
             return
+        assert not transfer.given_up, "what was given up does not complete"
         assert result.first_token_id == 42
         for position, block in transfer.targets.items():
             assert transfer.puller.content[block] == transfer.content(position), "trusted bytes of somebody else"
@@ -287,7 +297,7 @@ def walk(seed: int, ended: Counter[str]) -> None:
         elif kind == "mail" and world.pair.mail:
             world.mail_moves(pick(4), dice.choice(["arrive", "double", "lose"]))
         elif kind == "read" and any(side.reads for side in world.pair.sides.values()):
-            world.a_read_ends(pick(1000), dice.random() < 0.02)
+            world.a_read_ends(pick(1000), dice.choices(["well", "broken", "late"], [96, 2, 2])[0])
         elif kind == "time":
             world.time_passes(dice.choice([0.1, 0.5, 2.0, 5.0]), dice.random() < 0.9)
         elif kind == "other":

@@ -148,9 +148,9 @@ def test_a_puller_that_gives_targets_back_before_its_reads_end_is_caught(monkeyp
             self._pull_of_read.pop(read_id)
         self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
 
-    on_read_finished, on_read_failed = Puller.on_read_finished, Puller.on_read_failed
+    handlers = {name: getattr(Puller, name) for name in ("on_read_finished", "on_read_timed_out", "on_read_failed")}
     monkeypatch.setattr(Puller, "_fail", end_at_once)
-    for name, method in (("on_read_finished", on_read_finished), ("on_read_failed", on_read_failed)):
+    for name, method in handlers.items():
         monkeypatch.setattr(
             Puller, name, lambda s, e, now, m=method: m(s, e, now) if e.read_id in s._pull_of_read else None
         )

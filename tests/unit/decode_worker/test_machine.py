@@ -30,7 +30,7 @@ from decode_worker.machine import (
     DecodeMachine,
     EmitTokens,
 )
-from kv_transfer.events import PeerLost, ReadFailed, ReadFinished, StartRead
+from kv_transfer.events import PeerLost, ReadFailed, ReadFinished, ReadTimedOut, StartRead
 from tests.support.driven_worker import EOS, LAYOUT, LEASE_S, DrivenWorker, address, request
 
 
@@ -236,17 +236,33 @@ def test_a_failed_pull_gives_its_blocks_back_and_the_router_a_retryable_error() 
     assert worker.machine.idle
 
 
-def test_a_lost_owner_ends_all_hand_offs_from_it_once_their_reads_have_ended() -> None:
+def test_a_lost_owner_ends_all_hand_offs_from_it_and_targets_stay_until_their_reads_have_ended() -> None:
     worker = Decode()
     worker.arrive(request("a", 6), ticket=1)
     worker.arrive(request("b", 6, first=30), ticket=2)
     worker.ready(0, ticket=1)
     worker.post(PeerLost(worker.peer.name, "connection reset"))
-    assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["b"]
+    assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["a", "b"]
     assert worker.ledger == {"incoming": 2}
     worker.post(ReadFailed(worker.of(StartRead)[0].read_id, AbortReason.PEER_LOST, "gone"))
-    assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["b", "a"]
+    assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["a", "b"]
     assert worker.ledger == {}
+
+
+def test_a_read_without_end_fails_the_call_at_once_and_keeps_the_target_blocks() -> None:
+    worker = Decode()
+    worker.arrive(request("a", 6))
+    worker.ready(0)
+    (read,) = worker.of(StartRead)
+    worker.post(ReadTimedOut(read.read_id, "no end after 2.0 s"))
+    failed = worker.only(DecodeFailed)
+    assert failed.error.retryable
+    assert "no end after 2.0 s" in str(failed.error)
+    assert worker.ledger == {"incoming": 2}
+    assert not worker.machine.idle
+    worker.post(ReadFailed(read.read_id, AbortReason.READ_FAILED, "cancelled"))
+    assert worker.ledger == {}
+    assert worker.machine.idle
 
 
 def test_an_owner_that_gives_up_fails_the_call() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.block_pool import Column
 from core.config import TransferConfig
 from core.handoff import (
     Abort,
@@ -19,7 +20,7 @@ from core.handoff import (
     Want,
 )
 from core.machine import Tick
-from kv_transfer.events import Connect, Disconnect, MessageReceived, PeerLost, PullCompleted, PullFailed
+from kv_transfer.events import Connect, Disconnect, MessageReceived, PeerLost, PullCompleted, PullFailed, PullGivenUp
 from kv_transfer.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair, Side, address
 
@@ -367,6 +368,23 @@ def test_a_pull_cancelled_while_reading_ends_only_after_all_its_reads() -> None:
     assert_failed(pair, AbortReason.CANCELLED, PullerState.CANCELLED)
     pair.deliver_all()
     assert_freed(pair, OwnerState.RELEASED, AbortReason.CANCELLED)
+
+
+def test_a_read_that_times_out_gives_the_pull_up_at_once_and_keeps_its_targets_until_it_ends() -> None:
+    pair = Pair()
+    pair.offer(list(range(8)))
+    targets = pair.pull(list(range(8)))
+    pair.deliver_all()
+    pair.time_out_read(pair.puller, 0)
+    pair.time_out_read(pair.puller, 1)
+    assert pair.puller.given_up == [PullGivenUp(ID, AbortReason.READ_FAILED, "no end in time")]
+    pair.wait(3 * CONFIG.lease_s)
+    assert not pair.puller.results
+    assert {pair.puller.pool.column_of(block) for block in targets.values()} == {Column.INCOMING}
+    assert pair.num_leases() == 0, "it has renewed the lease no more, so the owner ended it"
+    pair.end_read(pair.puller, 0)
+    pair.fail_read(pair.puller, 1)
+    assert_failed(pair, AbortReason.READ_FAILED)
 
 
 def test_a_pull_cancelled_while_verifying_ends_at_once() -> None:

@@ -22,8 +22,10 @@ from kv_transfer.events import (
     OfferEnded,
     PullCompleted,
     PullFailed,
+    PullGivenUp,
     ReadFailed,
     ReadFinished,
+    ReadTimedOut,
     SendMessage,
     StartRead,
     TransferAction,
@@ -56,6 +58,7 @@ class Side:
         self.reads: dict[int, StartRead] = {}  # in flight
         self.links: list[Connect | Disconnect] = []
         self.results: list[PullCompleted | PullFailed | OfferEnded] = []
+        self.given_up: list[PullGivenUp] = []
 
     @property
     def address(self) -> AgentAddress:
@@ -152,6 +155,10 @@ class Pair:
         del side.reads[read_id]
         self.event(side, ReadFailed(read_id, reason, "the test said so"))
 
+    def time_out_read(self, side: Side, read_id: int) -> None:
+        """It is cancelled, and still in flight."""
+        self.event(side, ReadTimedOut(read_id, "no end in time"))
+
     def run(self) -> None:
         """Deliver and read until nothing is left to do."""
         while self.mail or self.puller.reads:
@@ -204,6 +211,8 @@ class Pair:
                     side.reads[action.read_id] = action
                 case Connect() | Disconnect():
                     side.links.append(action)
+                case PullGivenUp():
+                    side.given_up.append(action)
                 case _:
                     side.results.append(action)
         for each in self.sides.values():
