@@ -185,7 +185,7 @@ class PullCompleted:
 
 @dataclass(frozen=True, slots=True)
 class PullGivenUp:
-    """The pull will fail. Its reads may still write into the target blocks: `PullFailed` follows once they have ended."""
+    """The pull will fail: `PullFailed` follows once its reads, which may still write into their targets, have ended."""
 
     transfer_id: TransferId
     reason: AbortReason

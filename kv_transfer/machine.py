@@ -40,8 +40,8 @@ from kv_transfer.events import (
     PeerLost,
     ProbeFailed,
     ReadFailed,
-    ReadTimedOut,
     ReadFinished,
+    ReadTimedOut,
     TransferAction,
     TransferEvent,
 )

@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from cli.compose import build_prefill_worker
-from core.config import RouterConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import HandoffMessage, Heartbeat, OwnerState, PullerState, Ready, Release, Want
 from kv_transfer.peers import Drop
@@ -265,7 +264,7 @@ async def test_a_lease_that_expires_during_a_read_makes_its_bytes_worthless(
         wire.rule = lambda _message: None
         fabric.stall_reads = False
         await stream.right()
-        assert pulls_ended(deployment, PullerState.FAILED) == 1
+        await until(lambda: pulls_ended(deployment, PullerState.FAILED) == 1, "the reads end, and the pull with them")
         await other.right()
         await settle(deployment)
         await serves_on(deployment.inference)
@@ -346,7 +345,8 @@ async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: Mem
             fabric.fail_operation(nth, TransportError("nothing goes"))
         streams = [Stream(deployment.inference, prompt_of(20 + n), timeout_s=8.0) for n in range(4)]
         await asyncio.gather(*(stream.right_or_typed() for stream in streams))
-        # One failed message loses the peer for all four, so each round of attempts takes at least one.
-        assert fabric.faults_done["fail"] >= RouterConfig().max_attempts
+        assert fabric.faults_done["fail"] >= 1
+        for stream in streams:  # one failed message loses the peer for all that is under way
+            assert stream.answer.finished is None or stream.answer.finished.attempts > 1, "it met no failure"
         await other.right()
         await settle(deployment)
