@@ -14,6 +14,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from benchmarks.report import Line, Report, load
 from cli.client import Client, connect
 from cli.serve import fleet, fleet_spec
 from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
@@ -50,8 +51,8 @@ async def ask(client: Client, rng: random.Random, prompt_tokens: int, output_tok
     return Sample(first - start, (last - first) / max(1, num_tokens - 1), num_tokens)
 
 
-async def level(client: Client, concurrency: int, arguments: argparse.Namespace) -> str:
-    """One row of the table."""
+async def level(client: Client, concurrency: int, arguments: argparse.Namespace, report: Report) -> None:
+    """The lines for one number of clients."""
 
     async def one_client(seed: int) -> list[Sample]:
         rng = random.Random(seed)
@@ -62,23 +63,25 @@ async def level(client: Client, concurrency: int, arguments: argparse.Namespace)
     per_client = await asyncio.gather(*(one_client(concurrency * 1000 + index) for index in range(concurrency)))
     seconds = time.perf_counter() - start
     samples = [sample for samples in per_client for sample in samples]
-    ttft_ms = [sample.ttft_s * 1e3 for sample in samples]
-    tpot_ms = [sample.tpot_s * 1e3 for sample in samples]
+    clients = f"{concurrency} client{'s' if concurrency > 1 else ''}"
+    for word, times_s in (("TTFT", [one.ttft_s for one in samples]), ("TPOT", [one.tpot_s for one in samples])):
+        report.add(Line(f"{clients}: {word}, median", "", statistics.median(times_s) * 1e3, "ms"))
+        report.add(Line(f"{clients}: {word}, worst", "", max(times_s) * 1e3, "ms"))
     tokens_per_s = sum(sample.num_tokens for sample in samples) / seconds
-    return (
-        f"| {concurrency} | {statistics.median(ttft_ms):.0f} / {max(ttft_ms):.0f} "
-        f"| {statistics.median(tpot_ms):.1f} / {max(tpot_ms):.1f} | {tokens_per_s:.1f} |"
-    )
+    report.add(Line(f"{clients}: tokens of all together", "", tokens_per_s, "tokens/s"))
 
 
 async def run(cluster: ray_cluster.Cluster, config: TandemConfig, arguments: argparse.Namespace) -> None:
     async with fleet(cluster, fleet_spec(config), print) as router, connect(router.address) as client:
         await ask(client, random.Random(0), arguments.prompt_tokens, 4)  # the first one also connects the workers
-        print(f"{config.engine.model}, {arguments.prompt_tokens} prompt and {arguments.output_tokens} output tokens,")
-        print(f"{arguments.prefill} prefill and {arguments.decode} decode workers\n")
-        print("| clients | TTFT ms, median / max | TPOT ms, median / max | tokens/s |\n|---|---|---|---|")
+        report = Report("serving")
+        report.say(
+            f"{config.engine.model}, {arguments.prompt_tokens} prompt and {arguments.output_tokens} output tokens, "
+            f"{arguments.prefill} prefill and {arguments.decode} decode workers; {load()}"
+        )
         for concurrency in arguments.concurrency:
-            print(await level(client, concurrency, arguments), flush=True)
+            await level(client, concurrency, arguments, report)
+        report.write()
 
 
 def main() -> None:

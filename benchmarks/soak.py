@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.report import Line, Report
 from cli import compose
 from core.errors import PeerDisconnected, TransportError
 from kv_transfer.plan import Run
@@ -139,15 +140,20 @@ def main() -> None:
         tally, faults = asyncio.run(soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients))
     except AssertionError as error:
         sys.exit(f"blocks were left behind, or a request: {error}")
-    seconds = time.monotonic() - start
-    print(
-        f"{arguments.requests} requests in {seconds:.0f} s, seed {arguments.seed}, fault rate {arguments.fault_rate:g}"
-    )
-    print(f"right {tally.right}, wrong {tally.wrong}, without an end {tally.endless}, leaked blocks 0")
-    print(
+    report = Report("soak")
+    report.say(f"{arguments.requests} requests, seed {arguments.seed}, fault rate {arguments.fault_rate:g}")
+    report.add(Line("all requests took", "", time.monotonic() - start, "s"))
+    report.add(Line("right to the last token", "", tally.right, "requests"))
+    report.add(Line("ended by a typed error", "", tally.typed.total(), "requests"))
+    report.add(Line("with a wrong token", "none", tally.wrong, "requests", holds=not tally.wrong))
+    report.add(Line("without an end", "none", tally.endless, "requests", holds=not tally.endless))
+    report.add(Line("leaked", "none", 0, "blocks", holds=True))  # `soak` raises where there is one
+    for name, count in sorted(faults.items()):
+        report.add(Line(f"faults made: {name}", "", count, "times"))
+    report.say(
         f"typed errors {dict(tally.typed)}, paths {dict(tally.paths)}, attempts {dict(sorted(tally.attempts.items()))}"
     )
-    print("faults made: " + ", ".join(f"{name} {count}" for name, count in sorted(faults.items())))
+    report.write()
     if tally.wrong or tally.endless:
         sys.exit("the soak failed")
 
