@@ -111,9 +111,10 @@ async def one_client(deployment: Deployment, tally: Tally, generator: random.Ran
 
 async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int = 16) -> tuple[Tally, Counter[str]]:
     """The tally, and the faults that were made. Raises `AssertionError` where a block is left behind."""
-    compose.FABRIC = fabric = UnreliableFabric(fault_rate, seed)
+    compose.FABRIC = fabric = UnreliableFabric(0.0, seed)
     tally = Tally()
     async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
+        fabric.fault_rate = fault_rate  # from here on: the workers have met
         shares = [num_requests // num_clients + (n < num_requests % num_clients) for n in range(num_clients)]
         clients = (
             one_client(deployment, tally, random.Random(seed * 997 + n), share) for n, share in enumerate(shares)
