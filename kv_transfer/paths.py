@@ -206,12 +206,11 @@ class Paths:
                 silent.append(path.peer.name)
             elif path.wait is _Wait.PROBE:
                 self._give_way(path, PathState.SLOW, "a probe did not end", now)
-            elif path.state in (PathState.CONNECTING, PathState.UNREACHABLE) and not path.num_answers:
+            elif path.num_answers == 0:
                 self._connect(path, now)
             elif path.peer.name in in_use:
+                path.num_answers = 0
                 path.wait_for(_Wait.TURN, now + BUSY_PAUSE_S)
-            elif self._peers.address_of(path.peer.name) is None:
-                path.wait_for(_Wait.NOTHING, None)  # let go to make room for others; its last state stands
             else:
                 path.probe_bytes, path.num_probes = min(FIRST_PROBE_BYTES, path.most_bytes), 0
                 self._probe(path, now)
@@ -265,8 +264,7 @@ class Paths:
         """Something is wrong: look again later. The pause never shrinks, so a path on the edge is not told all day."""
         path.wait_for(_Wait.TURN, now + path.pause_s)
         path.pause_s = min(2 * path.pause_s, MAX_PAUSE_S)
-        if state is PathState.UNREACHABLE:
-            path.num_answers = 0
+        path.num_answers = 0  # PINGs first: over TCP a read needs the owner, which looks rarely while nothing moves
         self._change(path, state, detail)
 
     def _change(self, path: _Path, state: PathState, detail: str) -> None:

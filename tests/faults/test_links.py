@@ -7,14 +7,21 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from protos import inference_pb2
+from cli.paths import path_lines, paths_of
+from core.config import TelemetryConfig
+from core.paths import Lane, PathState, PathStatus
+from protos import cluster_pb2, inference_pb2
+from tests.integration.test_metrics import scrape
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, until
-from tests.support.namespaces import Machines, why_not
-from tests.support.processes import Fleet
+from tests.support.namespaces import CONTROL_IP, Machines, why_not
+from tests.support.processes import Fleet, Site
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -22,17 +29,31 @@ pytestmark = [
 ]
 
 STEP_S = {"prefill": 0.25, "decode": 0.02}
+METRICS_PORT = 9464  # of the router, on its own machine
 NEW_SEEDS = itertools.count(1000)  # of prompts that no cache knows
 DISAGGREGATED = inference_pb2.REQUEST_PATH_DISAGGREGATED
 
 
 @contextlib.asynccontextmanager
-async def three_machines(transport: str) -> AsyncIterator[tuple[Machines, Fleet]]:
+async def three_machines(
+    transport: str, rate: str = "", log: Path | None = None
+) -> AsyncIterator[tuple[Machines, Fleet]]:
+    """`rate`: of the link, from before anybody starts."""
+    config = replace(fault_config(transport), telemetry=TelemetryConfig(metrics_port=METRICS_PORT))
+    # Small pools, so small probes: they say more of the machine's haste than of the link, but for a very slow one.
+    config = replace(config, transfer=replace(config.transfer, slow_path_share=0.01))
     with Machines.made() as machines:
+        if rate:
+            machines.slow_down(rate)
         async with machines.reachable() as reach:
             sizes = {"prefill": 1, "decode": 1}
-            async with Fleet.start(fault_config(transport), sizes, STEP_S, machines.site_of, reach) as fleet:
+            site_of = partial(site_with_log, machines, log)
+            async with Fleet.start(config, sizes, STEP_S, site_of, reach) as fleet:
                 yield machines, fleet
+
+
+def site_with_log(machines: Machines, log: Path | None, name: str) -> Site:
+    return replace(machines.site_of(name), log=log)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -158,3 +179,37 @@ async def test_a_slow_link(machines: Machines, fleet: Fleet, rate: str, suffices
         await fleet.settle(within_s=5.0)
     finally:
         machines.slow_down_no_more()
+
+
+async def path_in(fleet: Fleet, *states: PathState) -> PathStatus:
+    """The only path of the fleet, once it is in one of these states."""
+    async with asyncio.timeout(15):
+        while True:
+            paths = [path for _, path in paths_of(await fleet.cluster.GetFleet(cluster_pb2.GetFleetRequest()))]
+            if paths and paths[0].state in states:
+                return paths[0]
+            await asyncio.sleep(0.02)
+
+
+async def test_a_slow_link_is_told_before_the_first_request_and_found_mended(tmp_path: Path) -> None:
+    """8 Mbit/s of the 10 Gbit/s that the devices promise."""
+    log = tmp_path / "log"
+    async with three_machines("nixl", "8mbit", log) as (machines, fleet):
+        path = await path_in(fleet, PathState.SLOW)
+        assert machines.num_held_up() > 0
+        assert path.lane is Lane.TCP
+        assert 0.1e6 < path.bytes_per_s < 2e6
+        assert path.expected_bytes_per_s == 1.25e9
+        summary, line = path_lines(await fleet.cluster.GetFleet(cluster_pb2.GetFleetRequest()))
+        assert summary == "paths: 1 slow"
+        assert line.startswith("prefill-0.")
+        assert " is slow: TCP, " in log.read_text()
+        page = await scrape(int((await fleet.reach(f"{CONTROL_IP['router']}:{METRICS_PORT}")).rpartition(":")[2]))
+        slow = {labels["worker"]: value for labels, value in page["tandem_transfer_paths"] if labels["state"] == "slow"}
+        assert sum(slow.values()) == 1
+        ((labels, bandwidth),) = page["tandem_transfer_path_bandwidth_bytes_per_second"]
+        assert (labels["lane"], bandwidth) == ("TCP", pytest.approx(path.bytes_per_s))
+        machines.slow_down_no_more()
+        mended = await path_in(fleet, PathState.FINE)
+        assert mended.bytes_per_s > 20 * path.bytes_per_s
+        assert " is fine: TCP, " not in log.read_text(), "good news is no warning"

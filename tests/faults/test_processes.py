@@ -1,4 +1,5 @@
-"""kill -9 and SIGSTOP of real workers that hand KV over real UCX: before, during and after a transfer."""
+"""kill -9 and SIGSTOP of real workers that hand KV over real UCX, by nixl and by ucxx: before, during and after a
+transfer."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from protos import inference_pb2
+from tests.integration.transfer_owner_process import real_transport
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on, until
 from tests.support.processes import Fleet, ServiceProcess
 
@@ -18,9 +21,10 @@ STEP_S = {"prefill": 0.3, "decode": 0.02}  # a prompt of three chunks takes 0.9 
 NUM_OUTPUT = 40
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def running() -> AsyncIterator[Fleet]:
-    config = fault_config("nixl")
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["nixl", "ucxx"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    real_transport(request.param)
+    config = fault_config(request.param)
     async with Fleet.start(config, {"prefill": 2, "decode": 2}, STEP_S) as fleet:
         yield fleet
 
@@ -67,7 +71,7 @@ class Scene:
     async def at(cls, fleet: Fleet, moment: str, seed: int) -> Scene:
         scene = cls()
         scene.fleet = fleet
-        scene.bystander = await Stream(fleet.inference, prompt_of(seed + 1, 30), 100).reach(2)
+        scene.bystander = await Stream(fleet.inference, prompt_of(seed + 1, 30), 80).reach(2)
         elsewhere = await only_busy(fleet, "decode")
         await until(lambda: not any(s.load.num_transfers for s in fleet.pool("prefill")), "its hand-off is over")
         pulled = bytes_pulled(fleet, elsewhere)
@@ -132,3 +136,18 @@ async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> 
     await until(lambda: second.load.num_running, "the other one has it now")
     await fleet.kill(second.name)
     await scene.ends_well(attempts=3)
+
+
+async def test_workers_that_restart_under_their_names_hand_off_to_those_that_knew_the_old_ones(fleet: Fleet) -> None:
+    before = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}
+    for name in before:
+        await fleet.kill(name)
+    await fleet.heal()
+    after = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}
+    assert before.keys() == after.keys()
+    assert not set(before.values()) & set(after.values()), "they are the old ones"
+    stream = await Stream(fleet.inference, prompt_of(500, 180), 5).right()
+    assert stream.answer.finished is not None
+    assert stream.answer.finished.attempts == 1
+    assert stream.answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+    assert stream.answer.finished.transferred_bytes > 0

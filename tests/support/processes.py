@@ -37,6 +37,7 @@ class Site:
     host: str = "127.0.0.1"  # where it listens
     prefix: tuple[str, ...] = ()  # of its command, e.g. ip netns exec ...
     environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None  # a file that gets its standard error; None = the test's own
 
 
 async def _as_it_is(address: str) -> str:
@@ -120,10 +121,12 @@ class Fleet:
     async def spawn(self, name: str) -> None:
         role, _, ordinal = name.partition("-")
         site = self.site_of(name)
-        process = await asyncio.create_subprocess_exec(
-            *site.prefix, sys.executable, "-m", "tests.support.service_process",
-            cwd=ROOT, env=os.environ | site.environment, stdin=PIPE, stdout=PIPE,
-        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            log = None if site.log is None else stack.enter_context(site.log.open("ab"))
+            process = await asyncio.create_subprocess_exec(
+                *site.prefix, sys.executable, "-m", "tests.support.service_process",
+                cwd=ROOT, env=os.environ | site.environment, stdin=PIPE, stdout=PIPE, stderr=log,
+            )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
         first = Role(role, int(ordinal), site.host, asdict(self.config), self.step_delays_s.get(role, 0.0))
