@@ -94,7 +94,7 @@ class _HugePages:
     def take(self, num_bytes: int) -> torch.Tensor:
         """# uint8 [num_bytes], on a cache line of its own; it lives as long as somebody holds it"""
         if num_bytes > len(self._slab):
-            mapping = mmap.mmap(-1, max(num_bytes, _SLAB_BYTES))
+            mapping = mmap.mmap(-1, max(num_bytes, _SLAB_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with contextlib.suppress(OSError):  # a kernel without huge pages keeps small ones
                     mapping.madvise(mmap.MADV_HUGEPAGE)

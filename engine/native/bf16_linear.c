@@ -1,6 +1,6 @@
 /* A product with a packed bfloat16 matrix, for one row or thousands: out = inputs . weight' + bias, sums in float.
 
-   The weight [out, in] lies in panels of PANEL of its rows (the last one padded with zeros), pairs of `in` side by side:
+   The weight [out, in] lies in panels of PANEL of its rows (the last padded with zeros), pairs of `in` side by side:
 
        [ceil(out / PANEL), in / 2, PANEL, 2]
 

@@ -5,138 +5,63 @@
    What a head gets depends on its own sequence alone, in one order, whatever else is in the batch. */
 #include <stdlib.h>
 
-#include "kv_cache.h"
+#include "decode_tile.h"
+#ifdef __AVX512BF16__
+#include "decode_tile_bf16.h"
+#define BF16_PRODUCTS 1
+#else
+#define BF16_PRODUCTS 0
+#define attend_tile_bf16(...) ((void)0)
+#define store_interleaved(...) ((void)0)
+#endif
 
-#define MAX_TILE_HEADS 4
-#define LINE_BYTES 64 /* of a cache line */
+/* `heads` (a constant) query heads from `h` on, of those whose queries and sums lie one behind the other. */
+INLINE void attend_heads(const struct kv_cache *cache, const struct tile *tile, struct fetch *fetch, size_t key_offset,
+                         int is_bf16, const int heads, int h, float *query, float *sums, float *maxima,
+                         float *totals) {
+    const int at = h * cache->head_dim;
+    if (BF16_PRODUCTS && is_bf16)
+        attend_tile_bf16(cache, tile, fetch, key_offset, heads, (uint16_t *)query + at, sums + at, maxima + h,
+                         totals + h);
+    else
+        attend_tile(cache, tile, fetch, key_offset, is_bf16, heads, query + at, sums + at, maxima + h, totals + h);
+}
 
-struct tile {
-    const char *rows[TILE];
-    int count;
-};
+INLINE void load_queries(const struct kv_cache *cache, const void *queries, size_t index, int num_elements,
+                         int is_bf16, float *query) {
+    if (BF16_PRODUCTS && is_bf16) {
+        memcpy(query, element(queries, index, 1), 2 * num_elements);
+        return;
+    }
+    for (int d = 0; d < num_elements; d += PAIR) {
+        vfloat first, second;
+        load_pair(queries, index + d, is_bf16, &first, &second);
+        store_floats(query + d, first * cache->scale);
+        store_floats(query + d + LANES, second * cache->scale);
+    }
+}
 
-/* What the next tile will read: runs of memory, and how far they have been asked for. Long runs in order are what the
-   CPU's own prefetching goes along with. */
-struct fetch {
-    const char *runs[2 * TILE];
-    size_t run_bytes, at;
-    int run, num_runs;
-};
-
-/* scores[h][p] = query[h] . key row p, for `heads` query heads and `count` rows. heads and count are constants. */
-INLINE void score_rows(const float *query, int head_dim, const char *const *rows, size_t offset, int is_bf16,
-                       const int heads, const int count, float *scores) {
-    vfloat sums[MAX_TILE_HEADS][4] = {{{0}}};
+INLINE void store_head(const float *sums, float total, int head_dim, void *out, size_t index, int is_bf16) {
+    const float inverse = 1.0f / total;
     for (int d = 0; d < head_dim; d += PAIR) {
-        for (int p = 0; p < count; p++) {
-            vfloat first, second;
-            load_pair(rows[p] + offset, d, is_bf16, &first, &second);
-            for (int h = 0; h < heads; h++) {
-                sums[h][p] += first * load_floats(query + h * head_dim + d);
-                sums[h][p] += second * load_floats(query + h * head_dim + d + LANES);
-            }
-        }
-    }
-    for (int h = 0; h < heads; h++) {
-        vfloat4 totals = sum_four(sums[h][0], sums[h][1], sums[h][2], sums[h][3]);
-        for (int p = 0; p < count; p++) scores[h * TILE + p] = totals[p];
+        const vfloat first = load_floats(sums + d) * inverse, second = load_floats(sums + d + LANES) * inverse;
+        if (BF16_PRODUCTS && is_bf16)
+            store_interleaved((uint16_t *)out + index + d, first, second);
+        else
+            store_pair(out, index + d, is_bf16, first, second);
     }
 }
 
-/* Asks for the next lines of the fetch: as much as was just used, so that memory is neither idle nor flooded. */
-INLINE void fetch_ahead(struct fetch *fetch, size_t num_bytes) {
-    for (size_t byte = 0; byte < num_bytes && fetch->run < fetch->num_runs; byte += LINE_BYTES) {
-        __builtin_prefetch(fetch->runs[fetch->run] + fetch->at, 0, 2);
-        fetch->at += LINE_BYTES;
-        if (fetch->at >= fetch->run_bytes) fetch->at = 0, fetch->run++;
+/* What follows position `until` of a sequence: its next tile, or the first one of the next sequence. */
+INLINE void plan_next_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index, int64_t until,
+                           size_t key_offset, struct fetch *fetch) {
+    if (until > batch->start[index]) index++, until = 0;
+    if (index == batch->num_sequences) {
+        fetch->run = fetch->num_runs = 0;
+        return;
     }
-}
-
-/* The blocks that begin at positions [from, until): keys, then values, of heads that lie in one run. */
-INLINE void plan_fetch(const struct kv_cache *cache, const int32_t *table, int64_t from, int64_t until,
-                       size_t key_offset, int num_heads, struct fetch *fetch) {
-    fetch->run = fetch->num_runs = 0;
-    fetch->at = 0;
-    fetch->run_bytes = num_heads * cache->head_stride;
-    const int64_t size = cache->block_size;
-    for (int64_t block = (from + size - 1) / size; block * size < until; block++) {
-        const char *keys = cache->base + table[block] * cache->block_stride + key_offset;
-        fetch->runs[fetch->num_runs++] = keys;
-        fetch->runs[fetch->num_runs++] = keys + cache->value_stride;
-    }
-}
-
-/* Turns scores into weights relative to the running maximum; returns what earlier sums must be multiplied by. */
-INLINE float weigh_scores(float *scores, int count, float *maximum, float *total) {
-    for (int p = count; p % LANES; p++) scores[p] = -INFINITY;
-    vfloat tops = load_floats(scores);
-    for (int p = LANES; p < count; p += LANES) tops = larger(tops, load_floats(scores + p));
-    float top = largest_lane(tops), rescale = 1.0f;
-    if (top > *maximum) {
-        rescale = exponential(splat(*maximum - top))[0];
-        *maximum = top;
-    }
-    vfloat sums = {0};
-    for (int p = 0; p < count; p += LANES) {
-        vfloat weights = exponential(load_floats(scores + p) - *maximum);
-        store_floats(scores + p, weights);
-        sums += weights;
-    }
-    *total = *total * rescale + sum_lanes(sums);
-    return rescale;
-}
-
-INLINE void add_row(const char *row, int d, const float *weights, int is_bf16, const int heads,
-                    vfloat sums[MAX_TILE_HEADS][2]) {
-    vfloat first, second;
-    load_pair(row, d, is_bf16, &first, &second);
-    for (int h = 0; h < heads; h++) {
-        sums[h][0] += first * weights[h * TILE];
-        sums[h][1] += second * weights[h * TILE];
-    }
-}
-
-/* sums[h] = sums[h] * rescale[h] + weights[h] . value rows. Even and odd rows are summed apart: shorter chains. */
-INLINE void add_values(const struct tile *tile, struct fetch *fetch, size_t offset, const float *weights,
-                       const float *rescale, int head_dim, int is_bf16, const int heads, float *sums) {
-    const size_t pair_bytes = PAIR * element_bytes(is_bf16);
-    for (int d = 0; d < head_dim; d += PAIR) {
-        vfloat even[MAX_TILE_HEADS][2], odd[MAX_TILE_HEADS][2];
-        for (int h = 0; h < heads; h++) {
-            even[h][0] = load_floats(sums + h * head_dim + d) * rescale[h];
-            even[h][1] = load_floats(sums + h * head_dim + d + LANES) * rescale[h];
-            odd[h][0] = odd[h][1] = (vfloat){0};
-        }
-        int p = 0;
-        for (; p + 2 <= tile->count; p += 2) {
-            fetch_ahead(fetch, 2 * pair_bytes);
-            add_row(tile->rows[p] + offset, d, weights + p, is_bf16, heads, even);
-            add_row(tile->rows[p + 1] + offset, d, weights + p + 1, is_bf16, heads, odd);
-        }
-        if (p < tile->count) add_row(tile->rows[p] + offset, d, weights + p, is_bf16, heads, even);
-        for (int h = 0; h < heads; h++) {
-            store_floats(sums + h * head_dim + d, even[h][0] + odd[h][0]);
-            store_floats(sums + h * head_dim + d + LANES, even[h][1] + odd[h][1]);
-        }
-    }
-}
-
-/* One tile of one KV head for `heads` (a constant) of its query heads. */
-INLINE void attend_tile(const struct kv_cache *cache, const struct tile *tile, struct fetch *fetch, size_t key_offset,
-                        int is_bf16, const int heads, const float *query, float *sums, float *maxima, float *totals) {
-    float scores[MAX_TILE_HEADS * TILE], rescale[MAX_TILE_HEADS];
-    const int step = heads == 4 ? 2 : 4, head_dim = cache->head_dim;
-    const size_t value_offset = key_offset + cache->value_stride;
-    int p = 0;
-    for (; p + step <= tile->count; p += step) {
-        score_rows(query, head_dim, tile->rows + p, key_offset, is_bf16, heads, step, scores + p);
-        fetch_ahead(fetch, step * head_dim * element_bytes(is_bf16));
-    }
-    for (; p < tile->count; p++)
-        score_rows(query, head_dim, tile->rows + p, key_offset, is_bf16, heads, 1, scores + p);
-    for (int h = 0; h < heads; h++)
-        rescale[h] = weigh_scores(scores + h * TILE, tile->count, maxima + h, totals + h);
-    add_values(tile, fetch, value_offset, scores, rescale, head_dim, is_bf16, heads, sums);
+    const int64_t length = batch->start[index] + 1, end = until + TILE < length ? until + TILE : length;
+    plan_fetch(cache, batch->tables + batch->first_block[index], until, end, key_offset, fetch);
 }
 
 INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index,
@@ -148,12 +73,8 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
     const int32_t *table = batch->tables + batch->first_block[index];
     float *query = scratch, *sums = query + num_queries * head_dim, *maxima = sums + num_queries * head_dim;
     float *totals = maxima + num_queries;
-    for (int d = 0; d < num_queries * head_dim; d += PAIR) {
-        vfloat first, second;
-        load_pair(queries, row * query_stride + first_head * group * head_dim + d, is_bf16, &first, &second);
-        store_floats(query + d, first * cache->scale);
-        store_floats(query + d + LANES, second * cache->scale);
-    }
+    load_queries(cache, queries, row * query_stride + first_head * group * head_dim, num_queries * head_dim, is_bf16,
+                 query);
     memset(sums, 0, sizeof(float) * num_queries * head_dim);
     for (int h = 0; h < num_queries; h++) maxima[h] = -INFINITY, totals[h] = 0.0f;
 
@@ -161,32 +82,33 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
     struct fetch fetch;
     for (int64_t from = 0; from < length; from += TILE) {
         const int64_t until = from + TILE < length ? from + TILE : length;
-        const int64_t next_until = until + TILE < length ? until + TILE : length;
         tile.count = (int)(until - from);
         locate_rows(cache, table, from, until, tile.rows);
-        plan_fetch(cache, table, until, next_until, layer_offset + first_head * cache->head_stride, num_heads, &fetch);
+        for (int p = tile.count; p < TILE; p++) tile.rows[p] = tile.rows[tile.count - 1];
         for (int head = 0; head < num_heads; head++) {
             const size_t key_offset = layer_offset + (first_head + head) * cache->head_stride;
+            if (head + 1 < num_heads)
+                plan_fetch(cache, table, from, until, key_offset + cache->head_stride, &fetch);
+            else
+                plan_next_tile(cache, batch, index, until, layer_offset + first_head * cache->head_stride, &fetch);
             for (int h = head * group, left = group; left > 0;) {
-                float *q = query + h * head_dim, *s = sums + h * head_dim;
                 const int heads = left < MAX_TILE_HEADS ? left : MAX_TILE_HEADS;
                 switch (heads) {
-                case 1: attend_tile(cache, &tile, &fetch, key_offset, is_bf16, 1, q, s, maxima + h, totals + h); break;
-                case 2: attend_tile(cache, &tile, &fetch, key_offset, is_bf16, 2, q, s, maxima + h, totals + h); break;
-                case 3: attend_tile(cache, &tile, &fetch, key_offset, is_bf16, 3, q, s, maxima + h, totals + h); break;
-                default: attend_tile(cache, &tile, &fetch, key_offset, is_bf16, 4, q, s, maxima + h, totals + h);
+#define HEADS(n) attend_heads(cache, &tile, &fetch, key_offset, is_bf16, n, h, query, sums, maxima, totals); break;
+                case 1: HEADS(1)
+                case 2: HEADS(2)
+                case 3: HEADS(3)
+                default: HEADS(4)
+#undef HEADS
                 }
                 h += heads, left -= heads;
             }
+            fetch_ahead(&fetch, SIZE_MAX);
         }
     }
-    for (int h = 0; h < num_queries; h++) {
-        const float inverse = 1.0f / totals[h];
-        const size_t to = ((size_t)row * cache->num_heads + first_head * group + h) * head_dim;
-        for (int d = 0; d < head_dim; d += PAIR)
-            store_pair(out, to + d, is_bf16, load_floats(sums + h * head_dim + d) * inverse,
-                       load_floats(sums + h * head_dim + d + LANES) * inverse);
-    }
+    for (int h = 0; h < num_queries; h++)
+        store_head(sums + h * head_dim, totals[h], head_dim, out,
+                   ((size_t)row * cache->num_heads + first_head * group + h) * head_dim, is_bf16);
 }
 
 /* Returns 0, or 1 where there is no memory for scratch. query_stride is in elements; out: [rows, heads, head_dim]. */
