@@ -34,7 +34,8 @@ STORY = (
 Chat = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 CHATS: tuple[Chat, ...] = (
-    (("user", "What is the capital of France?"),),
+    # Without the system message the first token is nearly a tie (0.08 nats), which bfloat16 may round the other way.
+    (("system", "Answer in one sentence."), ("user", "What is the capital of France?")),
     (("user", f"Summarize this story in one sentence.\n\n{STORY}"),),
     (
         ("system", "You are a patient teacher. Answer in two or three short sentences."),
