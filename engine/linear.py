@@ -2,8 +2,8 @@
 
     T tokens of the step
 
-A `LinearMethod` sees every matrix of the model once, when the model is made, and answers with what multiplies by it:
-the weight as it is, packed for a kernel, or in another precision. It keeps what it needs of the weight, and the model
+A `LinearMethod` sees every matrix of the model once, when the model is made, and answers with what multiplies by it
+(or looks rows up in it): the weight as it is, packed for a kernel, or in another precision. It keeps what it needs of the weight, and the model
 keeps nothing, so a method that packs or shrinks frees the plain copy. Which method a model gets is decided in
 `choose_linear_method` of `engine/torch_runner.py`; another precision or device is a class beside this one, named there.
 """
@@ -15,6 +15,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.quantization import QuantizedMatrix
+
+Matrix = torch.Tensor | QuantizedMatrix  # [out, in]
+
 
 class Linear(Protocol):
     """One matrix, ready to be multiplied by."""
@@ -24,18 +28,35 @@ class Linear(Protocol):
         ...
 
 
+class Embedding(Protocol):
+    """One matrix, ready to be looked up in."""
+
+    def __call__(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """# int64 [T] -> [T, in]"""
+        ...
+
+
 class LinearMethod(Protocol):
     def prepare(
         self,
-        weight: torch.Tensor,  # [out, in]; left as it is, since it may be the embedding, too
+        weight: Matrix,  # left as it is, since it may be the embedding, too
         bias: torch.Tensor | None,  # [out]
     ) -> Linear:
         """Called once for each matrix; any T may come later. Takes the time it needs, and no more memory for good."""
+        ...
+
+    def prepare_embedding(self, table: Matrix) -> Embedding:
+        """As `prepare`, for the table of the tokens' embeddings."""
         ...
 
 
 class PlainLinear:
     """The method that changes nothing: torch's own product on the weight as it is."""
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        assert isinstance(weight, torch.Tensor), "codes have methods of their own"
         return lambda inputs: F.linear(inputs, weight, bias)
+
+    def prepare_embedding(self, table: Matrix) -> Embedding:
+        assert isinstance(table, torch.Tensor), "codes have methods of their own"
+        return lambda row_ids: F.embedding(row_ids, table)

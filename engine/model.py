@@ -69,9 +69,9 @@ class Model:
         self.ops = ops or TorchOps()
         self.attention = attention
         self.device = weights.embedding.device
-        self.embedding = weights.embedding  # [vocab, hidden]
         self.final_norm = weights.final_norm  # [hidden]
         linear_method = linear_method or PlainLinear()
+        self.embed = linear_method.prepare_embedding(weights.embedding)
         self.layers: list[_Layer] = []
         while weights.layers:
             self.layers.append(_Layer(weights.layers.pop(0), self, linear_method))
@@ -94,7 +94,7 @@ class Model:
             positions += range(chunk.start, end)
             if chunk.samples:
                 last_rows.append(len(token_ids) - 1)
-        hidden = F.embedding(torch.tensor(token_ids, device=self.device), self.embedding)
+        hidden = self.embed(torch.tensor(token_ids, device=self.device))
         step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):

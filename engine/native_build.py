@@ -48,7 +48,7 @@ def _x86(name: str, lanes: int, *features: str) -> Target:
 
 # Best first. The last one is whatever the compiler makes of vectors by default, on any architecture.
 TARGETS = (
-    _x86("avx512_bf16", 16, *_AVX512, "avx512_bf16"),
+    _x86("avx512_bf16", 16, *_AVX512, "avx512_bf16", "avx512_vnni"),  # no CPU has the first without the second
     _x86("avx512", 16, *_AVX512),
     _x86("avx2", 8, "avx2", "fma"),
     Target("generic", frozenset(), (), 8),

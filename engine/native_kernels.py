@@ -38,6 +38,15 @@ class PagedBatchStruct(ctypes.Structure):
     )
 
 
+class QuantizedMatrixStruct(ctypes.Structure):
+    """`struct quantized_matrix` of quantized.h: pointers to codes, scales, minimums and bias."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("codes", "scales", "minimums", "bias")),
+        *((name, _I64) for name in ("num_rows", "num_columns", "num_groups")),
+    )
+
+
 _ATTENTION = (_POINTER, _POINTER, _POINTER, _I64, _POINTER, _I64)
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "tandem_decode_attention": (_ATTENTION, ctypes.c_int),
@@ -47,6 +56,11 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
         (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _F32, ctypes.c_int, ctypes.c_int),
         None,
     ),
+    "tandem_quantized_linear": (
+        (_POINTER, _POINTER, _POINTER, _I64, _POINTER, ctypes.c_int, ctypes.c_int),
+        None,
+    ),
+    "tandem_quantized_rows": ((_POINTER, _POINTER, _I64, _POINTER, ctypes.c_int), None),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
 _BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int)
@@ -68,6 +82,8 @@ class Kernels:
         self.prefill_attention = loaded.tandem_prefill_attention
         self.rope_and_write = loaded.tandem_rope_and_write
         self.add_rms_norm = loaded.tandem_add_rms_norm
+        self.quantized_linear = loaded.tandem_quantized_linear
+        self.quantized_rows = loaded.tandem_quantized_rows
         self.silu_and_multiply = loaded.tandem_silu_and_multiply
         # Only in a library for CPUs that have instructions for it.
         self.bf16_linear: Callable[..., None] | None = getattr(loaded, "tandem_bf16_linear", None)

@@ -1,0 +1,185 @@
+"""Weights of 8 or 4 bits: how numbers become codes, and how codes lie in memory.
+
+A row is cut into groups of 32 columns, each with a scale in half precision and, for 4 bits, a minimum:
+
+    int8    weight = (code - 128) * scale       codes 1 to 255       8.5 bits a weight, as GGUF's Q8_0
+    int4    weight = code * scale + minimum     codes 0 to 15        5 bits a weight, as GGUF's Q4_1
+
+`GroupedRows` is the plain form, one byte a code, that exists for one tensor at a time while a model loads.
+`QuantizedMatrix` is what stays: codes packed and rows interleaved as engine/native/quantized.h draws them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+GROUP = 32  # columns that share a scale
+TILE_ROWS = 48  # rows that are interleaved
+BITS = {"int8": 8, "int4": 4}  # by the option's name
+_LARGEST = 65504.0  # half precision ends here
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Rows of a matrix as codes, the last group filled up with zeros."""
+
+    codes: torch.Tensor  # uint8 [rows, groups * GROUP]
+    scales: torch.Tensor  # float16 [rows, groups]
+    minimums: torch.Tensor | None  # float16 [rows, groups]; None = 8 bits, whose zero is 128
+    num_columns: int
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.minimums is None else 4
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.codes.shape[0], self.num_columns))
+
+    def rows(self, order: torch.Tensor) -> GroupedRows:
+        """The same rows in another order. # order: int64 [rows]"""
+        minimums = None if self.minimums is None else self.minimums[order]
+        return GroupedRows(self.codes[order], self.scales[order], minimums, self.num_columns)
+
+    def dequantized(self) -> torch.Tensor:
+        """# -> float32 [rows, num_columns]"""
+        codes = self.codes.view(*self.scales.shape, GROUP).float()
+        scales = self.scales.float()[..., None]
+        values = (codes - 128) * scales if self.minimums is None else codes * scales + self.minimums.float()[..., None]
+        return values.flatten(1)[:, : self.num_columns]
+
+
+def quantize(weight: torch.Tensor, bits: int) -> GroupedRows:
+    """Round a matrix to groups of `bits`. # weight: any float [rows, columns]"""
+    num_columns = weight.shape[1]
+    values = F.pad(weight.float(), (0, -num_columns % GROUP)).view(weight.shape[0], -1, GROUP)
+    if bits == 8:
+        scales = _half(values.abs().amax(-1) / 127)
+        codes = (values * _inverse(scales)).round_().clamp_(-127, 127) + 128
+        return GroupedRows(codes.to(torch.uint8).flatten(1), scales, None, num_columns)
+    minimums = _half(values.amin(-1))
+    scales = _half((values.amax(-1) - minimums.float()) / 15)
+    codes = _four_bit_codes(values, scales, minimums)
+    scales, minimums = _fitted(values, codes, scales, minimums)
+    codes = _four_bit_codes(values, scales, minimums)
+    return GroupedRows(codes.to(torch.uint8).flatten(1), scales, minimums, num_columns)
+
+
+def _half(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(-_LARGEST, _LARGEST).half()
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    """1 / scale to multiply a group by, and 0 where all of the group is 0."""
+    wide = scales.float()[..., None]
+    return torch.where(wide > 0, 1 / wide, 0.0)
+
+
+def _four_bit_codes(values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> torch.Tensor:
+    return ((values - minimums.float()[..., None]) * _inverse(scales)).round_().clamp_(0, 15)
+
+
+def _fitted(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum of the line through (code, value) with the least squared error, where it is better.
+
+    The ends of a group are often outliers; a line that fits all 32 values misses them a little, and the rest less.
+    """
+    code_mean, value_mean = codes.mean(-1), values.mean(-1)
+    centred = codes - code_mean[..., None]
+    spread = centred.square().sum(-1)
+    slope = torch.where(spread > 0, (centred * values).sum(-1) / spread, 0.0)
+    new_scales, new_minimums = _half(slope), _half(value_mean - slope * code_mean)
+    before = _squared_error(values, codes, scales, minimums)
+    better = _squared_error(values, _four_bit_codes(values, new_scales, new_minimums), new_scales, new_minimums) < before
+    return torch.where(better, new_scales, scales), torch.where(better, new_minimums, minimums)
+
+
+def _squared_error(
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
+) -> torch.Tensor:
+    return (codes * scales.float()[..., None] + minimums.float()[..., None] - values).square().sum(-1)
+
+
+class QuantizedMatrix:
+    """A matrix [num_rows, num_columns] of codes. Rows are written once, by `put`, in any order."""
+
+    def __init__(self, num_rows: int, num_columns: int, bits: int, dtype: torch.dtype) -> None:
+        self.num_rows, self.num_columns, self.bits = num_rows, num_columns, bits
+        self.dtype = dtype  # of what is multiplied by it, and of the rows it gives
+        num_tiles, self.num_groups = -(-num_rows // TILE_ROWS), -(-num_columns // GROUP)
+        words = GROUP * bits // 32
+        self.codes = torch.zeros((num_tiles, self.num_groups, words, TILE_ROWS), dtype=torch.int32)
+        self.scales = torch.zeros((num_tiles, self.num_groups, TILE_ROWS), dtype=torch.float16)
+        self.minimums = torch.zeros_like(self.scales) if bits == 4 else None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.num_rows, self.num_columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.codes, self.scales, self.minimums)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def put(self, first_row: int, rows: GroupedRows) -> None:
+        """Write rows [first_row, first_row + rows of `rows`)."""
+        assert rows.bits == self.bits and rows.num_columns == self.num_columns, "another matrix's rows"
+        places = torch.arange(first_row, first_row + rows.codes.shape[0])
+        tile, lane = places // TILE_ROWS, places % TILE_ROWS
+        self.codes[tile, :, :, lane] = _packed(rows)
+        self.scales[tile, :, lane] = rows.scales
+        if self.minimums is not None:
+            assert rows.minimums is not None
+            self.minimums[tile, :, lane] = rows.minimums
+
+    def grouped(self, row_ids: torch.Tensor) -> GroupedRows:
+        """# row_ids: int64 [n] -> n rows"""
+        tile, lane = row_ids // TILE_ROWS, row_ids % TILE_ROWS
+        packed = self.codes[tile, :, :, lane].contiguous().view(torch.uint8).view(len(row_ids), -1, 4)
+        if self.bits == 4:
+            packed = torch.stack((packed & 0xF, packed >> 4), dim=2)
+        minimums = None if self.minimums is None else self.minimums[tile, :, lane]
+        return GroupedRows(packed.reshape(len(row_ids), -1), self.scales[tile, :, lane], minimums, self.num_columns)
+
+    def dequantized(self) -> torch.Tensor:
+        """The whole matrix as numbers. # -> self.dtype [num_rows, num_columns]"""
+        return self.grouped(torch.arange(self.num_rows)).dequantized().to(self.dtype)
+
+
+def _packed(rows: GroupedRows) -> torch.Tensor:
+    """# -> int32 [rows, groups, words of a group]"""
+    num_rows, num_groups = rows.scales.shape
+    if rows.bits == 8:
+        return rows.codes.contiguous().view(torch.int32).view(num_rows, num_groups, -1)
+    low, high = rows.codes.view(num_rows, num_groups, -1, 2, 4).unbind(3)
+    return (low | high << 4).contiguous().view(torch.int32).view(num_rows, num_groups, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixSlot:
+    """Some rows of a matrix, to be written by whoever loads a tensor of this shape."""
+
+    matrix: QuantizedMatrix
+    first_row: int
+    num_rows: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.num_rows, self.matrix.num_columns))
+
+    @property
+    def bits(self) -> int:
+        return self.matrix.bits
+
+    def put(self, rows: GroupedRows) -> None:
+        assert rows.shape == self.shape, "checked when it was read"
+        self.matrix.put(self.first_row, rows)
