@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime engine kv_transfer router prefill_worker decode_worker simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-engine bench-peers soak protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-engine bench-perplexity bench-peers soak protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -46,6 +46,9 @@ bench-transfer: setup  ## Speed of the hand-off beside memcpy, process_vm_readv 
 bench-engine: setup  ## The engine beside vLLM and llama.cpp on one core (make bench-peers installs them), 10 minutes
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.engine --write
+
+bench-perplexity: setup  ## What int8 and int4 weights cost in quality: make bench-perplexity TEXT=wiki.test.txt
+	$(BIN)/python -m benchmarks.perplexity --text $(TEXT)
 
 bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's cache, each in a directory of its own
 	$(BIN)/tandem pull

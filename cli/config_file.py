@@ -44,6 +44,7 @@ FLAGS = (
     Flag("port", "router", "port", "Port the router listens on; 0 = any free one."),
     Flag("address", "cluster", "address", "host:port of a Ray cluster to join. Without it, one is started here."),
     Flag("dtype", "engine", "dtype", "auto, float32 or bfloat16."),
+    Flag("quantization", "engine", "quantization", "none, int8 or int4: bits of a weight."),
     Flag("device", "engine", "device", "auto, cpu or cuda."),
     Flag("kv-memory-mb", "engine", "kv_memory_mb", "Size of each worker's KV pool."),
     Flag("max-context", "engine", "max_context", "Longest prompt and output together, in tokens; 0 = the model's own."),

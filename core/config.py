@@ -46,6 +46,7 @@ class SchedulerConfig:
 class EngineConfig:
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 where the CPU or GPU multiplies it natively
+    quantization: str = "none"  # none | int8 | int4: bits of a weight; the same on every worker
     device: str = "auto"  # auto | cpu | cuda
     block_size: int = 16  # tokens per KV block
     kv_memory_mb: int = 512  # size of the KV pool
@@ -58,6 +59,8 @@ class EngineConfig:
         _require_positive(self, "block_size", "kv_memory_mb")
         dtypes = ("auto", "float32", "bfloat16")
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
+        formats = ("none", "int8", "int4")
+        _require(self.quantization in formats, f"quantization must be none, int8 or int4: {self.quantization}")
         _require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda: {self.device}")
         _require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
         _require(self.num_threads >= 0, f"num_threads must be 0 (share the cores) or more, is {self.num_threads}")

@@ -27,6 +27,7 @@ class KVLayout:
     head_dim: int
     first_layer: int = 0
     first_kv_head: int = 0
+    quantization: str = "none"  # of the weights that computed it: another one's KV is another model's
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:

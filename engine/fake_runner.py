@@ -61,6 +61,7 @@ class FakeRunner:
             num_kv_heads=shape.num_kv_heads,
             block_size=config.block_size,
             head_dim=shape.head_dim,
+            quantization=config.quantization,
         )
         num_blocks = min((config.kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
         if num_blocks < 1:

@@ -62,10 +62,12 @@ class GGUFFile:
             raise self._damaged(f"metadata {key} is missing")
         return self.metadata[key]
 
-    def tensor(self, name: str) -> np.ndarray:
-        """One tensor dequantized to float32, in the shape of its entry. Raises `ConfigError` where it is not whole."""
+    def raw_tensor(self, name: str) -> tuple[str, np.ndarray]:
+        """The name of a tensor's type, and its bytes as they lie in the file, read-only. Raises as `tensor` does.
+
+        # -> uint8 [..., bytes of a row]
+        """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        from gguf.quants import dequantize
 
         entry = self.tensors[name]
         try:
@@ -77,15 +79,23 @@ class GGUFFile:
         num_bytes = prod(entry.shape[:-1]) * row_bytes
         if entry.offset + num_bytes > len(self._bytes):
             raise self._damaged(f"tensor {name} ends beyond the file")
-        raw = np.frombuffer(self._bytes, np.uint8, num_bytes, entry.offset).reshape(*entry.shape[:-1], row_bytes)
-        if ggml_type == GGMLQuantizationType.F32:
+        raw = np.frombuffer(self._bytes, np.uint8, num_bytes, entry.offset)
+        return ggml_type.name, raw.reshape(*entry.shape[:-1], row_bytes)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One tensor dequantized to float32, in the shape of its entry. Raises `ConfigError` where it is not whole."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind, raw = self.raw_tensor(name)
+        if kind == "F32":
             return raw.view(np.float32)
-        if ggml_type == GGMLQuantizationType.F16:
+        if kind == "F16":
             return raw.view(np.float16).astype(np.float32)
         try:
-            return dequantize(raw, ggml_type)
+            return dequantize(raw, GGMLQuantizationType[kind])
         except NotImplementedError as error:
-            raise ConfigError(f"{self.path}: tensor {name}: {ggml_type.name} cannot be dequantized") from error
+            raise ConfigError(f"{self.path}: tensor {name}: {kind} cannot be dequantized") from error
 
     def _damaged(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path} is not a usable GGUF file: {what}; fetch it again or convert it anew")

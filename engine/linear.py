@@ -3,8 +3,8 @@
     T tokens of the step
 
 A `LinearMethod` sees every matrix of the model once, when the model is made, and answers with what multiplies by it
-(or looks rows up in it): the weight as it is, packed for a kernel, or in another precision. It keeps what it needs of the weight, and the model
-keeps nothing, so a method that packs or shrinks frees the plain copy. Which method a model gets is decided in
+(or looks rows up in it): the weight as it is, packed for a kernel, or of codes. It keeps what it needs of the weight,
+and the model keeps nothing, so a method that packs frees the plain copy. Which method a model gets is decided in
 `choose_linear_method` of `engine/torch_runner.py`; another precision or device is a class beside this one, named there.
 """
 

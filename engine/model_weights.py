@@ -2,98 +2,127 @@
 
 q, k and v lie in one matrix, gate and up in another, so that each layer multiplies four times instead of seven. A slot
 is a view of such a tensor under the name a Hugging Face checkpoint gives it; whoever loads copies into slots, and
-knows nothing of the fusing.
+knows nothing of the fusing. Matrices may be quantized: then their slots take codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.huge_pages import HugePages
+from engine.linear import Matrix
 from engine.model_config import ModelConfig
+from engine.quantization import BITS, MatrixSlot, QuantizedMatrix
+
+Slot = torch.Tensor | MatrixSlot
+NewMatrix = Callable[..., Matrix]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(Hq + 2 * Hkv) * D, hidden]
+    qkv: Matrix  # [(Hq + 2 * Hkv) * D, hidden]
     qkv_bias: torch.Tensor | None  # [(Hq + 2 * Hkv) * D]
     qk_norm: torch.Tensor | None  # [2, D] q's, then k's
-    output: torch.Tensor  # [hidden, Hq * D]
+    output: Matrix  # [hidden, Hq * D]
     output_bias: torch.Tensor | None  # [hidden]
     feed_forward_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     config: ModelConfig
-    embedding: torch.Tensor  # [vocab, hidden]
+    embedding: Matrix  # [vocab, hidden]
     layers: list[LayerWeights]  # emptied by the model that is made of them
     final_norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [vocab, hidden]; the embedding itself where they are tied
+    head: Matrix  # [vocab, hidden]; the embedding itself where they are tied
 
-    def slots(self) -> dict[str, torch.Tensor]:
+    def slots(self) -> dict[str, Slot]:
         """Every tensor a checkpoint must hold, by its Hugging Face name, as a view to copy into."""
-        slots = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        (embedding,) = _row_slots(self.embedding, [self.config.vocab_size])
+        slots = {"model.embed_tokens.weight": embedding, "model.norm.weight": self.final_norm}
         if not self.config.tie_embeddings:
-            slots["lm_head.weight"] = self.head
+            (slots["lm_head.weight"],) = _row_slots(self.head, [self.config.vocab_size])
         for index, layer in enumerate(self.layers):
             for name, view in _layer_slots(self.config, layer).items():
                 slots[f"model.layers.{index}.{name}"] = view
         return slots
 
 
-def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Uninitialized weights of the right shapes."""
+def allocate_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str = "none"
+) -> ModelWeights:
+    """Uninitialized weights of the right shapes; matrices as `quantization` (none, int8 or int4) says.
+
+    The embedding and the head have 8 bits at least: a token's row and its logit are what errors show in most.
+    """
+    memory = HugePages()
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    embedding = empty(config.vocab_size, config.hidden_size)
+    def matrix(num_rows: int, num_columns: int, least_bits: int = 0) -> Matrix:
+        if quantization == "none":
+            return empty(num_rows, num_columns)
+        return QuantizedMatrix(num_rows, num_columns, max(least_bits, BITS[quantization]), dtype, memory)
+
+    embedding = matrix(config.vocab_size, config.hidden_size, 8)
     return ModelWeights(
         config=config,
         embedding=embedding,
-        layers=[_allocate_layer(config, empty) for _ in range(config.num_layers)],
+        layers=[_allocate_layer(config, empty, matrix) for _ in range(config.num_layers)],
         final_norm=empty(config.hidden_size),
-        head=embedding if config.tie_embeddings else empty(config.vocab_size, config.hidden_size),
+        head=embedding if config.tie_embeddings else matrix(config.vocab_size, config.hidden_size, 8),
     )
 
 
-def _allocate_layer(config: ModelConfig, empty: Callable[..., torch.Tensor]) -> LayerWeights:
+def _allocate_layer(config: ModelConfig, empty: Callable[..., torch.Tensor], matrix: NewMatrix) -> LayerWeights:
     hidden, query_size = config.hidden_size, config.num_heads * config.head_dim
     qkv_size = query_size + 2 * config.num_kv_heads * config.head_dim
     return LayerWeights(
         input_norm=empty(hidden),
-        qkv=empty(qkv_size, hidden),
+        qkv=matrix(qkv_size, hidden),
         qkv_bias=empty(qkv_size) if config.qkv_bias else None,
         qk_norm=empty(2, config.head_dim) if config.qk_norm else None,
-        output=empty(hidden, query_size),
+        output=matrix(hidden, query_size),
         output_bias=empty(hidden) if config.output_bias else None,
         feed_forward_norm=empty(hidden),
-        gate_up=empty(2 * config.intermediate_size, hidden),
-        down=empty(hidden, config.intermediate_size),
+        gate_up=matrix(2 * config.intermediate_size, hidden),
+        down=matrix(hidden, config.intermediate_size),
     )
 
 
-def _layer_slots(config: ModelConfig, layer: LayerWeights) -> dict[str, torch.Tensor]:
+def _row_slots(matrix: Matrix, sizes: Sequence[int]) -> Sequence[Slot]:
+    """One slot for each run of rows."""
+    if isinstance(matrix, torch.Tensor):
+        return torch.split(matrix, list(sizes))
+    starts = [0, *itertools.accumulate(sizes)]
+    return [MatrixSlot(matrix, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _layer_slots(config: ModelConfig, layer: LayerWeights) -> dict[str, Slot]:
     query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sizes = [query_size, kv_size, kv_size]
-    query, key, value = torch.split(layer.qkv, sizes)
-    gate, up = layer.gate_up.chunk(2)
-    slots = {
+    query, key, value = _row_slots(layer.qkv, sizes)
+    gate, up = _row_slots(layer.gate_up, [config.intermediate_size] * 2)
+    (output,) = _row_slots(layer.output, [config.hidden_size])
+    (down,) = _row_slots(layer.down, [config.hidden_size])
+    slots: dict[str, Slot] = {
         "input_layernorm.weight": layer.input_norm,
         "self_attn.q_proj.weight": query,
         "self_attn.k_proj.weight": key,
         "self_attn.v_proj.weight": value,
-        "self_attn.o_proj.weight": layer.output,
+        "self_attn.o_proj.weight": output,
         "post_attention_layernorm.weight": layer.feed_forward_norm,
         "mlp.gate_proj.weight": gate,
         "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": layer.down,
+        "mlp.down_proj.weight": down,
     }
     if layer.qkv_bias is not None:
         for name, view in zip("qkv", torch.split(layer.qkv_bias, sizes), strict=True):

@@ -6,30 +6,27 @@ knows AMX, which the kernel does not. Both leave a matrix of another dtype to to
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-
 import torch
 import torch.nn.functional as F
 
-from engine.linear import Linear, PlainLinear
+from engine.huge_pages import HugePages
+from engine.linear import Linear, Matrix, PlainLinear
 from engine.native_kernels import Kernels
 
 PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
-_SLAB_BYTES = 32 << 20
 
 
-class NativeLinear:
+class NativeLinear(PlainLinear):
     """The C kernel, where the library has it: `kernels.bf16_linear` is not None."""
 
     def __init__(self, kernels: Kernels, num_threads: int) -> None:
         self.kernels = kernels
         self.num_threads = num_threads
-        self._memory = _HugePages()
+        self._memory = HugePages()
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2:
-            return PlainLinear().prepare(weight, bias)
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2 or not isinstance(weight, torch.Tensor):
+            return super().prepare(weight, bias)
         panels = panels_of(weight)
         packed = self._memory.take(panels.numel() * 4).view(torch.int32).view(panels.shape)
         packed.copy_(panels)
@@ -85,30 +82,12 @@ class PackedLinear:
         return out
 
 
-class _HugePages:
-    """Memory for packed matrices, one behind the other. In small pages, every 4 KB of a matrix would be a TLB miss."""
-
-    def __init__(self) -> None:
-        self._slab = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """# uint8 [num_bytes], on a cache line of its own; it lives as long as somebody holds it"""
-        if num_bytes > len(self._slab):
-            mapping = mmap.mmap(-1, max(num_bytes, _SLAB_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without huge pages keeps small ones
-                    mapping.madvise(mmap.MADV_HUGEPAGE)
-            self._slab = torch.frombuffer(mapping, dtype=torch.uint8)
-        taken, self._slab = self._slab[:num_bytes], self._slab[-(-num_bytes // 64) * 64 :]
-        return taken
-
-
-class OneDNNLinear:
+class OneDNNLinear(PlainLinear):
     """oneDNN's product on a weight in the layout that oneDNN likes best."""
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if weight.dtype is not torch.bfloat16:
-            return PlainLinear().prepare(weight, bias)
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        if weight.dtype is not torch.bfloat16 or not isinstance(weight, torch.Tensor):
+            return super().prepare(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         multiply = torch.ops.mkldnn._linear_pointwise.default
         return lambda inputs: multiply(inputs, packed, bias, "none", [], "")

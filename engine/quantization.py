@@ -11,10 +11,13 @@ A row is cut into groups of 32 columns, each with a scale in half precision and,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from engine.huge_pages import HugePages
 
 GROUP = 32  # columns that share a scale
 TILE_ROWS = 48  # rows that are interleaved
@@ -95,7 +98,8 @@ def _fitted(
     slope = torch.where(spread > 0, (centred * values).sum(-1) / spread, 0.0)
     new_scales, new_minimums = _half(slope), _half(value_mean - slope * code_mean)
     before = _squared_error(values, codes, scales, minimums)
-    better = _squared_error(values, _four_bit_codes(values, new_scales, new_minimums), new_scales, new_minimums) < before
+    new_codes = _four_bit_codes(values, new_scales, new_minimums)
+    better = _squared_error(values, new_codes, new_scales, new_minimums) < before
     return torch.where(better, new_scales, scales), torch.where(better, new_minimums, minimums)
 
 
@@ -108,14 +112,18 @@ def _squared_error(
 class QuantizedMatrix:
     """A matrix [num_rows, num_columns] of codes. Rows are written once, by `put`, in any order."""
 
-    def __init__(self, num_rows: int, num_columns: int, bits: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_rows: int, num_columns: int, bits: int, dtype: torch.dtype, memory: HugePages) -> None:
         self.num_rows, self.num_columns, self.bits = num_rows, num_columns, bits
         self.dtype = dtype  # of what is multiplied by it, and of the rows it gives
         num_tiles, self.num_groups = -(-num_rows // TILE_ROWS), -(-num_columns // GROUP)
         words = GROUP * bits // 32
-        self.codes = torch.zeros((num_tiles, self.num_groups, words, TILE_ROWS), dtype=torch.int32)
-        self.scales = torch.zeros((num_tiles, self.num_groups, TILE_ROWS), dtype=torch.float16)
-        self.minimums = torch.zeros_like(self.scales) if bits == 4 else None
+
+        def take(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return memory.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+        self.codes = take(torch.int32, num_tiles, self.num_groups, words, TILE_ROWS)
+        self.scales = take(torch.float16, num_tiles, self.num_groups, TILE_ROWS)
+        self.minimums = take(torch.float16, num_tiles, self.num_groups, TILE_ROWS) if bits == 4 else None
 
     @property
     def shape(self) -> torch.Size:
@@ -132,7 +140,7 @@ class QuantizedMatrix:
 
     def put(self, first_row: int, rows: GroupedRows) -> None:
         """Write rows [first_row, first_row + rows of `rows`)."""
-        assert rows.bits == self.bits and rows.num_columns == self.num_columns, "another matrix's rows"
+        assert (rows.bits, rows.num_columns) == (self.bits, self.num_columns), "another matrix's rows"
         places = torch.arange(first_row, first_row + rows.codes.shape[0])
         tile, lane = places // TILE_ROWS, places % TILE_ROWS
         self.codes[tile, :, :, lane] = _packed(rows)

@@ -24,6 +24,7 @@ from engine.native_kernels import Kernels, load_kernels
 from engine.native_linear import NativeLinear, OneDNNLinear
 from engine.native_ops import NativeOps
 from engine.ops import Ops, TorchOps
+from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
 from engine.sampling import sample
 from engine.weights import Progress, load_weights
 
@@ -38,6 +39,8 @@ class TorchRunner:
         model_config = load_config(source)
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
+        if config.quantization != "none" and device.type != "cpu":
+            raise ConfigError(f"quantization = {config.quantization} is for CPUs: set it to none, or device to cpu")
         # The count is the process's: torch has one pool of compute threads.
         num_threads = config.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -49,10 +52,11 @@ class TorchRunner:
             num_kv_heads=model_config.num_kv_heads,
             block_size=config.block_size,
             head_dim=model_config.head_dim,
+            quantization=config.quantization,
         )
         self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
         self._pool = KVPool(self.layout, self.num_blocks, device)
-        weights = load_weights(source, model_config, TORCH_DTYPES[dtype], device, on_progress)
+        weights = load_weights(source, model_config, TORCH_DTYPES[dtype], device, on_progress, config.quantization)
         kernels = find_kernels(config, model_config, device, cache_dir)
         attention, ops = choose_kernels(kernels, model_config, self._pool, num_threads)
         linear_method = choose_linear_method(config, kernels, device, num_threads)
@@ -105,6 +109,8 @@ def choose_linear_method(
     config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
 ) -> LinearMethod:
     """What multiplies by the model's matrices. oneDNN for bfloat16 tiles (AMX), and where there is no kernel."""
+    if config.quantization != "none":
+        return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
     if config.kernels == "torch" or device.type != "cpu":
         return PlainLinear()
     if kernels is not None and kernels.bf16_linear is not None and not cpu_has_amx_bf16():

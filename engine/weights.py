@@ -17,9 +17,11 @@ from safetensors import SafetensorError, safe_open
 
 from core.errors import ConfigError
 from engine.gguf_file import GGUFFile
+from engine.gguf_groups import exact_groups
 from engine.model_config import ModelConfig
 from engine.model_source import ModelSource, SourceKind, read_json
-from engine.model_weights import ModelWeights, allocate_weights
+from engine.model_weights import ModelWeights, Slot, allocate_weights
+from engine.quantization import GroupedRows, MatrixSlot, quantize
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
 
@@ -31,6 +33,10 @@ class WeightSource(Protocol):
         """One tensor in any float type, on the CPU."""
         ...
 
+    def read_groups(self, name: str, bits: int) -> GroupedRows:
+        """One matrix in groups of `bits`: as it lies in the file where it has them, else rounded to them."""
+        ...
+
 
 def load_weights(
     source: ModelSource,
@@ -38,9 +44,10 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Progress | None = None,
+    quantization: str = "none",
 ) -> ModelWeights:
     """The weights of `source` in `dtype` on `device`. Raises `ConfigError` naming the tensor that does not fit."""
-    weights = allocate_weights(config, dtype, device)
+    weights = allocate_weights(config, dtype, device, quantization)
     slots = weights.slots()
     origin = open_weights(source, config, slots)
     missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
@@ -49,13 +56,25 @@ def load_weights(
     if extra:
         raise ConfigError(f"{source.name}: the checkpoint holds {_listed(extra)}, which the model has no place for")
     for count, (name, slot) in enumerate(slots.items(), start=1):
-        tensor = origin.read(name)
-        if tensor.shape != slot.shape:
-            raise ConfigError(f"{source.name}: {name} is {list(tensor.shape)}, the config asks for {list(slot.shape)}")
-        slot.copy_(tensor)
+        found = _fill(slot, origin, name)
+        if found != slot.shape:
+            raise ConfigError(f"{source.name}: {name} is {list(found)}, the config asks for {list(slot.shape)}")
         if on_progress is not None:
             on_progress(count, len(slots))
     return weights
+
+
+def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
+    """Copy a tensor into its slot, if it has the slot's shape. Returns the shape it has."""
+    if isinstance(slot, MatrixSlot):
+        rows = origin.read_groups(name, slot.bits)
+        if rows.shape == slot.shape:
+            slot.put(rows)
+        return rows.shape
+    tensor = origin.read(name)
+    if tensor.shape == slot.shape:
+        slot.copy_(tensor)
+    return tensor.shape
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -63,7 +82,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def open_weights(source: ModelSource, config: ModelConfig, slots: dict[str, torch.Tensor]) -> WeightSource:
+def open_weights(source: ModelSource, config: ModelConfig, slots: dict[str, Slot]) -> WeightSource:
     """The reader for the kind of `source`."""
     if source.kind is SourceKind.RANDOM:
         return RandomWeights(slots)
@@ -111,6 +130,9 @@ class SafetensorsWeights:
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
+    def read_groups(self, name: str, bits: int) -> GroupedRows:
+        return quantize(self.read(name), bits)
+
 
 # ---- GGUF
 
@@ -153,12 +175,25 @@ class GGUFWeights:
         gguf_name = self._gguf_name[name]
         # A copy, since the file is mapped read-only and torch has no read-only tensors.
         tensor = torch.from_numpy(self._file.tensor(gguf_name).copy())
+        order = self._row_order(gguf_name)
+        return tensor if order is None else tensor[order]
+
+    def read_groups(self, name: str, bits: int) -> GroupedRows:
+        gguf_name = self._gguf_name[name]
+        rows = exact_groups(self._file, gguf_name, bits)
+        if rows is None:
+            return quantize(self.read(name), bits)
+        order = self._row_order(gguf_name)
+        return rows if order is None else rows.rows(order)
+
+    def _row_order(self, gguf_name: str) -> torch.Tensor | None:
+        """Which row of the file is which of ours, where they are not in one order."""
         layer = _GGUF_LAYER.fullmatch(gguf_name)
         num_heads = self._num_heads.get(layer[2]) if layer else None
-        if num_heads is None or tensor.shape[0] % (2 * num_heads):
-            return tensor
-        half = tensor.shape[0] // num_heads // 2
-        return tensor.view(num_heads, half, 2, *tensor.shape[1:]).transpose(1, 2).flatten(0, 2)
+        num_rows = self._file.tensors[gguf_name].shape[0]
+        if num_heads is None or num_rows % (2 * num_heads):
+            return None
+        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _hf_name(gguf_name: str) -> str:
@@ -177,7 +212,7 @@ def _hf_name(gguf_name: str) -> str:
 class RandomWeights:
     """Numbers drawn from each tensor's name, so every worker draws the same ones and in any order."""
 
-    def __init__(self, slots: dict[str, torch.Tensor]) -> None:
+    def __init__(self, slots: dict[str, Slot]) -> None:
         self._shapes = {name: slot.shape for name, slot in slots.items()}
 
     def names(self) -> set[str]:
@@ -192,3 +227,6 @@ class RandomWeights:
         # Products keep the scale of their inputs; embeddings stay small beside them, or a token would echo itself.
         scaled: torch.Tensor = drawn * shape[-1] ** -0.5
         return scaled
+
+    def read_groups(self, name: str, bits: int) -> GroupedRows:
+        return quantize(self.read(name), bits)

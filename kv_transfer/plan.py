@@ -36,7 +36,7 @@ class TransferPlan:
 
     def __post_init__(self) -> None:
         compared = self.source.differences(self.target)
-        differing = [str(name) for name in ("model", "dtype", "head_dim") if name in compared]
+        differing = [str(name) for name in ("model", "quantization", "dtype", "head_dim") if name in compared]
         small, large = sorted((self.source.block_size, self.target.block_size))
         if large % small:
             differing.append("block_size")

@@ -61,6 +61,7 @@ HOLDER_STATE_TO_WIRE: dict[HolderState, worker_pb2.HolderState] = {
 
 _LAYOUT_FIELDS = (
     "model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head",
+    "quantization",
 )  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def encode_layout(layout: KVLayout) -> worker_pb2.KVLayout:
 
 def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
     try:
-        return KVLayout(**{name: getattr(wire, name) for name in _LAYOUT_FIELDS})
+        found = {name: getattr(wire, name) for name in _LAYOUT_FIELDS}
+        return KVLayout(**(found | {"quantization": wire.quantization or "none"}))
     except ValueError as error:
         raise InvalidRequest("layout", str(error)) from error
 

@@ -97,7 +97,7 @@ HOLDER_STATE_READING: HolderState
 HOLDER_STATE_VERIFYING: HolderState
 
 class KVLayout(_message.Message):
-    __slots__ = ("model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head")
+    __slots__ = ("model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head", "quantization")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class KVLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     dtype: str
     num_layers: int
@@ -114,7 +115,8 @@ class KVLayout(_message.Message):
     head_dim: int
     first_layer: int
     first_kv_head: int
-    def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., first_layer: _Optional[int] = ..., first_kv_head: _Optional[int] = ...) -> None: ...
+    quantization: str
+    def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., first_layer: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Location(_message.Message):
     __slots__ = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")

@@ -5,9 +5,9 @@
    in order. So an output depends on its own row of inputs alone: not on the batch, not on threads, not on the
    instruction set (but for the last bit of a sum where that has no fused multiply-add).
 
-   A block is a few rows of inputs by a few vectors of a tile; its integer sums lie in registers. Several vectors, because
-   reading four inputs into all lanes costs as much as multiplying by them. While the blocks of one tile are computed,
-   the next tile is fetched from memory. */
+   A block is a few rows of inputs by a few vectors of a tile; its integer sums lie in registers. Several vectors,
+   because reading four inputs into all lanes costs as much as multiplying by them. While the blocks of one tile are
+   computed, the next tile is fetched from memory. */
 #include "quantized.h"
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
@@ -132,8 +132,8 @@ struct ahead {
     int64_t lines;
 };
 
-/* sums[row * BLOCK_VECTORS + v] = row `row` of the inputs by vector v of the tile, counted from its row `lane`. rows and
-   bits are constants where this is called. */
+/* out[row * BLOCK_VECTORS + v] = row `row` of the inputs by vector v of the tile, counted from its row `lane`.
+   rows and bits are constants where this is called. */
 INLINE void multiply(const struct quantized_matrix *matrix, int64_t tile, int lane, const int8_t *codes,
                      const struct group_input *inputs, struct ahead ahead, int rows, int bits, vfloat *out) {
     const int64_t num_groups = matrix->num_groups, row_bytes = num_groups * GROUP;
@@ -271,23 +271,23 @@ EXPORT void tandem_quantized_linear(const struct quantized_matrix *matrix, const
     }
 }
 
+INLINE float weight_at(const struct quantized_matrix *matrix, int64_t row, int64_t column) {
+    const int64_t group = row / TILE_ROWS * matrix->num_groups + column / GROUP, lane = row % TILE_ROWS;
+    const int four = column % GROUP / 4, byte = column % 4;
+    const float scale = load_half(matrix->scales[group * TILE_ROWS + lane]);
+    if (!matrix->minimums) {
+        const int32_t word = matrix->codes[(group * words_per_group(8) + four) * TILE_ROWS + lane];
+        return (float)((word >> 8 * byte & 0xff) - 128) * scale;
+    }
+    const int32_t word = matrix->codes[(group * words_per_group(4) + four / 2) * TILE_ROWS + lane];
+    const float minimum = load_half(matrix->minimums[group * TILE_ROWS + lane]);
+    return (float)(word >> (8 * byte + four % 2 * 4) & 0xf) * scale + minimum;
+}
+
 /* outputs: [num_ids, matrix->num_columns], row i = row ids[i] of the matrix, which must have it. */
 EXPORT void tandem_quantized_rows(const struct quantized_matrix *matrix, const int64_t *ids, int64_t num_ids,
                                   void *outputs, int is_bf16) {
-    const int bits = matrix->minimums ? 4 : 8, words = words_per_group(bits);
-    for (int64_t i = 0; i < num_ids; i++) {
-        const int64_t tile = ids[i] / TILE_ROWS, lane = ids[i] % TILE_ROWS;
-        void *row = (char *)outputs + i * matrix->num_columns * element_bytes(is_bf16);
-        for (int64_t column = 0; column < matrix->num_columns; column++) {
-            const int64_t group = tile * matrix->num_groups + column / GROUP, place = group * TILE_ROWS + lane;
-            const int at = column % GROUP;
-            const int word = matrix->codes[(group * words + at * bits / 32) * TILE_ROWS + lane];
-            const float scale = load_half(matrix->scales[place]);
-            if (bits == 8)
-                store_one(row, column, is_bf16, (float)((word >> 8 * (at % 4) & 0xff) - 128) * scale);
-            else
-                store_one(row, column, is_bf16,
-                          (float)(word >> (8 * (at % 4) + at / 4 % 2 * 4) & 0xf) * scale + load_half(matrix->minimums[place]));
-        }
-    }
+    for (int64_t i = 0; i < num_ids; i++)
+        for (int64_t column = 0; column < matrix->num_columns; column++)
+            store_one(outputs, i * matrix->num_columns + column, is_bf16, weight_at(matrix, ids[i], column));
 }

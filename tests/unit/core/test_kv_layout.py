@@ -19,6 +19,7 @@ OTHER_VALUES = {
     "head_dim": 32,
     "first_layer": 1,
     "first_kv_head": 1,
+    "quantization": "int4",
 }
 
 

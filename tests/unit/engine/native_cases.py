@@ -23,6 +23,7 @@ from engine.native_linear import PackedLinear, panels_of
 from engine.native_ops import NativeOps
 from engine.ops import TorchOps
 from engine.rotary import Rotation
+from tests.unit.engine.quantized_cases import quantized_differences
 
 # One bfloat16 has 8 bits: two roundings of a value near 4 differ by 1/64 at most, and torch rounds between its steps.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -150,6 +151,7 @@ def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], se
     for seed in seeds:
         case = AttentionCase(seed, dtype, head_dims[seed % len(head_dims)], longest=150)
         found += case.differences(kernels) + ops_differences(kernels, seed, dtype)
+        found += quantized_differences(kernels, seed, dtype)
         found += linear_differences(kernels, seed) if dtype == "bfloat16" else []
     return found
 

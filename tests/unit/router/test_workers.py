@@ -85,10 +85,11 @@ def test_a_fresh_snapshot_keeps_what_is_dispatched_and_clears_suspicion() -> Non
     assert workers.chosen("d").dispatched == {"x#1": 5}
 
 
-def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone() -> None:
+@pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("quantization", "int8")])
+def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str, value: str) -> None:
     workers = table(record("d"))
-    other = replace(LAYOUT, dtype="bfloat16")
-    with pytest.raises(LayoutMismatch, match="dtype"):
+    other = replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(LayoutMismatch, match=field):
         workers.join(replace(record("e"), agent=agent("e", layout=other)), ())
     workers.join(replace(record("d"), agent=agent("d", layout=other)), ())
     assert workers.chosen("d").agent.layout == other

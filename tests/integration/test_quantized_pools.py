@@ -1,0 +1,56 @@
+"""Two pools on quantized weights say what one engine says, and pools of different weights are kept apart."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from core.config import EngineConfig
+from core.errors import LayoutMismatch
+from engine.fake_runner import FakeRunner
+from kv_transfer.plan import TransferPlan
+from protos import inference_pb2
+from protos.codec import decode_layout, encode_layout
+from tests.integration.test_two_pools import BLOCK, expected_tokens, prompt_of
+from tests.support.deployment import deploy, tiny_config
+from tests.support.reference import CoLocatedEngine
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "bfloat16"), ("int4", "float32")])
+async def test_two_pools_say_what_one_engine_says(quantization: str, dtype: str) -> None:
+    """Also in bfloat16, and though the pools cut and mix the prompts otherwise: the kernel does not see the batch."""
+    config = tiny_config("random:llama-tiny", transport="nixl")
+    config = replace(config, engine=replace(config.engine, quantization=quantization, dtype=dtype))
+    engine = CoLocatedEngine(replace(config.engine, kv_memory_mb=32))
+    shared = prompt_of(3 * BLOCK, seed=1)
+    prompts = [shared[: BLOCK * (i % 4)] + prompt_of(1 + 13 * i, seed=20 + i) for i in range(8)]
+    async with deploy(config) as deployment:
+        answers = await asyncio.gather(*(deployment.generate(token_ids=prompt, max_tokens=12) for prompt in prompts))
+        for answer, prompt in zip(answers, prompts, strict=True):
+            assert answer.token_ids == expected_tokens(engine, prompt, 12)
+            assert answer.finished is not None
+            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        await deployment.assert_pools_settle()
+    engine.close()
+
+
+def test_kv_of_other_weights_is_refused_and_the_field_named() -> None:
+    layouts = [
+        FakeRunner.from_config(EngineConfig(model="fake:tiny", quantization=quantization)).layout
+        for quantization in ("int8", "int4", "none")
+    ]
+    for first, second in itertools.permutations(layouts, 2):
+        with pytest.raises(LayoutMismatch, match="quantization"):
+            TransferPlan(first, second)
+    assert len({layout.fingerprint() for layout in layouts}) == 3
+    assert [decode_layout(encode_layout(layout)) for layout in layouts] == layouts
+
+
+def test_a_peer_that_says_nothing_of_quantization_has_none() -> None:
+    layout = FakeRunner.from_config(EngineConfig(model="fake:tiny")).layout
+    wire = encode_layout(layout)
+    wire.ClearField("quantization")
+    assert decode_layout(wire) == layout

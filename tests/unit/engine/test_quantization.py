@@ -1,0 +1,124 @@
+"""Numbers become codes with a bounded error, and codes of a GGUF file are taken as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.gguf_file import GGUFFile
+from engine.gguf_groups import exact_groups
+from engine.huge_pages import HugePages
+from engine.quantization import GROUP, GroupedRows, MatrixSlot, QuantizedMatrix, quantize
+from tests.unit.engine.quantized_cases import matrix_of
+
+SHAPES = [(1, 1), (47, 31), (48, 32), (49, 33), (100, 576)]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7.5)])
+def test_no_number_is_further_off_than_half_a_step(shape: tuple[int, int], bits: int, levels: float) -> None:
+    """The step of 4 bits may be a little longer than its group's: a line that fits all 32 is fitted."""
+    weight = normal(*shape)
+    error = (quantize(weight, bits).dequantized() - weight).abs().max()
+    assert error <= weight.abs().max() / levels * (0.51 if bits == 8 else 1.0)
+
+
+def test_four_bits_lose_less_than_the_ends_of_a_group_would_have_it() -> None:
+    weight = normal(200, 576)
+    groups = weight.view(200, -1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    plain = ((groups - low) / step).round() * step + low
+    fitted = quantize(weight, 4).dequantized().view_as(groups)
+    assert (fitted - groups).square().mean() < 0.97 * (plain - groups).square().mean()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-20, 60_000.0, 1e30])
+def test_constant_groups_stay_finite_and_right_within_half_precision(bits: int, value: float) -> None:
+    found = quantize(torch.full((2, 40), value), bits).dequantized()
+    assert found.isfinite().all()
+    if value < 60_000:
+        torch.testing.assert_close(found, torch.full((2, 40), value), rtol=5e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_was_put_into_a_matrix_comes_out(bits: int, shape: tuple[int, int]) -> None:
+    weight = normal(*shape)
+    matrix = matrix_of(weight, bits, torch.float32)
+    assert torch.equal(matrix.dequantized(), quantize(weight, bits).dequantized())
+    order = torch.randperm(shape[0])
+    assert torch.equal(matrix.grouped(order).dequantized(), quantize(weight[order], bits).dequantized())
+
+
+def test_the_bytes_of_a_matrix_are_those_that_are_promised() -> None:
+    assert QuantizedMatrix(960, 576, 8, torch.bfloat16, HugePages()).num_bytes * 8 == 8.5 * 960 * 576
+    assert QuantizedMatrix(960, 576, 4, torch.bfloat16, HugePages()).num_bytes * 8 == 5 * 960 * 576
+
+
+def test_a_slot_writes_its_rows_and_no_others() -> None:
+    matrix = QuantizedMatrix(100, 40, 4, torch.float32, HugePages())
+    rows = quantize(normal(30, 40), 4)
+    MatrixSlot(matrix, 45, 30).put(rows)
+    assert torch.equal(matrix.dequantized()[45:75], rows.dequantized())
+    assert not matrix.dequantized()[:45].any()
+    assert not matrix.dequantized()[75:].any()
+
+
+def write(path: Path, kind: gguf.GGMLQuantizationType, raw: np.ndarray) -> GGUFFile:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+def q4_k(rows: int, super_blocks: int) -> np.ndarray:
+    """Random bytes, with common scales of ordinary size: gguf's package reads this type and does not write it."""
+    raw = np.random.default_rng(1).integers(0, 256, (rows, super_blocks, 144), dtype=np.uint8)
+    raw[..., :4] = np.array([0.011, 0.013], np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4), ("Q4_1", 4)])
+def test_the_same_groups_in_a_gguf_are_taken_as_they_are(tmp_path: Path, kind: str, bits: int) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    raw = gguf.quants.quantize(normal(50, 96).numpy(), quantization)
+    file = write(tmp_path / "a.gguf", quantization, raw)
+    rows = exact_groups(file, "token_embd.weight", bits)
+    assert rows is not None
+    assert torch.equal(rows.dequantized(), torch.from_numpy(file.tensor("token_embd.weight")))
+    assert exact_groups(file, "token_embd.weight", 12 - bits) is None, "the other bits are not in the file"
+
+
+def test_q4_k_keeps_its_codes_and_rounds_its_scales_to_half_precision(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q4_K, q4_k(10, 3))
+    rows = exact_groups(file, "token_embd.weight", 4)
+    assert rows is not None
+    expected = torch.from_numpy(file.tensor("token_embd.weight"))
+    torch.testing.assert_close(rows.dequantized(), expected, rtol=0, atol=2**-11 * 63 * (15 * 0.011 + 0.013))
+
+
+def test_scales_beyond_half_precision_are_left_to_rounding_anew(tmp_path: Path) -> None:
+    raw = q4_k(1, 1)
+    raw[:, :4] = np.array([60_000.0, 60_000.0], np.float16).view(np.uint8)
+    file = write(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q4_K, raw)
+    assert exact_groups(file, "token_embd.weight", 4) is None
+
+
+def test_rows_in_another_order_are_the_same_rows() -> None:
+    rows = quantize(normal(6, 33), 4)
+    order = torch.tensor([5, 0, 3, 1, 2, 4])
+    assert torch.equal(rows.rows(order).dequantized(), rows.dequantized()[order])
+    assert isinstance(rows.rows(order), GroupedRows)

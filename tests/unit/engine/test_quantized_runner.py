@@ -1,0 +1,149 @@
+"""The engine on quantized weights says what those weights say, alone and in company.
+
+The reference dequantizes: float32 numbers of the same codes, multiplied by torch. The kernel rounds its inputs to
+8 bits as well, so log-probabilities are within a tolerance; but its results do not depend on the batch, so that tokens
+are equal, not close, however requests are cut and mixed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from core.step import SampledToken
+from engine.builtin_configs import RANDOM_CONFIGS
+from engine.linear import PlainLinear
+from engine.model_source import resolve_model
+from engine.quantization import MatrixSlot, QuantizedMatrix
+from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
+from engine.torch_runner import TorchRunner, choose_linear_method
+from engine.weights import load_weights
+from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.test_native_runner import MODELS, top_tokens
+from tests.unit.engine.test_weights import random_weights, write_gguf
+
+QUANTIZATIONS = ["int8", "int4"]
+# Natural log, kernel against dequantized numbers. What the 8 bits of the inputs cost, in a model of random weights.
+LOGPROB_TOLERANCE = {"float32": 0.12, "bfloat16": 0.15}
+
+
+def build(model: str, quantization: str, kernels: str = "auto", dtype: str = "float32") -> TorchRunner:
+    return TorchRunner(
+        EngineConfig(
+            model=model, dtype=dtype, quantization=quantization, kv_memory_mb=4, num_threads=1, kernels=kernels
+        )
+    )
+
+
+def native(model: str, quantization: str, dtype: str = "float32") -> TorchRunner:
+    runner = build(f"random:{model}", quantization, dtype=dtype)
+    assert runner._model is not None
+    if type(runner._model.head).__name__ == "function":
+        pytest.skip("no C compiler here")
+    return runner
+
+
+@pytest.mark.parametrize("dtype", LOGPROB_TOLERANCE)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("model", MODELS)
+def test_log_probabilities_are_those_of_the_dequantized_weights(model: str, quantization: str, dtype: str) -> None:
+    ours = top_tokens(native(model, quantization, dtype))
+    theirs = top_tokens(build(f"random:{model}", quantization, "torch"))
+    assert_close(ours, theirs, LOGPROB_TOLERANCE[dtype])
+
+
+def assert_close(ours: list[SampledToken], theirs: list[SampledToken], tolerance: float) -> None:
+    for found, reference in zip(ours, theirs, strict=True):
+        expected = dict(reference.top_logprobs)
+        shared = [(logprob, expected[token]) for token, logprob in found.top_logprobs if token in expected]
+        assert len(shared) >= 12, "the most likely tokens are not the same ones"
+        assert max(abs(a - b) for a, b in shared) < tolerance
+
+
+@pytest.mark.parametrize("dtype", LOGPROB_TOLERANCE)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen2-tiny", "smollm2-tiny"])
+def test_chunks_prefix_hits_and_mixed_batches_change_no_token(model: str, quantization: str, dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    runner = native(model, quantization, dtype)
+    shared = rng.integers(0, 250, 48).tolist()
+    requests = [
+        request(str(n), shared[: n // 2] + rng.integers(0, 250, n - n // 2).tolist(), max_tokens=16)
+        for n in (1, 3, 15, 16, 17, 64, 96)
+    ]
+    alone = {wanted.request_id: Engine(runner).generate(wanted)[wanted.request_id] for wanted in requests}
+    engine = Engine(runner, budget=23)
+    assert engine.generate(*requests) == alone
+    assert engine.max_chunks_of_one == 1
+    assert engine.generate(*requests) == alone
+    assert engine.num_cached_tokens["96"] >= 80, "the second time, prefixes are hits"
+    assert len({tuple(tokens) for tokens in alone.values()}) > 1, "the same answer to all shows nothing"
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_quantized_weights_are_not_the_plain_ones(quantization: str) -> None:
+    """Or the tests above would compare a model with itself."""
+    quantized, plain = (top_tokens(build("random:llama-tiny", kind, "torch")) for kind in (quantization, "none"))
+    assert quantized[0].top_logprobs != plain[0].top_logprobs
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_matrices_have_the_bits_that_are_asked_for(quantization: str) -> None:
+    config = RANDOM_CONFIGS["smollm2-tiny"]
+    source = resolve_model("random:smollm2-tiny")
+    calls: list[tuple[int, int]] = []
+    weights = load_weights(
+        source, config, torch.float32, torch.device("cpu"), lambda *call: calls.append(call), quantization
+    )
+    slots = weights.slots()
+    bits = {name: slot.bits for name, slot in slots.items() if isinstance(slot, MatrixSlot)}
+    assert bits.pop("model.embed_tokens.weight") == 8
+    assert set(bits.values()) == {8 if quantization == "int8" else 4}
+    assert all(isinstance(slot, MatrixSlot) or slot.ndim == 1 for slot in slots.values())
+    assert weights.head is weights.embedding, "tied: in memory once"
+    assert calls == [(count, len(slots)) for count in range(1, len(slots) + 1)]
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "llama3-tiny"])
+def test_a_gguf_of_8_bits_is_the_same_model_in_int8(tmp_path: Path, model: str) -> None:
+    """Every code as in the file, q and k rows in our order."""
+    write_gguf(tmp_path / "tiny.gguf", RANDOM_CONFIGS[model], random_weights(model))
+    plain, quantized = (top_tokens(build(str(tmp_path / "tiny.gguf"), kind, "torch")) for kind in ("none", "int8"))
+    assert quantized == plain
+
+
+def test_the_kernel_multiplies_where_there_is_one() -> None:
+    runner = native("llama-tiny", "int8")
+    assert runner.layout.quantization == "int8"
+    config = EngineConfig(quantization="int8")
+    cpu = torch.device("cpu")
+    assert isinstance(choose_linear_method(config, None, cpu, 1), DequantizedLinear)
+    assert not isinstance(choose_linear_method(EngineConfig(), None, cpu, 1), DequantizedLinear)
+
+
+def test_a_gpu_and_an_unknown_format_are_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="quantization = int4 is for CPUs: set it to none, or device to cpu"):
+        TorchRunner(EngineConfig(model="random:llama-tiny", quantization="int4", device="cuda", num_threads=1))
+    with pytest.raises(ConfigError, match="quantization must be none, int8 or int4: int3"):
+        EngineConfig(quantization="int3")
+
+
+def test_codes_are_not_given_to_a_method_of_plain_numbers() -> None:
+    weights = load_weights(
+        resolve_model("random:llama-tiny"),
+        RANDOM_CONFIGS["llama-tiny"],
+        torch.float32,
+        torch.device("cpu"),
+        quantization="int8",
+    )
+    assert isinstance(weights.head, QuantizedMatrix)
+    with pytest.raises(AssertionError, match="methods of their own"):
+        PlainLinear().prepare(weights.head, None)
+    assert DequantizedLinear().prepare(weights.head, None)(torch.eye(64)).shape == (64, weights.head.num_rows)
+    assert NativeQuantizedLinear.prepare is not DequantizedLinear.prepare
