@@ -10,26 +10,7 @@
    ROWS rows by a pair of vectors. */
 #include <stdlib.h>
 
-#include "kv_cache.h"
-
-#define ROWS 6
-#define SPAN_ROWS 384 /* rows of a task: enough to make the transposing cheap, few enough to stay in the second cache */
-
-struct span {
-    const struct kv_cache *cache;
-    const int32_t *table;
-    int64_t first_position;            /* of the span's first token */
-    int64_t first_row;                 /* of the step's queries */
-    int num_tokens, group, num_rows;   /* num_rows: tokens * group, rounded up to ROWS */
-    float *query, *sums;               /* [num_rows, head_dim] */
-    float *maxima, *totals;            /* [num_rows] */
-    float *keys;                       /* [head_dim, TILE] */
-};
-
-INLINE int64_t position_of(const struct span *span, int row) {
-    const int token = row / span->group;
-    return span->first_position + (token < span->num_tokens ? token : span->num_tokens - 1);
-}
+#include "prefill_span.h"
 
 INLINE void transpose_keys(const char *const *rows, size_t offset, int count, int head_dim, int is_bf16, float *keys) {
     for (int p = 0; p < count; p++) {
@@ -211,7 +192,9 @@ EXPORT int tandem_prefill_attention(const struct kv_cache *cache, const struct p
             span.totals = span.maxima + max_rows;
             span.keys = span.totals + max_rows;
             const int kv_head = (int)(within % cache->num_kv_heads);
-            if (cache->is_bf16)
+            if (BF16_PRODUCTS && cache->is_bf16)
+                tandem_attend_span_bf16(&span, queries, query_stride, out, kv_head, layer);
+            else if (cache->is_bf16)
                 attend_span(&span, queries, query_stride, out, kv_head, layer, 1);
             else
                 attend_span(&span, queries, query_stride, out, kv_head, layer, 0);

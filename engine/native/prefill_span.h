@@ -1,0 +1,38 @@
+/* A span of a prefill's tokens with the query heads that share one KV head: what one task computes. */
+#ifndef TANDEM_PREFILL_SPAN_H
+#define TANDEM_PREFILL_SPAN_H
+
+#include "kv_cache.h"
+
+#define ROWS 6
+#define SPAN_ROWS 384 /* rows of a task: enough to make the transposing cheap, few enough to stay in the second cache */
+
+struct span {
+    const struct kv_cache *cache;
+    const int32_t *table;
+    int64_t first_position;            /* of the span's first token */
+    int64_t first_row;                 /* of the step's queries */
+    int num_tokens, group, num_rows;   /* num_rows: tokens * group, rounded up to ROWS */
+    float *query, *sums;               /* [num_rows, head_dim] */
+    float *maxima, *totals;            /* [num_rows] */
+    float *keys;                       /* [head_dim, TILE]; as bfloat16 with the values behind them */
+};
+
+INLINE int64_t position_of(const struct span *span, int row) {
+    const int token = row / span->group;
+    return span->first_position + (token < span->num_tokens ? token : span->num_tokens - 1);
+}
+
+INLINE int smaller(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
+
+#ifdef __AVX512BF16__
+#define BF16_PRODUCTS 1
+#else
+#define BF16_PRODUCTS 0
+#endif
+
+/* The span by bfloat16 products, where the CPU has them. */
+void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t query_stride, uint16_t *out,
+                             int kv_head, int64_t layer);
+
+#endif
