@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from benchmarks import startup
+from benchmarks import engine_serving, startup
 from benchmarks.engine_figures import (
     BATCHES,
     CONTEXTS,
@@ -36,7 +36,8 @@ from core.config import EngineConfig
 from engine.model_source import load_config, resolve_model
 
 STEPS = 5  # of one program before the next has its turn; the first one warms the caches and is not counted
-PARTS = ("decode", "prefill", "quantized", "startup")
+FLEET_STARTS = 3
+PARTS = ("decode", "prefill", "quantized", "serving", "startup")
 
 
 def quantizations() -> tuple[str, ...]:
@@ -102,6 +103,9 @@ def run(arguments: argparse.Namespace, report: Report, figures: Figures) -> None
         for context in CONTEXTS if "decode" in arguments.parts else ():
             measure_decode(programs, context, arguments.repeats, figures)
         figures.take_floors(programs[OURS].call("floors"), programs[OURS].call("about"))
+    if "serving" in arguments.parts:
+        small = replace(plain, kv_memory_mb=768)
+        figures.serving_share = engine_serving.measure(small, core, max(BATCHES), QUANTIZED_CONTEXT)
     if "quantized" in arguments.parts:
         small = replace(plain, kv_memory_mb=512)
         launches = {PLAIN: launch_tandem(small)}
@@ -128,8 +132,8 @@ def main() -> int:
     cells, others = list(figures.cells()), list(figures.other_lines())
     if "startup" in arguments.parts:
         config = EngineConfig(model=arguments.model)
-        start = startup.start_fleet(config.model, config.kv_memory_mb)
-        others += startup.lines(start, config, sum(figures.num_weights()) * WEIGHT_BYTES)
+        starts = [startup.start_fleet(config.model, config.kv_memory_mb) for _ in range(FLEET_STARTS)]
+        others += startup.lines(starts, config, sum(figures.num_weights()) * WEIGHT_BYTES)
     for line in [line for cell in cells for line in cell.lines()] + others:
         report.add(line)
     report.write()

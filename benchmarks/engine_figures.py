@@ -24,6 +24,7 @@ QUANTIZED_CONTEXT = 512
 LEAST_SPEED = {VLLM: 1.25, LLAMA: 1.0, PLAIN: 1.0}  # times the peer's
 LEAST_ATTENTION_SHARE = 0.6  # of the core's read bandwidth
 MOST_AROUND_SHARE = 0.05  # of a step of the largest batch
+MOST_START_S = 5.0
 WEIGHT_BYTES = 2  # of a bfloat16
 
 
@@ -70,6 +71,7 @@ class Figures:
     model: ModelConfig
     step_ms: dict[tuple[str, int, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     prefill_ms: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    serving_share: float | None = None  # around the model while a worker serves, of a step
     first_token_s: dict[str, float] = field(default_factory=dict)  # from the start of each program's process
     read_bytes_per_s: float = 0.0
     flop_per_s: float = 0.0
@@ -148,8 +150,12 @@ class Figures:
             for batch in reversed(BATCHES):
                 yield from self._attention(context, batch)
             yield from self._around(context, max(BATCHES))
+        if self.serving_share is not None:
+            yield _around_line(f"in a decode worker that serves {max(BATCHES)} streams", self.serving_share)
         for name, seconds in self.first_token_s.items():
-            yield Line(f"{name}: start of its process, on one core, to its first token", "", seconds, "s")
+            goal = f"under {MOST_START_S:g} s" if name == PLAIN else ""
+            what = f"{name}: start of the engine's process, on one core, to its first token"
+            yield Line(what, goal, seconds, "s", holds=seconds < MOST_START_S if goal else None)
 
     def _attention(self, context: int, batch: int) -> Iterator[Line]:
         milliseconds = self.step(OURS, context, batch, "attention_ms")
@@ -164,11 +170,12 @@ class Figures:
         step, emit, model = (self.step(OURS, context, batch, part) for part in ("ms", "emit_ms", "model_ms"))
         if step is not None and emit is not None and model is not None:
             share = (step + emit - model) / (step + emit)
-            what, goal = (
-                f"around the model, batch {batch}, context {context}",
-                f"under {MOST_AROUND_SHARE:.0%} of the step",
-            )
-            yield Line(what, goal, 100 * share, "% of the step", holds=share < MOST_AROUND_SHARE)
+            yield _around_line(f"in one thread, batch {batch}, context {context}", share)
+
+
+def _around_line(where: str, share: float) -> Line:
+    goal = f"under {MOST_AROUND_SHARE:.0%} of the step"
+    return Line(f"around the model, {where}", goal, 100 * share, "% of the step", holds=share < MOST_AROUND_SHARE)
 
 
 def _weights(name: str) -> str:

