@@ -14,7 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from benchmarks import engine_serving, startup
 from benchmarks.engine_figures import (
@@ -36,14 +36,9 @@ from core.config import EngineConfig
 from engine.model_source import load_config, resolve_model
 
 STEPS = 5  # of one program before the next has its turn; the first one warms the caches and is not counted
+FORMATS = ("int8", "int4")  # of weights, beside the plain one
 FLEET_STARTS = 3
 PARTS = ("decode", "prefill", "quantized", "serving", "startup")
-
-
-def quantizations() -> tuple[str, ...]:
-    """The weight formats that this version's config offers beside the plain ones."""
-    known = {option.name for option in fields(EngineConfig)}
-    return ("int8", "int4") if "quantization" in known else ()
 
 
 @contextlib.contextmanager
@@ -109,7 +104,7 @@ def run(arguments: argparse.Namespace, report: Report, figures: Figures) -> None
     if "quantized" in arguments.parts:
         small = replace(plain, kv_memory_mb=512)
         launches = {PLAIN: launch_tandem(small)}
-        launches |= {f"{OURS} {name}": launch_tandem(replace(small, quantization=name)) for name in quantizations()}
+        launches |= {f"{OURS} {name}": launch_tandem(replace(small, quantization=name)) for name in FORMATS}
         if arguments.peers:
             launches[LLAMA] = launch_llama(arguments.model)
         with running(launches, core, report, figures) as programs:
