@@ -6,6 +6,7 @@ read bandwidth, and to multiply at its measured speed of a matrix product.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -92,8 +93,8 @@ class Figures:
     def num_weights(self) -> tuple[int, int]:
         """(those that every token is multiplied by, those of the head)"""
         weights = allocate_weights(self.model, torch.bfloat16, torch.device("meta"))
-        count = sum(slot.numel() for slot in weights.slots().values())
-        head = weights.head.numel()
+        count = sum(math.prod(slot.shape) for slot in weights.slots().values())
+        head = self.model.vocab_size * self.model.hidden_size
         return count - (head if self.model.tie_embeddings else 2 * head), head
 
     def decode_floor_ms(self, context: int, batch: int) -> float:

@@ -56,7 +56,8 @@ def write(model: str, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     config, file = load_config(source), GGUFFile(source.path)
     slots = load_weights(source, config, torch.bfloat16, torch.device("cpu")).slots()
-    tensors = {name: slot.clone() for name, slot in slots.items()}  # slots share memory, which the format has not
+    # Slots share memory, which the format has not; each is a tensor, since nothing was quantized.
+    tensors = {name: slot.clone() for name, slot in slots.items() if isinstance(slot, torch.Tensor)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer = from_gguf(source)
     tokenizer.tokenizer.save(str(directory / "tokenizer.json"))
