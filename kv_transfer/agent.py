@@ -4,8 +4,8 @@
 
 The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
 moves it goes round without a pause; else it waits for a command, each time twice as long, up to a limit that is shorter
-when transfers are alive. A second thread computes digests. The agent decides nothing: which block goes where, what is
-repeated and given up is the business of the machine.
+when transfers are alive. A second thread computes the digests of what is offered. The agent decides nothing: which
+block goes where, what is repeated and given up is the business of the machine.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -14,6 +14,7 @@ repeated and given up is the business of the machine.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, OfferedBlock, Ready
-from kv_transfer.digests import Digester, Digests
+from kv_transfer.digests import Digests, OfferDigests, ReadDigests
 from kv_transfer.events import (
     AgentAction,
     AgentEvent,
@@ -34,7 +35,6 @@ from kv_transfer.events import (
     PeerLost,
     ProbePath,
     ReadFailed,
-    ReadFinished,
     ReadTimedOut,
     SendMessage,
     StartRead,
@@ -43,7 +43,8 @@ from kv_transfer.events import (
 from kv_transfer.location import locate
 from kv_transfer.path_probe import PathProber, tell
 from kv_transfer.path_speed import PathSpeeds
-from kv_transfer.plan import Run, TransferPlan
+from kv_transfer.plan import TransferPlan
+from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, decode, encode
 
@@ -67,14 +68,6 @@ class AgentIdentity:
         return f"{self.worker_id}.{self.incarnation:016x}"
 
 
-@dataclass(slots=True)
-class _Read:
-    action: StartRead
-    plan: TransferPlan
-    deadline: float
-    timed_out: bool = False
-
-
 class TransferAgent:
     def __init__(
         self,
@@ -96,14 +89,15 @@ class TransferAgent:
         self._commands: deque[AgentAction] = deque()
         self._events: list[AgentEvent] = []
         self._peers: dict[str, AgentAddress] = {}  # connected
-        self._reads: dict[int, _Read] = {}  # by the transport's handle
+        self._plans: dict[str, TransferPlan] = {}  # of reads from them
+        self._reads = Reads(ReadDigests(pool, config.verify_digests))
         self._prober = PathProber(pool)
         self._speeds = PathSpeeds()
         self._active = False
         self._closing = False
         self._failure = ""
         self._wake = threading.Event()
-        self._digester = Digester(identity.name, pool, config.verify_digests, self._wake.set)
+        self._digester = OfferDigests(identity.name, pool, config.verify_digests, self._wake.set)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{identity.name}", daemon=True)
 
@@ -180,7 +174,7 @@ class TransferAgent:
         while not self._closing:
             if self._round(transport):
                 pause_s = FIRST_PAUSE_S
-                time.sleep(0)  # others may want the interpreter
+                os.sched_yield()  # others may want the interpreter; a sleep of 0 takes as long as two blocks
                 continue
             self._wake.wait(pause_s)
             self._wake.clear()
@@ -209,7 +203,8 @@ class TransferAgent:
             self._perform(transport, action)
             if isinstance(action, StartRead):
                 break  # it may have taken as long as the copy; look at the others first
-        self._time_out_reads(transport)
+        for late in self._reads.time_out(transport, time.monotonic()):
+            self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
         self._digester.take()
         for event in transport.poll():
@@ -217,9 +212,9 @@ class TransferAgent:
                 case ReadDone(handle) | ReadBroken(handle) if self._prober.owns(handle):
                     self._end_probe(transport, event)
                 case ReadDone(handle):
-                    self._finish_read(self._reads.pop(handle))
+                    self._end_read(transport, self._reads.landed(transport, handle))
                 case ReadBroken(handle, error):
-                    self._read_broke(transport, self._reads.pop(handle), error)
+                    self._end_read(transport, self._reads.broke(transport, handle, error))
                 case Notification(peer, payload):
                     self._receive(peer, payload)
         events, self._events = self._events, []
@@ -250,7 +245,7 @@ class TransferAgent:
         for event in self._prober.end(end):
             self._events.append(event)
             if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
-                self._lose(transport, event.peer, end.error)
+                self._lose(transport, event.peer, str(end.error))
 
     def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
         if isinstance(message, Ready) and message.blocks and peer in self._peers:
@@ -275,7 +270,7 @@ class TransferAgent:
             transport.notify(peer, encode(message))
         except TransportError as error:
             self.num_unsent += 1
-            self._lose(transport, peer, error)
+            self._lose(transport, peer, str(error))
 
     def _start_read(self, transport: Transport, action: StartRead) -> None:
         # The clock starts first: over shared memory the copy happens inside start_read.
@@ -284,47 +279,29 @@ class TransferAgent:
         if peer is None:
             self._events.append(ReadFailed(action.read_id, AbortReason.PEER_LOST, f"not connected to {action.peer}"))
             return
-        read = _Read(action, TransferPlan(peer.layout, self.pool.layout), deadline)
-        try:
-            self._speeds.begin(action.peer)
-            handle = transport.start_read(action.peer, _runs(read))
-        except TransportError as error:
-            self._read_broke(transport, read, error)
-        else:
-            self._reads[handle] = read
+        self._speeds.begin(action.peer)
+        if action.peer not in self._plans:
+            self._plans[action.peer] = TransferPlan(peer.layout, self.pool.layout)
+        self._end_read(transport, self._reads.start(transport, action, self._plans[action.peer], deadline))
 
-    def _finish_read(self, read: _Read) -> None:
-        def report(digests: Digests) -> None:
-            self._events.append(ReadFinished(read.action.read_id, digests))
+    def _end_read(self, transport: Transport, read: Read | None) -> None:
+        """Report a read that has ended."""
+        if read is None:
+            return
+        self._events += self._speeds.end(read.action.peer, 0 if read.error else read.num_bytes)
+        self._events.append(read.result())
+        if read.peer_is_gone:
+            self._lose(transport, read.action.peer, str(read.error))
 
-        self._events += self._speeds.end(read.action.peer, len(read.action.pairs) * read.plan.piece_bytes)
-        self._digester.of_read(read.action, read.plan.source, report)
-
-    def _time_out_reads(self, transport: Transport) -> None:
-        now = time.monotonic()
-        for handle, read in self._reads.items():
-            if now >= read.deadline and not read.timed_out:
-                read.timed_out = True
-                transport.cancel(handle)
-                self._events.append(ReadTimedOut(read.action.read_id, f"no end after {read.action.timeout_s:.1f} s"))
-
-    def _read_broke(self, transport: Transport, read: _Read, error: TransportError) -> None:
-        gone = isinstance(error, PeerDisconnected)
-        self._events += self._speeds.end(read.action.peer, 0)
-        detail = f"no end after {read.action.timeout_s:.1f} s" if read.timed_out else str(error)
-        reason = AbortReason.PEER_LOST if gone else AbortReason.READ_FAILED
-        self._events.append(ReadFailed(read.action.read_id, reason, detail))
-        if gone:
-            self._lose(transport, read.action.peer, error)
-
-    def _lose(self, transport: Transport, peer: str, error: TransportError) -> None:
+    def _lose(self, transport: Transport, peer: str, detail: str) -> None:
         """Once per connection, however many operations find out."""
         if peer in self._peers:
             self._disconnect(transport, peer)
-            self._events.append(PeerLost(peer, str(error)))
+            self._events.append(PeerLost(peer, detail))
 
     def _disconnect(self, transport: Transport, peer: str) -> None:
         self._peers.pop(peer, None)
+        self._plans.pop(peer, None)
         self._speeds.forget(peer)
         self._prober.forget(peer)
         transport.disconnect(peer)  # its reads come back broken from the next poll
@@ -336,14 +313,6 @@ class TransferAgent:
             self.num_malformed += 1
             if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever sends them shall not fill the log
                 logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)
-
-
-def _runs(read: _Read) -> list[Run]:
-    action = read.action
-    if not action.pieces:
-        return read.plan.runs_of_blocks(action.pairs)
-    moved = zip(action.pieces, action.pairs, strict=True)
-    return read.plan.runs_of_pieces((piece, source, target) for piece, (source, target) in moved)
 
 
 def agent_actions(actions: Sequence[object]) -> list[AgentAction]:

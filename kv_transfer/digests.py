@@ -1,8 +1,9 @@
 """Digests of what moves: XXH3_64 over the bytes of a block, or over the spans of a piece where two layouts differ.
 
 Owner and puller go through the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
-whatever the layouts. A thread of its own computes them, so that the next read need not wait for those of the last; the
-agent's thread takes the results, in the order in which it asked for them.
+whatever the layouts. Those of what a read has brought are computed where it landed, while the bytes are in the cache
+(kv_transfer/reads.py). Those of what we offer are computed by a thread of its own, since it is as much work as the
+copy; the agent's thread takes the results, in the order in which it asked for them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,32 @@ Digests = tuple[int, ...]
 Piece = tuple[list[int], int]  # first bytes of its spans, and the length of each
 
 
-class Digester:
+class ReadDigests:
+    """Of what reads have brought into our pool."""
+
+    def __init__(self, pool: PoolMemory, enabled: bool) -> None:
+        self._view = pool.view if enabled else None
+        self._block_bytes = pool.layout.block_bytes
+
+    @property
+    def enabled(self) -> bool:
+        """Device memory has no digests."""
+        return self._view is not None
+
+    def of_read(self, read: StartRead, plan: TransferPlan, first: int, end: int) -> Digests:
+        """Of the targets of pairs [first, end)."""
+        assert self._view is not None
+        pairs = read.pairs[first:end]
+        if not read.pieces:
+            return _digests(self._view, [([target * self._block_bytes], self._block_bytes) for _, target in pairs])
+        moved = zip(read.pieces[first:end], pairs, strict=True)
+        pieces = [(plan.target_spans(piece, target), plan.span_bytes) for piece, (_, target) in moved]
+        return _digests(self._view, pieces)
+
+
+class OfferDigests:
+    """Of our blocks that a READY announces."""
+
     def __init__(self, name: str, pool: PoolMemory, enabled: bool, wake: Callable[[], None]) -> None:
         """`wake` is called from the thread, when there is something to take. Device memory has no digests."""
         self._layout = pool.layout
@@ -33,22 +59,12 @@ class Digester:
         self._asked: deque[tuple[Future[Digests], Callable[[Digests], None]]] = deque()  # oldest first
 
     def of_offered(self, ready: Ready, peer: KVLayout, then: Callable[[Digests], None]) -> None:
-        """Of our blocks that a READY announces. `then` gets them, or nothing where digests are off."""
+        """`then` gets those of the READY, or nothing where digests are off."""
         if peer == self._layout:
             pieces = self._whole_blocks(offered.block for offered in ready.blocks)
         else:
             plan = TransferPlan(self._layout, peer)
             pieces = [(plan.source_spans(piece, block), plan.span_bytes) for piece, block, _ in ready.blocks]
-        self._ask(pieces, then)
-
-    def of_read(self, read: StartRead, peer: KVLayout, then: Callable[[Digests], None]) -> None:
-        """Of what a read has brought."""
-        if not read.pieces:
-            pieces = self._whole_blocks(target for _, target in read.pairs)
-        else:
-            plan = TransferPlan(peer, self._layout)
-            moved = zip(read.pieces, read.pairs, strict=True)
-            pieces = [(plan.target_spans(piece, target), plan.span_bytes) for piece, (_, target) in moved]
         self._ask(pieces, then)
 
     def take(self) -> None:

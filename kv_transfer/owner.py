@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from core.block_pool import BlockPool
 from core.config import TransferConfig
@@ -30,7 +30,6 @@ from core.handoff import (
     AgentAddress,
     Heartbeat,
     HeartbeatEntry,
-    OfferedBlock,
     OwnerState,
     Ready,
     Release,
@@ -38,35 +37,13 @@ from core.handoff import (
     Want,
 )
 from kv_transfer.events import OfferEnded
+from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
 
-MAX_BLOCKS_PER_READY = 64  # the puller reads those of one READY while the digests of the next are computed
-
-
-@dataclass(slots=True, eq=False)
-class Offer:
-    transfer_id: TransferId
-    peer: AgentAddress
-    created_at: float
-    heard_at: float  # last sign of life of the puller; the lease runs from here
-    state: OwnerState = OwnerState.COMPUTING
-    leased: dict[int, int] = field(default_factory=dict)  # position -> block
-    parts: int = 1  # pieces that each of our blocks has for the puller; a WANT and a READY count those
-    wanted_pieces: frozenset[int] = frozenset()
-    wanted: frozenset[int] | None = None  # positions; None until the WANT has come
-    announced: list[OfferedBlock] = field(default_factory=list)  # wanted and readable, in order of announcement
-    last: bool = False  # nothing more will be offered
-    first_token_id: int | None = None
-    newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
-    renewed_by: int = 0  # counter of the newest message that renewed the lease
-    ready_sent_at: float = 0.0
-    aborting: AbortReason | None = None
-    detail: str = ""
-
-    @property
-    def may_be_read(self) -> bool:
-        return bool(self.announced)
+# The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
+# reads begin; each one after it is twice as large, since every READY and every read costs the puller time.
+MIN_BLOCKS_PER_READY, MAX_BLOCKS_PER_READY = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +102,12 @@ class Owner:
         self._peers.counters.num_blocks_leased += len(wanted)
         offer.leased |= wanted
         if wanted and offer.state is OwnerState.COMPUTING:
-            _step(offer, OwnerState.OFFERED)
+            offer.step(OwnerState.OFFERED)
         if last:
             offer.last, offer.first_token_id = True, first_token_id
         if offer.wanted is not None and (wanted or last):
             num_announced = len(offer.announced)
-            offer.announced += _offered(offer, wanted)
+            offer.announced += offer.pieces_of(wanted)
             self._announce(offer, num_announced, now)
 
     def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
@@ -148,7 +125,7 @@ class Owner:
         offer = self._offer_for(sender, want, now)
         if offer is None:
             return
-        _renew(offer, want.counter, now)
+        offer.renew(want.counter, now)
         if offer.aborting is not None:
             self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
         elif want.layout_fingerprint != offer.peer.layout.fingerprint():
@@ -158,7 +135,7 @@ class Owner:
                 offer.wanted_pieces = frozenset(want.positions)
                 offer.wanted = frozenset(piece // offer.parts for piece in want.positions)
                 self._unlease(offer, [position for position in offer.leased if position not in offer.wanted])
-                offer.announced = _offered(offer, offer.leased)
+                offer.announced = offer.pieces_of(offer.leased)
             self._announce(offer, 0, now)  # a repeated WANT has heard nothing yet
 
     def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> None:
@@ -175,7 +152,7 @@ class Owner:
             elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
                 self._peers.drop(Drop.FOREIGN)
             else:
-                _renew(offer, heartbeat.counter, now)
+                offer.renew(heartbeat.counter, now)
                 renewed.append(HeartbeatEntry(entry.transfer_id, len(offer.announced)))
                 self._repeat_lost(offer, entry.num_ready, now)
         self._peers.send(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
@@ -263,9 +240,9 @@ class Owner:
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> None:
         """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
-        total = len(offer.announced)
-        for start in range(first_block, max(total, first_block + 1), MAX_BLOCKS_PER_READY):
-            end = min(start + MAX_BLOCKS_PER_READY, total)
+        total, start, count = len(offer.announced), first_block, MIN_BLOCKS_PER_READY
+        while start == first_block or start < total:
+            end = min(start + count, total)
             last = offer.last and end == total
             self._peers.send(
                 offer.peer,
@@ -279,6 +256,7 @@ class Owner:
                     first_token_id=offer.first_token_id if last else None,
                 ),
             )
+            start, count = start + count, min(2 * count, MAX_BLOCKS_PER_READY)
         offer.ready_sent_at = now
 
     def _repeat_lost(self, offer: Offer, num_heard: int, now: float) -> None:
@@ -301,7 +279,7 @@ class Owner:
 
     def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> None:
         """The only way out: frees the blocks, and the offer cannot come back."""
-        _step(offer, state)
+        offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
         self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
@@ -327,23 +305,3 @@ class Owner:
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()
         assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers
-
-
-def _offered(offer: Offer, blocks: dict[int, int]) -> list[OfferedBlock]:
-    """In order of position. The digest is filled in by the agent, just before the READY leaves."""
-    return [
-        OfferedBlock(piece, block, 0)
-        for position, block in sorted(blocks.items())
-        for piece in range(position * offer.parts, (position + 1) * offer.parts)
-        if piece in offer.wanted_pieces
-    ]
-
-
-def _renew(offer: Offer, counter: int, now: float) -> None:
-    offer.heard_at = now
-    offer.renewed_by = max(offer.renewed_by, counter)
-
-
-def _step(offer: Offer, state: OwnerState) -> None:
-    assert state in OWNER_STEPS[offer.state], f"{offer.state.name} -> {state.name} is not a step of an owner"
-    offer.state = state

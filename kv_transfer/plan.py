@@ -13,9 +13,13 @@ equal layouts give one run per block, and neighbouring blocks move as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from core.errors import LayoutMismatch
 from core.kv_layout import DTYPE_BYTES, KVLayout
@@ -25,6 +29,14 @@ class Run(NamedTuple):
     source: int  # bytes from block 0 of the source pool
     target: int  # bytes from block 0 of the target pool
     num_bytes: int
+
+
+Runs = Sequence[Run] | npt.NDArray[np.int64]  # the array: [num_runs, 3], a run in each row
+
+
+def list_of(runs: Runs) -> list[Run]:
+    """As `Run`s, for who goes through them one by one."""
+    return [Run(*row) for row in (runs.tolist() if isinstance(runs, np.ndarray) else runs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +83,21 @@ class TransferPlan:
 
     def runs_of_blocks(self, pairs: Iterable[tuple[int, int]]) -> list[Run]:
         """Runs for (source block, target block) pairs of two equal layouts."""
+        listed = list(pairs)
+        return [run for runs in self.runs_of_slices(listed, max(1, len(listed))) for run in list_of(runs)]
+
+    def runs_of_slices(self, pairs: Sequence[tuple[int, int]], count: int) -> Iterator[npt.NDArray[np.int64]]:
+        """The same for `count` pairs after the other; no run goes on from one slice to the next."""
         assert self.moves_whole_blocks, "blocks of unequal layouts do not map one to one"
-        size = self.source.block_bytes
-        runs: list[Run] = []
-        first_source = first_target = count = 0  # of the run that grows
-        for source, target in pairs:
-            if count and source - first_source == count == target - first_target:
-                count += 1
-                continue
-            if count:
-                runs.append(Run(first_source * size, first_target * size, count * size))
-            first_source, first_target, count = source, target, 1
-        if count:
-            runs.append(Run(first_source * size, first_target * size, count * size))
-        return runs
+        blocks = np.array(pairs, np.int64).reshape(-1, 2)
+        begins = np.ones(len(blocks), bool)
+        begins[1:] = (np.diff(blocks, axis=0) != 1).any(axis=1)
+        begins[::count] = True
+        first = np.flatnonzero(begins)
+        runs = np.column_stack((blocks[first], np.diff(first, append=len(blocks)))) * self.source.block_bytes
+        bounds = np.searchsorted(first, np.arange(0, len(blocks) + count, count)).tolist()
+        for start, end in pairwise(bounds):
+            yield runs[start:end]
 
     # ---- pieces: what moves where blocks do not map one to one. Piece i of a sequence is its tokens
     # [i * piece_tokens, (i + 1) * piece_tokens), in the layers and heads that both pools hold.

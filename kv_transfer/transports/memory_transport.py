@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run
+from kv_transfer.plan import Run, Runs, list_of
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 Fate = Callable[[str, str, bytes], Sequence[int]]
@@ -132,18 +132,23 @@ class MemoryTransport:
             if read.peer == peer:
                 read.broken = PeerDisconnected(f"disconnected from {peer}")
 
-    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+    def start_read(self, peer: str, runs: Runs) -> int:
+        listed = list_of(runs)
         with self.fabric.lock:
             source = self._connected(peer)._pool
         assert source is not None
         assert self._pool is not None
-        if any(run.source + run.num_bytes > source.num_bytes or run.source < 0 for run in runs):
+        if any(run.source + run.num_bytes > source.num_bytes or run.source < 0 for run in listed):
             raise TransportError(f"a run is outside the pool of {peer}")
-        if any(run.target + run.num_bytes > self._pool.num_bytes or run.target < 0 for run in runs):
+        if any(run.target + run.num_bytes > self._pool.num_bytes or run.target < 0 for run in listed):
             raise TransportError("a run is outside our pool")
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._reads[handle] = _Read(peer, tuple(runs))
+        self._reads[handle] = _Read(peer, listed)
         return handle
+
+    def take_ended(self, handle: int) -> bool:
+        assert handle in self._reads
+        return False  # all of it happens in `poll`
 
     def cancel(self, handle: int) -> None:
         if handle in self._reads:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run
+from kv_transfer.plan import Runs, list_of
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 # nixl does not tell whether it moved anything, as for a peer that reads from us over TCP. An empty poll is short,
@@ -63,6 +63,7 @@ class _Peer:
 class _Read:
     peer: str
     transfer: Any
+    done: bool = False  # when it was started already
     broken: TransportError | None = None  # set by cancel and disconnect, too
 
 
@@ -123,21 +124,32 @@ class NixlTransport:
         self._leaving[peer] = known
         self._remove_left()
 
-    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+    def start_read(self, peer: str, runs: Runs) -> int:
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(f"not connected to {peer}")
         with _errors_mapped(f"read from {peer}"):
             transfer = self._make_transfer(known, runs)
             try:
-                self._agent.transfer(transfer)
+                done = self._agent.transfer(transfer) == "DONE"
             except _NIXL_ERRORS:
                 with suppress(*_NIXL_ERRORS):  # nixl frees it later, with the agent
                     transfer.release()
                 raise
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._reads[handle] = _Read(peer, transfer)
+        self._reads[handle] = _Read(peer, transfer, done)
         return handle
+
+    def take_ended(self, handle: int) -> bool:
+        read = self._reads[handle]
+        if not read.done or read.broken is not None:
+            return False
+        try:
+            read.transfer.release()
+        except _NIXL_ERRORS:
+            return False  # the next poll tries again
+        del self._reads[handle]
+        return True
 
     def cancel(self, handle: int) -> None:
         read = self._reads.get(handle)
@@ -199,23 +211,22 @@ class NixlTransport:
         blocks = np.array([[base, block_bytes, device, block_bytes, num_bytes // block_bytes]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(agent, blocks, self._memory)
 
-    def _make_transfer(self, peer: _Peer, runs: Sequence[Run]) -> Any:
+    def _make_transfer(self, peer: _Peer, runs: Runs) -> Any:
         assert self._pool is not None
         size = self._pool.layout.block_bytes
-        whole = np.array(runs, np.int64) if peer.blocks is not None else np.ones((0, 3), np.int64)
-        if len(whole) and not (whole % size).any():
-            whole //= size
-            if (whole[:, 2] == 1).all():
-                sources, targets = whole[:, 0], whole[:, 1]
-            else:
-                sources = np.concatenate([np.arange(first, first + count) for first, _, count in whole])
-                targets = np.concatenate([np.arange(first, first + count) for _, first, count in whole])
+        table = np.asarray(runs, np.int64).reshape(-1, 3)
+        if peer.blocks is not None and not (table % size).any():
+            sources, targets, counts = (table // size).T
+            if (counts > 1).any():
+                within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+                sources, targets = np.repeat(sources, counts) + within, np.repeat(targets, counts) + within
             return self._agent.make_prepped_xfer(
                 "READ", self._blocks, targets.astype(np.int32), peer.blocks, sources.astype(np.int32)
             )
         device = self._pool.device or 0
-        local = [(self._pool.address + run.target, run.num_bytes, device) for run in runs]
-        remote = [(peer.address.pool_base + run.source, run.num_bytes, device) for run in runs]
+        listed = list_of(runs)
+        local = [(self._pool.address + run.target, run.num_bytes, device) for run in listed]
+        remote = [(peer.address.pool_base + run.source, run.num_bytes, device) for run in listed]
         return self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, self._memory),

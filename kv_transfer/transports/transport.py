@@ -3,22 +3,21 @@
 All calls come from one thread, the owner of the transport. Nothing blocks for longer than one read takes. The laws,
 which tests/integration/test_transports.py holds every transport to:
 
-  - each handle of `start_read` comes back from `poll` exactly once, done or broken, also after `cancel`, and also after
-    `disconnect` of its peer; from then on nothing writes into the target;
+  - each handle of `start_read` comes back exactly once, from `take_ended` or, done or broken, from `poll`, also after
+    `cancel`, and also after `disconnect` of its peer; from then on nothing writes into the target;
   - a call that cannot be carried out raises `PeerDisconnected` where the peer is gone, else `TransportError`;
   - the owner of the memory takes no part in a read, but both sides must `poll` for anything to get on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
-from kv_transfer.plan import Run
+from kv_transfer.plan import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,11 @@ class Transport(Protocol):
     def disconnect(self, peer: str) -> None:
         """Forget a peer, connected or not. Reads from it break."""
 
-    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+    def start_read(self, peer: str, runs: Runs) -> int:
         """Copy runs of bytes from the peer's pool to ours. Returns a handle."""
+
+    def take_ended(self, handle: int) -> bool:
+        """Whether a read has ended well before `start_read` returned; then `poll` says nothing of it."""
 
     def cancel(self, handle: int) -> None:
         """Break a read that has not ended."""

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run
+from kv_transfer.plan import Run, Runs, list_of
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
@@ -140,19 +140,27 @@ class UcxxTransport:
         if known is not None:
             self._hang_up(known, f"disconnected from {peer}")
 
-    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+    def start_read(self, peer: str, runs: Runs) -> int:
         known = self._connected(peer)
         assert self._pool is not None
+        listed = list_of(runs)
         size = known.address.num_blocks * known.address.layout.block_bytes + known.address.probe_bytes
-        if any(run.source < 0 or run.source + run.num_bytes > size for run in runs):
+        if any(run.source < 0 or run.source + run.num_bytes > size for run in listed):
             raise TransportError(f"a run is outside the pool of {peer}")
-        if any(run.target < 0 or run.target + run.num_bytes > self._pool.num_bytes for run in runs):
+        if any(run.target < 0 or run.target + run.num_bytes > self._pool.num_bytes for run in listed):
             raise TransportError("a run is outside our pool")
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        read = self._reads[handle] = _Read(known, deque(runs))
+        read = self._reads[handle] = _Read(known, deque(listed))
         if known.key is not None:
             self._start_gets(read)
         return handle
+
+    def take_ended(self, handle: int) -> bool:
+        read = self._reads[handle]
+        if read.gets or read.runs or read.broken is not None:
+            return False
+        del self._reads[handle]
+        return True
 
     def cancel(self, handle: int) -> None:
         read = self._reads.get(handle)

@@ -1,0 +1,132 @@
+"""Reads under way: each StartRead of the machine, cut into slices, read, and hashed while its bytes are in the cache.
+
+    StartRead --slices--> transport --landed--> digests of the slice --all landed--> ended, with a digest for each pair
+                              `--broken, cancelled--> no more slices --none in flight--> ended, with an error
+
+Where digests are on, a slice is about as large as a core's second cache: hashing what was just copied costs a third of
+hashing it from memory. On a lane that copies inside `start_read`, as shared memory does, each slice has landed at once.
+One that works by itself has several slices in flight, so that it need not wait for the hashing. Where digests are off,
+a read is one slice.
+
+All of this runs on the agent's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import AbortReason
+from kv_transfer.digests import ReadDigests
+from kv_transfer.events import ReadFailed, ReadFinished, StartRead
+from kv_transfer.plan import Runs, TransferPlan
+from kv_transfer.transports.transport import Transport
+
+SLICE_BYTES = 1 << 21
+MAX_SLICES_IN_FLIGHT = 16
+
+Slice = tuple[int, int, Runs]  # first pair of the read, end, and their runs
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    action: StartRead
+    plan: TransferPlan
+    deadline: float
+    slices: Iterator[Slice]  # not started
+    digests: list[int]  # by pair; filled in as slices land
+    in_flight: dict[int, Slice] = field(default_factory=dict)  # by the transport's handle
+    error: TransportError | None = None
+    timed_out: str = ""  # what is said of it
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.action.pairs) * self.plan.piece_bytes
+
+    @property
+    def peer_is_gone(self) -> bool:
+        return isinstance(self.error, PeerDisconnected)
+
+    def result(self) -> ReadFinished | ReadFailed:
+        """Of a read that has ended."""
+        if self.error is None:
+            return ReadFinished(self.action.read_id, tuple(self.digests))
+        reason = AbortReason.PEER_LOST if self.peer_is_gone else AbortReason.READ_FAILED
+        return ReadFailed(self.action.read_id, reason, self.timed_out or str(self.error))
+
+
+class Reads:
+    """Every method returns the read that has ended by it, once: then nothing writes into its targets any more."""
+
+    def __init__(self, digests: ReadDigests) -> None:
+        self._digests = digests
+        self._read_of: dict[int, Read] = {}  # by handle
+
+    def __bool__(self) -> bool:
+        return bool(self._read_of)
+
+    def start(self, transport: Transport, action: StartRead, plan: TransferPlan, deadline: float) -> Read | None:
+        digests = [0] * len(action.pairs) if self._digests.enabled else []
+        slice_bytes = SLICE_BYTES if digests else len(action.pairs) * plan.piece_bytes
+        return self._go_on(transport, Read(action, plan, deadline, _slices(action, plan, slice_bytes), digests))
+
+    def landed(self, transport: Transport, handle: int) -> Read | None:
+        read = self._read_of.pop(handle)
+        self._hash(read, read.in_flight.pop(handle))
+        return self._go_on(transport, read)
+
+    def broke(self, transport: Transport, handle: int, error: TransportError) -> Read | None:
+        read = self._read_of.pop(handle)
+        del read.in_flight[handle]
+        self._break(transport, read, error)
+        return self._go_on(transport, read)
+
+    def time_out(self, transport: Transport, now: float) -> list[Read]:
+        """Cancel the reads that are late; they end when the transport says so. Returns each once."""
+        late = [read for read in dict.fromkeys(self._read_of.values()) if now >= read.deadline and not read.timed_out]
+        for read in late:
+            read.timed_out = f"no end after {read.action.timeout_s:.1f} s"
+            self._break(transport, read, TransportError(read.timed_out))
+        return late
+
+    # ---- inside
+
+    def _go_on(self, transport: Transport, read: Read) -> Read | None:
+        """Start the slices for which there is room. The read, where nothing of it is left to do."""
+        while read.error is None and len(read.in_flight) < MAX_SLICES_IN_FLIGHT:
+            part = next(read.slices, None)
+            if part is None:
+                break
+            try:
+                handle = transport.start_read(read.action.peer, part[2])
+            except TransportError as error:
+                self._break(transport, read, error)
+                break
+            if transport.take_ended(handle):
+                self._hash(read, part)
+            else:
+                read.in_flight[handle] = part
+                self._read_of[handle] = read
+        return None if read.in_flight else read
+
+    def _hash(self, read: Read, part: Slice) -> None:
+        first, end, _ = part
+        if read.digests and read.error is None:
+            read.digests[first:end] = self._digests.of_read(read.action, read.plan, first, end)
+
+    def _break(self, transport: Transport, read: Read, error: TransportError) -> None:
+        if read.error is None or isinstance(error, PeerDisconnected):
+            read.error = error
+        for handle in read.in_flight:
+            transport.cancel(handle)
+
+
+def _slices(action: StartRead, plan: TransferPlan, slice_bytes: int) -> Iterator[Slice]:
+    num_pairs, count = len(action.pairs), max(1, slice_bytes // plan.piece_bytes)
+    blocks = iter(()) if action.pieces else plan.runs_of_slices(action.pairs, count)
+    for first in range(0, num_pairs, count):
+        end = min(first + count, num_pairs)
+        moved = zip(action.pieces[first:end], action.pairs[first:end], strict=bool(action.pieces))
+        pieces = [(piece, source, target) for piece, (source, target) in moved]
+        yield first, end, plan.runs_of_pieces(pieces) if pieces else next(blocks)
