@@ -3,9 +3,9 @@
     any thread --perform(actions)--> [ agent thread: transport ] --on_events(events)--> the caller
 
 The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
-moves it goes round without a pause; else it waits for a command, each time twice as long, up to a limit that is shorter
-when transfers are alive. A second thread computes the digests of what is offered. The agent decides nothing: which
-block goes where, what is repeated and given up is the business of the machine.
+moves it goes round without a pause; else it waits for a command, longer the longer it was quiet, up to a limit that is
+shorter when transfers are alive. A second thread computes the digests of what is offered. The agent decides nothing:
+which block goes where, what is repeated and given up is the business of the machine.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -49,6 +49,7 @@ from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroke
 from protos.handoff_codec import MalformedMessage, decode, encode
 
 FIRST_PAUSE_S = 0.00005
+PAUSE_SHARE = 1 / 8  # of the time since something happened: so much later, at most, is the next thing seen
 MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
 
 logger = logging.getLogger(__name__)
@@ -170,16 +171,17 @@ class TransferAgent:
             self._close(transport)
 
     def _pump(self, transport: Transport) -> None:
-        pause_s = FIRST_PAUSE_S
+        quiet_since = time.monotonic()
         while not self._closing:
             if self._round(transport):
-                pause_s = FIRST_PAUSE_S
+                quiet_since = time.monotonic()
                 os.sched_yield()  # others may want the interpreter; a sleep of 0 takes as long as two blocks
                 continue
-            self._wake.wait(pause_s)
-            self._wake.clear()
             active = self._active or self._reads or self._prober.probes
-            pause_s = min(2 * pause_s, self.config.active_pump_s if active else self.config.idle_pump_s)
+            longest_s = self.config.active_pump_s if active else self.config.idle_pump_s
+            pause_s = PAUSE_SHARE * (time.monotonic() - quiet_since)
+            self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s))
+            self._wake.clear()
         while self._commands or self._digester.busy:
             if not self._round(transport):
                 self._wake.wait(FIRST_PAUSE_S)

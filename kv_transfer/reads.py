@@ -123,10 +123,12 @@ class Reads:
 
 
 def _slices(action: StartRead, plan: TransferPlan, slice_bytes: int) -> Iterator[Slice]:
-    num_pairs, count = len(action.pairs), max(1, slice_bytes // plan.piece_bytes)
-    blocks = iter(()) if action.pieces else plan.runs_of_slices(action.pairs, count)
-    for first in range(0, num_pairs, count):
-        end = min(first + count, num_pairs)
-        moved = zip(action.pieces[first:end], action.pairs[first:end], strict=bool(action.pieces))
-        pieces = [(piece, source, target) for piece, (source, target) in moved]
-        yield first, end, plan.runs_of_pieces(pieces) if pieces else next(blocks)
+    count = max(1, slice_bytes // plan.piece_bytes)
+    for first in range(0, len(action.pairs), count):
+        pairs = action.pairs[first : first + count]
+        end = first + len(pairs)
+        if action.pieces:
+            moved = zip(action.pieces[first:end], pairs, strict=True)
+            yield first, end, plan.runs_of_pieces((piece, source, target) for piece, (source, target) in moved)
+        else:
+            yield first, end, plan.runs_of_blocks(pairs)

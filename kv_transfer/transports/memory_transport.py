@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run, Runs, list_of
+from kv_transfer.plan import Run, Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 Fate = Callable[[str, str, bytes], Sequence[int]]
@@ -133,7 +133,7 @@ class MemoryTransport:
                 read.broken = PeerDisconnected(f"disconnected from {peer}")
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        listed = list_of(runs)
+        listed = [Run(*run) for run in runs]
         with self.fabric.lock:
             source = self._connected(peer)._pool
         assert source is not None

@@ -24,7 +24,7 @@ import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Runs, list_of
+from kv_transfer.plan import Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 # nixl does not tell whether it moved anything, as for a peer that reads from us over TCP. An empty poll is short,
@@ -213,20 +213,13 @@ class NixlTransport:
 
     def _make_transfer(self, peer: _Peer, runs: Runs) -> Any:
         assert self._pool is not None
-        size = self._pool.layout.block_bytes
-        table = np.asarray(runs, np.int64).reshape(-1, 3)
-        if peer.blocks is not None and not (table % size).any():
-            sources, targets, counts = (table // size).T
-            if (counts > 1).any():
-                within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-                sources, targets = np.repeat(sources, counts) + within, np.repeat(targets, counts) + within
-            return self._agent.make_prepped_xfer(
-                "READ", self._blocks, targets.astype(np.int32), peer.blocks, sources.astype(np.int32)
-            )
-        device = self._pool.device or 0
-        listed = list_of(runs)
-        local = [(self._pool.address + run.target, run.num_bytes, device) for run in listed]
-        remote = [(peer.address.pool_base + run.source, run.num_bytes, device) for run in listed]
+        whole = None if peer.blocks is None else _whole_blocks(runs, self._pool.layout.block_bytes)
+        if whole is not None:
+            sources, targets = whole
+            return self._agent.make_prepped_xfer("READ", self._blocks, targets, peer.blocks, sources)
+        device, base, peer_base = self._pool.device or 0, self._pool.address, peer.address.pool_base
+        local = [(base + target, num_bytes, device) for _, target, num_bytes in runs]
+        remote = [(peer_base + source, num_bytes, device) for source, _, num_bytes in runs]
         return self._agent.initialize_xfer(
             "READ",
             self._agent.get_xfer_descs(local, self._memory),
@@ -260,3 +253,19 @@ class NixlTransport:
                 if known.blocks is not None:
                     known.blocks.release()
                 self._agent.remove_remote_agent(name)
+
+
+def _whole_blocks(runs: Runs, size: int) -> tuple[list[int], list[int]] | None:
+    """Source and target blocks, where the runs are made of whole ones."""
+    sources: list[int] = []
+    targets: list[int] = []
+    for source, target, num_bytes in runs:
+        if source % size or target % size or num_bytes % size:
+            return None
+        if num_bytes == size:
+            sources.append(source // size)
+            targets.append(target // size)
+        else:
+            sources += range(source // size, (source + num_bytes) // size)
+            targets += range(target // size, (target + num_bytes) // size)
+    return sources, targets

@@ -27,7 +27,7 @@ import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run, Runs, list_of
+from kv_transfer.plan import Run, Runs
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
@@ -143,7 +143,7 @@ class UcxxTransport:
     def start_read(self, peer: str, runs: Runs) -> int:
         known = self._connected(peer)
         assert self._pool is not None
-        listed = list_of(runs)
+        listed = [Run(*run) for run in runs]
         size = known.address.num_blocks * known.address.layout.block_bytes + known.address.probe_bytes
         if any(run.source < 0 or run.source + run.num_bytes > size for run in listed):
             raise TransportError(f"a run is outside the pool of {peer}")

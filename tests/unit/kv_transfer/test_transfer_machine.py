@@ -155,7 +155,7 @@ def test_many_blocks_are_announced_in_bounded_messages() -> None:
     while any(isinstance(mail.message, Want) for mail in pair.mail):
         pair.deliver(pair.mail.pop(0))
     sizes = [len(mail.message.blocks) for mail in pair.mail if isinstance(mail.message, Ready)]
-    assert sizes == [64] * 18 + [48]
+    assert sizes == [64, 128, 256, 512, 240]
     pair.run()
     assert_pulled(pair, targets)
 

@@ -1,0 +1,155 @@
+"""A read is cut into slices; each pair gets the digest of what landed, and the end comes once."""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from core.errors import PeerDisconnected, TransportError
+from core.handoff import AbortReason, AgentAddress
+from core.kv_layout import KVLayout
+from kv_transfer.digests import ReadDigests
+from kv_transfer.events import ReadFailed, ReadFinished, StartRead
+from kv_transfer.plan import Runs, TransferPlan
+from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
+from kv_transfer.transports.transport import PoolMemory, TransportEvent
+
+LAYOUT = KVLayout("m", "float32", num_layers=4, num_kv_heads=8, block_size=16, head_dim=64)  # 256 KiB a block
+PER_SLICE = SLICE_BYTES // LAYOUT.block_bytes
+NUM_BLOCKS = 40 * PER_SLICE
+PLAN = TransferPlan(LAYOUT, LAYOUT)
+
+
+class Copier:
+    """A transport of which only the reads are used: it copies at once, or when told to."""
+
+    name, busy = "copier", False
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+        self.source = np.random.default_rng(1).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+        self.target = np.zeros_like(self.source)
+        self.sizes: list[int] = []
+        self.waiting: dict[int, Runs] = {}
+        self.cancelled: list[int] = []
+        self.fail_at: int | None = None  # the start of this slice raises
+
+    def start_read(self, peer: str, runs: Runs) -> int:
+        assert peer == "owner"
+        handle = len(self.sizes)
+        if handle == self.fail_at:
+            raise TransportError("told to")
+        self.sizes.append(sum(num_bytes for _, _, num_bytes in runs))
+        self.waiting[handle] = runs
+        if self.at_once:
+            self.copy(handle)
+        return handle
+
+    def take_ended(self, handle: int) -> bool:
+        return self.waiting.pop(handle, None) is not None if self.at_once else False
+
+    def copy(self, handle: int) -> None:
+        for source, target, num_bytes in self.waiting[handle]:
+            self.target.reshape(-1)[target : target + num_bytes] = self.source.reshape(-1)[source : source + num_bytes]
+
+    def cancel(self, handle: int) -> None:
+        self.cancelled.append(handle)
+
+    def register(self, pool: PoolMemory) -> None: ...
+    def connect(self, peer: AgentAddress) -> None: ...
+    def disconnect(self, peer: str) -> None: ...
+    def notify(self, peer: str, payload: bytes) -> None: ...
+    def close(self) -> None: ...
+    def metadata(self) -> bytes:
+        return b""
+
+    def poll(self) -> list[TransportEvent]:
+        return []
+
+
+def reads_into(copier: Copier, verify: bool = True) -> Reads:
+    pool = PoolMemory(copier.target.ctypes.data, NUM_BLOCKS, LAYOUT, copier.target.reshape(-1).data)
+    return Reads(ReadDigests(pool, verify))
+
+
+def start_of(num_blocks: int) -> StartRead:
+    pairs = tuple((block, NUM_BLOCKS - 1 - block) for block in range(num_blocks))
+    return StartRead(7, 1, "owner", pairs, timeout_s=1.0)
+
+
+def digests_of(copier: Copier, num_blocks: int) -> tuple[int, ...]:
+    return tuple(xxhash.xxh3_64_intdigest(copier.source[block]) for block in range(num_blocks))
+
+
+def test_slices_that_land_at_once_end_the_read_at_once() -> None:
+    copier = Copier(at_once=True)
+    reads, count = reads_into(copier), 2 * PER_SLICE + 3
+    read = reads.start(copier, start_of(count), PLAN, 1.0)
+    assert read is not None
+    assert read.result() == ReadFinished(7, digests_of(copier, count))
+    assert copier.sizes == [SLICE_BYTES, SLICE_BYTES, 3 * LAYOUT.block_bytes]
+    assert not reads
+
+
+def test_without_digests_a_read_is_one_slice() -> None:
+    copier = Copier(at_once=True)
+    read = reads_into(copier, verify=False).start(copier, start_of(3 * PER_SLICE), PLAN, 1.0)
+    assert read is not None
+    assert read.result() == ReadFinished(7, ())
+    assert copier.sizes == [3 * SLICE_BYTES]
+
+
+def test_slices_that_land_later_in_any_order_are_bounded_in_number() -> None:
+    copier = Copier(at_once=False)
+    reads, count = reads_into(copier), 30 * PER_SLICE
+    ended: list[Read | None] = [reads.start(copier, start_of(count), PLAN, 1.0)]
+    while copier.waiting:
+        assert ended == [None] * len(ended)
+        assert len(copier.waiting) <= MAX_SLICES_IN_FLIGHT
+        handle = max(copier.waiting)  # the youngest first
+        copier.copy(handle)
+        del copier.waiting[handle]
+        ended.append(reads.landed(copier, handle))
+    assert len(copier.sizes) == 30
+    last = ended[-1]
+    assert last is not None
+    assert last.result() == ReadFinished(7, digests_of(copier, count))
+
+
+def test_a_slice_that_breaks_ends_the_read_only_when_none_is_in_flight() -> None:
+    copier = Copier(at_once=False)
+    reads = reads_into(copier)
+    assert reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0) is None
+    assert reads.broke(copier, 1, PeerDisconnected("gone")) is None
+    assert sorted(copier.cancelled) == [0, 2]
+    assert reads.landed(copier, 0) is None
+    read = reads.broke(copier, 2, TransportError("cancelled"))
+    assert read is not None
+    assert read.peer_is_gone
+    assert read.result() == ReadFailed(7, AbortReason.PEER_LOST, "gone")
+
+
+def test_a_slice_that_cannot_start_cancels_those_before_it() -> None:
+    copier = Copier(at_once=False)
+    copier.fail_at = 2
+    reads = reads_into(copier)
+    assert reads.start(copier, start_of(4 * PER_SLICE), PLAN, 1.0) is None
+    assert sorted(copier.cancelled) == [0, 1]
+    assert reads.broke(copier, 0, TransportError("cancelled")) is None
+    read = reads.broke(copier, 1, TransportError("cancelled"))
+    assert read is not None
+    assert read.result() == ReadFailed(7, AbortReason.READ_FAILED, "told to")
+
+
+def test_a_late_read_is_cancelled_once_and_says_how_long_it_took() -> None:
+    copier = Copier(at_once=False)
+    reads = reads_into(copier)
+    assert reads.start(copier, start_of(1), PLAN, deadline=5.0) is None
+    assert not reads.time_out(copier, 4.9)
+    assert not copier.cancelled
+    assert [late.timed_out for late in reads.time_out(copier, 5.0)] == ["no end after 1.0 s"]
+    assert not reads.time_out(copier, 6.0)
+    assert copier.cancelled == [0]
+    read = reads.broke(copier, 0, TransportError("cancelled"))
+    assert read is not None
+    assert read.result() == ReadFailed(7, AbortReason.READ_FAILED, "no end after 1.0 s")
