@@ -25,17 +25,19 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.client import connect
+from cli.paths import name_of, paths_of
 from cli.serve import check_port
 from cli.transport_probe import probe
 from core.config import RouterConfig, TransferConfig
 from core.errors import ConfigError, TandemError
+from core.paths import BROKEN
 from engine import catalogue
+from protos import cluster_pb2
 
 MB, GB = 1 << 20, 1 << 30
 MIN_RAM_BYTES = 2 * GB
 MIN_SHM_BYTES = 128 * MB  # Ray's object store, and what UCX keeps there
 MIN_OPEN_FILES = 4096
-SLOW_BYTES_PER_S = 1e9  # below it UCX has most likely fallen back to TCP
 
 PACKAGES = ("ray", "torch", "grpcio", "protobuf", "nixl-cu12", "tokenizers", "opentelemetry-sdk")
 
@@ -129,10 +131,16 @@ async def ports() -> list[Finding]:
         pass
     try:
         async with connect(f"{config.host}:{config.port}") as client:
-            model = await client.model()
-        return [Finding(subject, Health.OK, f"a router serves {model.name} here")]
+            model, fleet = await client.model(), await client.fleet()
+        return [Finding(subject, Health.OK, f"a router serves {model.name} here"), *paths(fleet)]
     except TandemError:
         return [Finding(subject, Health.WARN, "taken by another program", "choose another with `tandem serve --port`")]
+
+
+def paths(fleet: cluster_pb2.GetFleetResponse) -> list[Finding]:
+    """Those between the workers of a router that serves here, as the workers have measured them."""
+    mend = "docs/paths.md: what a path may lack"
+    return [judge(path.state not in BROKEN, name_of(reader, path), str(path), mend) for reader, path in paths_of(fleet)]
 
 
 async def transports() -> list[Finding]:
@@ -150,9 +158,9 @@ async def transport(config: TransferConfig) -> Finding:
     except (TandemError, ImportError) as error:
         mend = "reinstall it with `make setup`; in a container allow ptrace (`--cap-add SYS_PTRACE`)"
         return Finding(config.transport, Health.FAIL, str(error), mend)
-    text = f"{result.bytes_per_s / 1e9:.2f} GB/s between two processes, {result.single_read_s * 1e6:.0f} us a block"
-    mend = "if this machine is idle, UCX fell back to TCP: share /dev/shm and allow ptrace (`--cap-add SYS_PTRACE`)"
-    return judge(result.bytes_per_s >= SLOW_BYTES_PER_S, config.transport, text, mend)
+    text = f"between two processes {result.path}, {result.single_read_s * 1e6:.0f} us a block"
+    mend = "if this machine is idle, share /dev/shm and allow ptrace (`--cap-add SYS_PTRACE`)"
+    return judge(result.path.state not in BROKEN, config.transport, text, mend)
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (versions, processor, memory, model_cache)

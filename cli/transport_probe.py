@@ -1,7 +1,9 @@
-"""How fast a transport reads between two processes of this machine: what `tandem doctor` measures.
+"""The path of a transport between two processes of this machine, measured and judged: for `tandem doctor`.
 
 The probe starts this module as a second process, the owner. The owner registers a pool, prints its address as one line
-of hex, and polls until its standard input ends. The reader copies the whole pool, in random order as a worker would.
+of hex, gets the reader's the same way, and sends back every notification until its standard input ends. The reader
+copies the whole pool, in random order as a worker would. What is promised and what is wrong is decided as between
+workers (core/paths.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import select
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,14 +25,18 @@ from core.config import TransferConfig
 from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
+from core.paths import PathState, PathStatus, expected_bytes_per_s, judge, lane_of
+from kv_transfer.location import locate
+from kv_transfer.path_probe import keep_for_probes, seen, traffic
 from kv_transfer.plan import Run
-from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
+from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos import codec, worker_pb2
 
 LAYOUT = KVLayout("probe", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
-NUM_BLOCKS = 176  # 65 MB
+NUM_BLOCKS, PROBE_BYTES = keep_for_probes(200, LAYOUT)  # 73 MB
 BLOCKS_PER_READ = 16
 NUM_SINGLE_READS = 30
+NUM_ROUND_TRIPS = 20
 TIMEOUT_S = 20.0
 PAUSE_S = 0.0002  # between two polls
 FILL = 0x5A
@@ -38,28 +44,47 @@ FILL = 0x5A
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    bytes_per_s: float
+    path: PathStatus
     single_read_s: float  # median of one 360 KB block
 
 
-def _open(config: TransferConfig, fill: int) -> tuple[Transport, AgentAddress, mmap.mmap]:
-    memory = mmap.mmap(-1, NUM_BLOCKS * LAYOUT.block_bytes)
+_End = tuple[Transport, AgentAddress, mmap.mmap]
+
+
+def _open(config: TransferConfig, fill: int) -> _End:
+    memory = mmap.mmap(-1, NUM_BLOCKS * LAYOUT.block_bytes + PROBE_BYTES)
     pool_array = np.frombuffer(memory, dtype=np.uint8)
     pool_array[:] = fill  # the first touch of a page is slow, and is not what is measured
     base = int(pool_array.ctypes.data)
     incarnation = secrets.randbits(63) | 1
     transport = open_transport(config, f"probe.{incarnation:x}")
-    transport.register(PoolMemory(base, NUM_BLOCKS, LAYOUT, memoryview(memory)))
-    address = AgentAddress(transport.name, incarnation, transport.metadata(), base, NUM_BLOCKS, LAYOUT, config.lease_s)
+    pool = PoolMemory(base, NUM_BLOCKS, LAYOUT, memoryview(memory), probe_bytes=PROBE_BYTES)
+    transport.register(pool)
+    address = AgentAddress(
+        transport.name, incarnation, transport.metadata(), base, NUM_BLOCKS, LAYOUT, config.lease_s, PROBE_BYTES,
+        locate(pool),
+    )  # fmt: skip
     return transport, address, memory
 
 
+def _to_hex(address: AgentAddress) -> str:
+    return codec.encode_agent(address).SerializeToString().hex()
+
+
+def _from_hex(line: str) -> AgentAddress:
+    return codec.decode_agent(worker_pb2.AgentAddress.FromString(bytes.fromhex(line)))
+
+
 def own(config: TransferConfig) -> None:
-    """The second process: lend the pool until standard input ends."""
+    """The second process: lend the pool, and echo, until standard input ends."""
     transport, address, _memory = _open(config, FILL)
-    print(codec.encode_agent(address).SerializeToString().hex(), flush=True)
+    print(_to_hex(address), flush=True)
+    reader = _from_hex(sys.stdin.readline())
+    transport.connect(reader)
     while not select.select([sys.stdin], [], [], PAUSE_S)[0]:
-        transport.poll()
+        for event in transport.poll():
+            if isinstance(event, Notification):
+                transport.notify(reader.name, event.payload)
 
 
 def _read(transport: Transport, peer: str, runs: list[Run]) -> float:
@@ -76,21 +101,36 @@ def _read(transport: Transport, peer: str, runs: list[Run]) -> float:
     raise TransportError(f"a read of {sum(run.num_bytes for run in runs)} bytes took more than {TIMEOUT_S:g} s")
 
 
-def _measure(config: TransferConfig, owner: AgentAddress) -> ProbeResult:
-    transport, _, memory = _open(config, 0)
+def _round_trip(transport: Transport, peer: str) -> float:
+    """Seconds until a notification has come back. Raises `TransportError`."""
+    start = time.perf_counter()
+    transport.notify(peer, b"?")
+    while time.perf_counter() < start + TIMEOUT_S:
+        if any(isinstance(event, Notification) for event in transport.poll()):
+            return time.perf_counter() - start
+    raise TransportError(f"a notification did not come back within {TIMEOUT_S:g} s")
+
+
+def _measure(config: TransferConfig, reader: _End, owner: AgentAddress) -> ProbeResult:
+    transport, ours, memory = reader
     transport.connect(owner)
     size = LAYOUT.block_bytes
     order = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
     _read(transport, owner.name, [Run(0, 0, size)])  # the first one also connects
-    seconds = 0.0
+    latency_s = min(_round_trip(transport, owner.name) for _ in range(NUM_ROUND_TRIPS))
+    before, seconds = traffic(), 0.0
     for first in range(0, NUM_BLOCKS, BLOCKS_PER_READ):
         runs = [Run(block * size, block * size, size) for block in order[first : first + BLOCKS_PER_READ]]
         seconds += _read(transport, owner.name, runs)
+    lane = lane_of(seen(before, traffic(), NUM_BLOCKS * size), ours.location, owner.location)
     single = [_read(transport, owner.name, [Run(0, 0, size)]) for _ in range(NUM_SINGLE_READS)]
-    if memory[:] != bytes([FILL]) * len(memory):
+    if memory[: NUM_BLOCKS * size] != bytes([FILL]) * (NUM_BLOCKS * size):
         raise TransportError("the bytes that arrived are not the bytes that were sent")
     transport.close()
-    return ProbeResult(NUM_BLOCKS * size / seconds, statistics.median(single))
+    expected = expected_bytes_per_s(ours.location, owner.location, config.expected_path_bytes_per_s)
+    path = PathStatus(owner.name, PathState.FINE, lane, NUM_BLOCKS * size / seconds, expected, latency_s)
+    state = judge(path, ours.location, owner.location, config.slow_path_share)
+    return ProbeResult(replace(path, state=state), statistics.median(single))
 
 
 async def probe(config: TransferConfig) -> ProbeResult:
@@ -108,8 +148,9 @@ async def probe(config: TransferConfig) -> ProbeResult:
             _, said = await process.communicate()
             last = said.decode(errors="replace").strip().splitlines()[-1:]
             raise TransportError(f"the peer process ended: {' '.join(last)}")
-        owner = codec.decode_agent(worker_pb2.AgentAddress.FromString(bytes.fromhex(line.decode())))
-        return await asyncio.to_thread(_measure, config, owner)
+        reader = await asyncio.to_thread(_open, config, 0)
+        process.stdin.write(_to_hex(reader[1]).encode() + b"\n")
+        return await asyncio.to_thread(_measure, config, reader, _from_hex(line.decode()))
     except TimeoutError:
         raise TransportError(f"the peer process did not start within {TIMEOUT_S:g} s") from None
     finally:

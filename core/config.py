@@ -138,6 +138,7 @@ class RouterConfig:
     max_in_flight_per_worker: int = 64  # dispatched to one decode worker and not finished
     default_timeout_s: float = 600.0  # for a call that carries no deadline
     max_attempts: int = 3  # dispatches of one request
+    retry_pause_s: float = 0.05  # before the third of them, doubled before each one after it; the second is at once
     local_prefill_tokens: int = 48  # a prompt with at most this many uncached tokens is prefilled on the decode worker
     report_stale_s: float = 3.0  # a worker silent for longer counts as saturated
     worker_lost_s: float = 10.0  # ... and for longer than this as lost
@@ -149,10 +150,16 @@ class RouterConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
         _require_positive(
-            self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "report_stale_s",
+            self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "retry_pause_s", "report_stale_s",
             "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars", "drain_timeout_s",
         )  # fmt: skip
         _require(self.local_prefill_tokens >= 0, "local_prefill_tokens must be 0 (never) or more")
+
+    def pause_after(self, num_attempts: int) -> float:
+        """Seconds until a request is tried again that has failed so often; at most a second, or `retry_pause_s`."""
+        if num_attempts < 2:
+            return 0.0
+        return min(self.retry_pause_s * 2.0 ** min(num_attempts - 2, 30), max(1.0, self.retry_pause_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class RouterMachine:
         self._requests: dict[str, RoutedRequest] = {}
         self._by_dispatch: dict[str, RoutedRequest] = {}
         self._queue: list[RoutedRequest] = []  # by rank
-        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "worker", id)
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "retry" | "worker", id)
         self._num_arrived = 0
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
@@ -111,17 +111,16 @@ class RouterMachine:
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
 
     def _dispatch_queued(self, now: float) -> list[RouterAction]:
-        """Send queued requests to workers, in rank order, until one finds no room."""
+        """Send queued requests to workers, in rank order, until one finds no room. Retries may have to pause first."""
         actions: list[RouterAction] = []
-        while self._queue:
-            routed = self._queue[0]
+        while routed := next((queued for queued in self._queue if queued.not_before <= now), None):
             num_tokens = len(routed.request.token_ids) + len(routed.delivered)
             routed.hashes = routed.hashes or self.workers.hashes(routed.resumed())
             found = self.workers.candidates(num_tokens, routed.hashes, routed.failed_workers, now)
             candidate = choose(found, {r.worker_id: len(r.dispatched) for r in self.workers})
             if candidate is None:
                 break
-            self._queue.pop(0)
+            self._queue.remove(routed)
             actions += self._dispatch(routed, candidate, now)
         return actions
 
@@ -237,6 +236,8 @@ class RouterMachine:
         routed.failed_workers |= blamed(error, worker_id, _dispatch_of(routed).candidate)
         routed.last_error = str(error)
         routed.early.clear()
+        routed.not_before = now + self._config.pause_after(routed.attempts)
+        self._deadlines.set(("retry", routed.request_id), routed.not_before)
         self._enqueue(routed, now)
         return actions
 
@@ -282,7 +283,7 @@ class RouterMachine:
                 actions += self._on_lost(lost, now)
                 continue
             routed = self._requests.get(name)
-            if routed is None:
+            if routed is None or kind == "retry":
                 continue
             if kind == "request":
                 stage = routed.timeline.stage.value

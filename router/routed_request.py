@@ -46,6 +46,7 @@ class RoutedRequest:
     dispatch: Dispatch | None = None  # the current attempt; None while queued
     last_dispatch: Dispatch | None = None
     attempts: int = 0
+    not_before: float = 0.0  # a retry waits so long in the queue
     failed_workers: frozenset[str] = frozenset()
     last_error: str = ""
     first_token_at: float | None = None

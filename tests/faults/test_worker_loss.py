@@ -10,10 +10,11 @@ import pytest
 
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
-from protos import inference_pb2
+from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
+from runtime.grpc_server import open_channel
 from runtime.worker_service import WorkerService
 from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
-from tests.support.faults import slow_down
+from tests.support.faults import slow_down, transfers
 from tests.support.reference import CoLocatedEngine
 
 PROMPT = tuple(range(1, 70))
@@ -134,3 +135,31 @@ async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expe
         again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert again.token_ids == expected
         await deployment.assert_pools_settle()
+
+
+class _Broken:
+    def handle(self, event: object, _: float) -> list[object]:
+        raise RuntimeError(f"a bug, on {type(event).__name__}")
+
+
+async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once(expected: list[int]) -> None:
+    """Nobody waits there for a deadline; the request is served elsewhere."""
+    async with deploy(tiny_config()) as deployment:
+        (worker,) = deployment.prefill
+        assert worker._driver is not None
+        worker._driver.machine = _Broken()  # type: ignore[assignment]
+        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert "a bug" in str(await worker.failed())
+        assert answer.token_ids == expected
+        async with open_channel(deployment.endpoints[id(worker)].address, 1 << 20) as channel:
+            stub = worker_pb2_grpc.PrefillWorkerStub(channel)  # type: ignore[no-untyped-call]
+            sequence = Request("late", PROMPT, len(PROMPT), SamplingParams(max_tokens=1))
+            reader = transfers(deployment.decode[0]).address
+            late = worker_pb2.PrefillRequest(
+                sequence=codec.encode_sequence(sequence), transfer_id=bytes(16), reader=codec.encode_agent(reader)
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async with asyncio.timeout(5):
+                    await stub.Prefill(late, timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "has failed" in (caught.value.details() or "")

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from cli import doctor
 from cli.paths import path_lines, paths_of
-from core.config import TandemConfig, TelemetryConfig
+from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.paths import Lane, PathState, PathStatus
 from protos import cluster_pb2
 from tests.integration.test_metrics import free_port, scrape
@@ -70,3 +71,27 @@ async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metri
     ((labels, bandwidth),) = page["tandem_transfer_path_bandwidth_bytes_per_second"]
     assert labels == {"worker": reader, "peer": path.peer, "lane": "shared memory"}
     assert bandwidth == pytest.approx(path.bytes_per_s)
+
+
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+@pytest.mark.parametrize(("lanes", "health"), [("", doctor.Health.OK), ("tcp,self", doctor.Health.WARN)])
+async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
+    transport: str, lanes: str, health: doctor.Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_transport(transport)
+    if lanes:
+        monkeypatch.setenv("UCX_TLS", lanes)
+    # The speed is the machine's mood today; the lane is not.
+    finding = await doctor.transport(TransferConfig(transport=transport, slow_path_share=1e-6))
+    assert finding.health is health, finding.text
+    assert ("fallback: TCP, " if lanes else "fine: shared memory, ") in finding.text
+    assert bool(finding.mend) == bool(lanes)
+
+
+async def test_the_doctor_lists_the_paths_of_a_router_that_serves() -> None:
+    async with deploy(config_of("memory", expected_bytes_per_s=1e15)) as deployment:
+        fleet, (path,) = await fleet_with_paths(deployment)
+    (finding,) = doctor.paths(fleet)
+    assert finding.health is doctor.Health.WARN
+    assert finding.text == str(path)
+    assert finding.subject.startswith("prefill-0.")

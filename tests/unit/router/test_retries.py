@@ -1,0 +1,66 @@
+"""A retry goes elsewhere at once; the next ones pause, so that what fails is not hammered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.config import RouterConfig
+from core.errors import TransferFailed
+from router import events
+from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
+
+EPSILON_S = 0.001
+
+
+def failing(name: str = "r") -> DrivenRouter:
+    """Its second attempt has failed."""
+    router = DrivenRouter(replace(CONFIG, max_attempts=4, retry_pause_s=0.05), prefill=())
+    router.arrive(request(name))
+    for attempt in (1, 2):
+        router.decode_fails(TransferFailed(f"fault {attempt}"), f"{name}#{attempt}")
+    return router
+
+
+def test_the_second_attempt_starts_at_once_and_the_third_after_a_pause() -> None:
+    router = failing()
+    assert [attempt for attempt, _, _ in router.dispatches()] == ["r#1", "r#2"]
+    router.pass_time(0.05 - EPSILON_S)
+    assert len(router.dispatches()) == 2
+    router.pass_time(2 * EPSILON_S)
+    assert [attempt for attempt, _, _ in router.dispatches()] == ["r#1", "r#2", "r#3"]
+
+
+def test_each_further_pause_is_twice_as_long() -> None:
+    router = failing()
+    router.pass_time(0.05 + EPSILON_S)
+    router.decode_fails(TransferFailed("fault 3"), "r#3")
+    router.pass_time(0.1 - EPSILON_S)
+    assert len(router.dispatches()) == 3
+    router.pass_time(2 * EPSILON_S)
+    assert len(router.dispatches()) == 4
+
+
+def test_who_comes_after_a_request_that_pauses_does_not_wait_for_it() -> None:
+    router = failing()
+    router.arrive(request("next"))
+    assert [attempt for attempt, _, _ in router.dispatches()] == ["r#1", "r#2", "next#1"]
+
+
+def test_a_request_that_pauses_still_ends_at_its_deadline_and_when_its_client_leaves() -> None:
+    router = failing()
+    router.post(events.ClientCancelled("r"))
+    assert router.only(events.Fail).request_id == "r"
+    assert router.pass_time(1.0) == []
+    hasty = DrivenRouter(replace(CONFIG, retry_pause_s=0.5), prefill=())
+    hasty.arrive(timeout_s=0.2)
+    for attempt in (1, 2):
+        hasty.decode_fails(TransferFailed("again"), f"r#{attempt}")
+    hasty.pass_time(0.3)
+    assert "deadline" in str(hasty.only(events.Fail).error)
+
+
+@pytest.mark.parametrize(("attempts", "pause_s"), [(1, 0.0), (2, 0.05), (3, 0.1), (6, 0.8), (7, 1.0), (10_000, 1.0)])
+def test_a_pause_is_bounded(attempts: int, pause_s: float) -> None:
+    assert RouterConfig().pause_after(attempts) == pytest.approx(pause_s)
