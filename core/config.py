@@ -150,8 +150,9 @@ class RouterConfig:
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
         _require_positive(
-            self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "retry_pause_s", "report_stale_s",
-            "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars", "drain_timeout_s",
+            self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "report_stale_s",
+            "retry_pause_s", "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars",
+            "drain_timeout_s",
         )  # fmt: skip
         _require(self.local_prefill_tokens >= 0, "local_prefill_tokens must be 0 (never) or more")
 

@@ -70,6 +70,7 @@ class _Path:
     ping: int = 0  # counter of the newest
     pinged_at: float = 0.0
     num_answers: int = 0
+    heard: bool = False  # a PING of its own, since we connected
     give_up_at: float = 0.0
     probe_bytes: int = 0  # of the probe in flight
     num_probes: int = 0  # of the last size, done
@@ -137,6 +138,10 @@ class Paths:
             self._peers.drop(Drop.FOREIGN)
         elif ping.ack is None:
             self._peers.send(peer, Ping(*self._peers.stamp(), ping.counter))
+            path = self._paths.get(sender)
+            if path is not None and path.wait is _Wait.ANSWER and path.num_answers == 0 and not path.heard:
+                path.heard = True
+                self._ping(path, now)  # ours may have come before it was introduced to us
         else:
             self._on_answer(sender, ping.ack, now)
 
@@ -234,7 +239,7 @@ class Paths:
         if not self._peers.meet_ahead(path.peer):
             path.wait_for(_Wait.TURN, now + MAX_PAUSE_S)
             return
-        path.num_answers = 0
+        path.num_answers, path.heard = 0, False
         path.give_up_at = now + self._config.connect_timeout_s
         self._ping(path, now)
 

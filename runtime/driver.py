@@ -67,11 +67,19 @@ class Driver(Generic[E, A]):
         self._set_timer()
 
     def ask(self, event: E | Tick) -> None:
-        """`post` an event whose sender waits for what follows. Raises `WorkerUnavailable` once the driver has stopped:
-        nothing would ever follow."""
+        """`post` an event whose sender waits for what follows.
+
+        Raises `WorkerUnavailable` once the driver has stopped: nothing would ever follow. Whoever makes the machine
+        fail gets a plain `TandemError`, which nobody retries: it might bring down one worker after the other.
+        """
         if self.stopped:
             raise WorkerUnavailable("this process stops, or has failed")
-        self.post(event)
+        try:
+            self.post(event)
+        except TandemError:
+            raise
+        except Exception as error:  # logged by `post`, and the end of this machine
+            raise TandemError(f"the machine failed on this call: {type(error).__name__}") from error
 
     def post_threadsafe(self, event: E | Tick) -> None:
         """`post` from another thread; returns at once. Dropped where nobody is there any more to take it."""

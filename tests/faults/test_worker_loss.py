@@ -143,13 +143,16 @@ class _Broken:
 
 
 async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once(expected: list[int]) -> None:
-    """Nobody waits there for a deadline; the request is served elsewhere."""
+    """Who made it fail is not tried elsewhere, where it might do the same; all others are, and nobody waits."""
     async with deploy(tiny_config()) as deployment:
         (worker,) = deployment.prefill
         assert worker._driver is not None
         worker._driver.machine = _Broken()  # type: ignore[assignment]
-        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "a bug" in str(await worker.failed())
+        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert answer.token_ids == expected
         async with open_channel(deployment.endpoints[id(worker)].address, 1 << 20) as channel:
             stub = worker_pb2_grpc.PrefillWorkerStub(channel)  # type: ignore[no-untyped-call]

@@ -77,14 +77,7 @@ POSITIVE = {
     EngineConfig: ["block_size", "kv_memory_mb"],
     TransferConfig: ["lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_transfers"],
     WorkerConfig: ["report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting"],
-    RouterConfig: [
-        "max_queued",
-        "max_attempts",
-        "retry_pause_s",
-        "report_stale_s",
-        "max_message_bytes",
-        "drain_timeout_s",
-    ],
+    RouterConfig: ["max_queued", "max_attempts", "retry_pause_s", "report_stale_s", "max_message_bytes"],
     ClusterConfig: ["start_timeout_s", "restart_backoff_s", "max_workers"],
 }
 

@@ -270,8 +270,7 @@ def test_who_is_read_from_answers_and_measures_nothing() -> None:
     owner.introduce(agent("peer"), is_owner=False)
     owner.pings()
     owner.hear(Ping(7, 1, None), sender="peer")
-    (answer,) = owner.pings()
-    assert answer.ack == 1
+    assert [ping.ack for ping in owner.pings()] == [1, None]
     owner.pass_time(0.5)
     assert not owner.of(ProbePath)
     assert owner.machine.paths == ()
@@ -282,6 +281,15 @@ def test_a_ping_of_a_stranger_is_not_answered_and_not_held_against_anybody() -> 
     owner.hear(Ping(7, 1, None), sender="not introduced yet")
     assert not owner.actions
     assert not owner.machine.counters.dropped
+
+
+def test_a_ping_of_the_peer_shows_that_it_knows_us_by_now_and_is_asked_again_once() -> None:
+    reader = Reader()
+    reader.introduce(agent("owner"))
+    reader.pings()
+    for counter in (1, 2):
+        reader.hear(Ping(7, counter, None))
+    assert [ping.ack for ping in reader.pings()] == [1, None, 2]
 
 
 def test_a_worker_that_left_is_let_go() -> None:

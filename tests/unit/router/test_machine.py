@@ -248,6 +248,7 @@ def test_a_request_fails_with_its_last_error_after_max_attempts() -> None:
     for attempt in (1, 2, 3):
         router.decode_fails(WorkerUnavailable(f"fault {attempt}"), f"r#{attempt}")
         router.report("D")
+        router.pass_time(CONFIG.retry_pause_s)
     assert str(router.only(events.Fail).error) == "fault 3"
     assert len(router.dispatches()) == 3
 

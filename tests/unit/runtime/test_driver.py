@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import WorkerUnavailable
+from core.errors import TandemError, WorkerUnavailable
 from core.machine import Tick
 from runtime.driver import Driver
 
@@ -28,8 +28,9 @@ async def test_after_a_machine_has_failed_news_is_dropped_and_who_asks_is_refuse
     failures: list[BaseException] = []
     driver: Driver[str, str] = Driver(Echo(), done.append, failures.append)
     driver.ask("a")
-    with pytest.raises(AssertionError):
-        driver.post("bug")
+    with pytest.raises(TandemError, match="failed on this call") as caught:
+        driver.ask("bug")
+    assert not caught.value.retryable
     assert len(failures) == 1
     driver.post("news")
     with pytest.raises(WorkerUnavailable, match="has failed"):
