@@ -25,7 +25,6 @@ from runtime.service import Endpoint
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # the last one again and again
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # snapshots of large pools
-INTRODUCTIONS = "introductions"  # among the dispatch ids, which all have a number
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +55,13 @@ class WorkerLink:
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
         self._to_meet: list[PeerIntroduced | PeerDismissed] = []  # not told yet
+        self._introducing: asyncio.Task[None] | None = None
         self._refused = ""  # why it cannot join, as it was logged
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
     async def close(self) -> None:
-        await cancel_and_wait([self._watching, *self._calls.values()])
+        introducing = [] if self._introducing is None else [self._introducing]
+        await cancel_and_wait([self._watching, *introducing, *self._calls.values()])
         await self._channel.close(None)
 
     # ---- reports
@@ -145,8 +146,8 @@ class WorkerLink:
     def introduce(self, changes: Iterable[PeerIntroduced | PeerDismissed]) -> None:
         """Tell the worker in the background, one call at a time, in order."""
         self._to_meet += changes
-        if INTRODUCTIONS not in self._calls:
-            self._start(INTRODUCTIONS, self._call_meet_peers())
+        if self._introducing is None:
+            self._introducing = asyncio.create_task(self._call_meet_peers())
 
     def start_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         self._start(action.dispatch_id, self._call_prefill(action, metadata))
@@ -173,6 +174,7 @@ class WorkerLink:
             except grpc.aio.AioRpcError as error:
                 # They connect with their first hand-off, then; and it is told again when it joins again.
                 logger.info("worker %s was not told of its peers: %s", self.endpoint.service_id, error_from(error))
+        self._introducing = None  # now, and not when the loop notices that we have ended: more may come before that
 
     async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
