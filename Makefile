@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime engine kv_transfer router prefill_worker decode_worker simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-engine bench-perplexity bench-peers soak protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-engine bench-perplexity bench-matrices bench-peers soak protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -49,6 +49,9 @@ bench-engine: setup  ## The engine beside vLLM and llama.cpp on one core (make b
 
 bench-perplexity: setup  ## What int8 and int4 weights cost in quality: make bench-perplexity TEXT=wiki.test.txt
 	$(BIN)/python -m benchmarks.perplexity --text $(TEXT)
+
+bench-matrices: setup  ## The matrix products of a step with bfloat16, int8 and int4 weights
+	$(BIN)/python -m benchmarks.matrices
 
 bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's cache, each in a directory of its own
 	$(BIN)/tandem pull
