@@ -97,7 +97,9 @@ class ChoiceStream:
             telemetry.end_root(self.root, now, self._request_attributes(), error="ended before it was started")
             return
         timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
-        telemetry.draw_timeline(timeline, SPAN_OF_STAGE, context_of(self.root), {Attribute.CHOICE: self.choice})
+        parent, choice = context_of(self.root), {Attribute.CHOICE: self.choice}
+        telemetry.draw_timeline(timeline, SPAN_OF_STAGE, parent, choice)
+        telemetry.draw(SpanName.ROUTER_RESPOND, parent, timeline.entered_at, now, choice)
         attributes = self._request_attributes()
         if isinstance(result, Finish):
             attributes |= self._outcome_attributes(result.outcome)

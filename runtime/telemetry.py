@@ -42,6 +42,7 @@ class SpanName(Enum):
     ROUTER_ROUTE = "router.route"
     ROUTER_PREFILL = "router.prefill"  # dispatch to first token, as the router sees it
     ROUTER_DECODE = "router.decode"  # first token to last
+    ROUTER_RESPOND = "router.respond"  # the outcome is known, until the client has been written its last message
     PREFILL_QUEUE = "prefill_worker.queue"
     PREFILL_COMPUTE = "prefill_worker.prefill"
     DECODE_QUEUE = "decode_worker.queue"  # waiting for blocks or for a place in a step
