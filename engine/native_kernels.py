@@ -15,7 +15,8 @@ from engine.native_build import NativeUnavailable, build, choose_target
 
 _log = logging.getLogger(__name__)
 
-_POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_POINTER, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_F32, _F64 = ctypes.c_float, ctypes.c_double
 
 
 class KVCacheStruct(ctypes.Structure):
@@ -61,6 +62,8 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "tandem_quantized_rows": ((_POINTER, _POINTER, _I64, _POINTER, ctypes.c_int), None),
+    "tandem_draw_scratch_bytes": ((_I64,), _I64),
+    "tandem_draw_token": ((_POINTER, _I64, _F32, _I64, _F64, _F64, _F64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
 _BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int)
@@ -84,6 +87,8 @@ class Kernels:
         self.add_rms_norm = loaded.tandem_add_rms_norm
         self.quantized_linear = loaded.tandem_quantized_linear
         self.quantized_rows = loaded.tandem_quantized_rows
+        self.draw_scratch_bytes = loaded.tandem_draw_scratch_bytes
+        self.draw_token = loaded.tandem_draw_token
         self.silu_and_multiply = loaded.tandem_silu_and_multiply
         # Only in a library for CPUs that have instructions for it.
         self.bf16_linear: Callable[..., None] | None = getattr(loaded, "tandem_bf16_linear", None)

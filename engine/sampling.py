@@ -7,11 +7,12 @@
 Reported log-probabilities are those of the model itself: log-softmax of the raw logits, before any of the above.
 Numpy alone, so that the fake runner draws by the same code. All of it is float32, but float64 where sums decide.
 A vocabulary is not sorted where a few of its likeliest tokens decide: that would cost more than the model's own step.
+Where there are C kernels, `engine/native_sampling.py` draws in place of `draw_token`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,10 +20,15 @@ from core.request import SamplingParams, uniform_draw
 from core.step import SampledToken, ScheduledChunk
 
 _PREFIXES = (64, 1024, 8192)  # how many of the likeliest tokens are sorted before all are
+# (logits after bias and penalties, parameters, a number in [0, 1)) -> the token there in the filtered distribution
+Draw = Callable[[np.ndarray, SamplingParams, float], int]
 
 
-def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk]) -> dict[str, SampledToken]:
-    """One token for each chunk; row i of `logits` belongs to chunk i. # logits: float32 [len(chunks), vocab]"""
+def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk], draw: Draw | None = None) -> dict[str, SampledToken]:
+    """One token for each chunk; row i of `logits` belongs to chunk i. # logits: float32 [len(chunks), vocab]
+
+    `draw` may stand in for `draw_token`, where there is a faster one.
+    """
     assert len(logits) == len(chunks), "one row of logits for each chunk that samples"
     plain_greedy = [index for index, chunk in enumerate(chunks) if is_plain_greedy(chunk.sampling)]
     chosen: dict[int, int] = {}
@@ -31,7 +37,7 @@ def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk]) -> dict[str, Sa
         chosen = dict(zip(plain_greedy, rows.argmax(axis=-1).tolist(), strict=True))
     sampled = {}
     for index, chunk in enumerate(chunks):
-        token_id = chosen[index] if index in chosen else choose(logits[index], chunk)
+        token_id = chosen[index] if index in chosen else choose(logits[index], chunk, draw)
         sampled[chunk.sequence_id] = with_logprobs(logits[index], token_id, chunk.sampling.num_logprobs)
     return sampled
 
@@ -51,14 +57,18 @@ def is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def choose(logits: np.ndarray, chunk: ScheduledChunk) -> int:
+def choose(logits: np.ndarray, chunk: ScheduledChunk, draw: Draw | None = None) -> int:
     """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
     sampling = chunk.sampling
     position = chunk.start + chunk.num_tokens
     adjusted = adjust(logits, sampling, chunk.token_ids[:position], chunk.num_prompt_tokens)
     if sampling.greedy:
         return int(adjusted.argmax())
-    draw = uniform_draw(sampling.seed, position)
+    return (draw or draw_token)(adjusted, sampling, uniform_draw(sampling.seed, position))
+
+
+def draw_token(adjusted: np.ndarray, sampling: SamplingParams, draw: float) -> int:
+    """The inverse CDF of the filtered distribution at `draw`. # float32 [vocab]"""
     token_ids, probabilities, mass = _likeliest(adjusted, sampling, draw)
     place = np.searchsorted(probabilities.cumsum(), draw * mass, side="right")
     return int(token_ids[min(int(place), len(token_ids) - 1)])

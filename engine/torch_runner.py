@@ -23,6 +23,7 @@ from engine.native_attention import NativeAttention
 from engine.native_kernels import Kernels, load_kernels
 from engine.native_linear import NativeLinear, OneDNNLinear
 from engine.native_ops import NativeOps
+from engine.native_sampling import NativeDraw
 from engine.ops import Ops, TorchOps
 from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
 from engine.sampling import sample
@@ -60,6 +61,7 @@ class TorchRunner:
         kernels = find_kernels(config, model_config, device, cache_dir)
         attention, ops = choose_kernels(kernels, model_config, self._pool, num_threads)
         linear_method = choose_linear_method(config, kernels, device, num_threads)
+        self._draw = None if kernels is None else NativeDraw(kernels)
         self._model: Model | None = Model(weights, attention, linear_method, ops)
 
     def pool_address(self) -> int:
@@ -79,7 +81,7 @@ class TorchRunner:
             if logits.is_cuda:
                 torch.cuda.current_stream(logits.device).synchronize()  # its KV is offered to peers from here on
             sampling = [chunk for chunk in step.chunks if chunk.samples]
-            return StepOutput(step.step_id, sample(logits.cpu().numpy(), sampling))
+            return StepOutput(step.step_id, sample(logits.cpu().numpy(), sampling, self._draw))
 
     def close(self) -> None:
         self._model = None

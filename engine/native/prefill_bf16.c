@@ -85,7 +85,7 @@ INLINE __m512 seen_scores(const float *scores, int vector, int seen) {
     return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask, scores + vector * LANES);
 }
 
-/* Weights of the first seen[r] of TILE scores of row r, 0 for the rest; earlier sums are multiplied by rescale[r].*
+/* Weights of the first seen[r] of TILE scores of row r, 0 for the rest; earlier sums are multiplied by rescale[r].
    Scores are not scaled yet: exponent = scale * log2(e). */
 APART void weigh_rows(const float *scores, const int *seen, float exponent, float *maxima, float *totals,
                       uint16_t *weights, float *rescale) {

@@ -9,6 +9,7 @@ import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -21,8 +22,10 @@ from engine.native_attention import NativeAttention
 from engine.native_kernels import Kernels
 from engine.native_linear import PackedLinear, panels_of
 from engine.native_ops import NativeOps
+from engine.native_sampling import NativeDraw
 from engine.ops import TorchOps
 from engine.rotary import Rotation
+from engine.sampling import filtered_distribution
 from tests.unit.engine.quantized_cases import quantized_differences
 
 # One bfloat16 has 8 bits: two roundings of a value near 4 differ by 1/64 at most, and torch rounds between its steps.
@@ -146,13 +149,39 @@ def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> lis
     return [(f"linear, seed {seed}: {rows} x {in_size} x {out_size}", largest_difference(ours, theirs))]
 
 
+def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:
+    """How far a draw lies outside of its token's share of the distribution: rounding moves the borders a little."""
+    draw = random.Random(seed)
+    vocab, spread = draw.choice([1, 2, 15, 33, 300, 5000]), draw.choice([0.0, 0.3, 2.0, 30.0])
+    logits = np.random.default_rng(seed).normal(0.0, spread, vocab).astype(np.float32)
+    if draw.random() < 0.3:
+        logits = logits.round()  # many are equal
+    if draw.random() < 0.3:
+        logits[draw.randrange(vocab)] = -np.inf if vocab > 1 else 0.0
+    sampling = SamplingParams(
+        max_tokens=1,
+        temperature=draw.choice([0.2, 1.0, 1.7]),
+        top_k=draw.choice([0, 0, 1, 7, vocab]),
+        top_p=draw.choice([1.0, 1.0, 0.95, 0.5, 0.001]),
+        min_p=draw.choice([0.0, 0.0, 0.1, 1.0]),
+    )
+    token_ids, probabilities = filtered_distribution(logits, sampling)
+    borders = np.concatenate([[0.0], probabilities.cumsum() / probabilities.sum()])
+    native, found = NativeDraw(kernels), []
+    for at in [0.0, 1.0 - 2.0**-53, *(draw.random() for _ in range(6))]:
+        places = np.flatnonzero(token_ids == native(logits, sampling, at))
+        outside = max(borders[places[0]] - at, at - borders[places[0] + 1], 0.0) if len(places) else float("inf")
+        found.append((f"draw, seed {seed}: {vocab} tokens, {sampling}, at {at}", float(outside)))
+    return found
+
+
 def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], seeds: range) -> list[Difference]:
     found = []
     for seed in seeds:
         case = AttentionCase(seed, dtype, head_dims[seed % len(head_dims)], longest=150)
         found += case.differences(kernels) + ops_differences(kernels, seed, dtype)
         found += quantized_differences(kernels, seed, dtype)
-        found += linear_differences(kernels, seed) if dtype == "bfloat16" else []
+        found += linear_differences(kernels, seed) if dtype == "bfloat16" else draw_differences(kernels, seed)
     return found
 
 

@@ -1,0 +1,57 @@
+"""The C kernel draws what the readable code draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.request import SamplingParams
+from engine.catalogue import default_cache_dir
+from engine.native_kernels import Kernels, load_kernels
+from engine.native_sampling import NativeDraw
+from engine.sampling import draw_token
+from tests.unit.engine.native_cases import draw_differences
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    loaded = load_kernels(64, default_cache_dir())
+    if loaded is None:
+        pytest.skip("no C compiler here")
+    return loaded
+
+
+def test_a_draw_lies_within_the_share_of_its_token(kernels: Kernels) -> None:
+    found = [difference for seed in range(400) for difference in draw_differences(kernels, seed)]
+    assert [difference for difference in found if not difference[1] <= 1e-5] == []
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"temperature": 0.8, "top_p": 0.95},
+        {"top_k": 50},
+        {"top_k": 500, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.5, "min_p": 0.05},
+    ],
+)
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_the_tokens_are_those_of_numpy_in_a_whole_vocabulary(
+    kernels: Kernels, spread: float, filters: dict[str, float]
+) -> None:
+    rng = np.random.default_rng(1)
+    sampling = SamplingParams(max_tokens=1, **filters)  # type: ignore[arg-type]
+    native, rows = NativeDraw(kernels), rng.normal(0.0, spread, (20, 49_152)).astype(np.float32)
+    drawn = [
+        (native(row, sampling, at), draw_token(row, sampling, at)) for row, at in zip(rows, rng.random(20), strict=True)
+    ]
+    assert sum(ours == theirs for ours, theirs in drawn) >= 19, "rounding may move one draw across a border, not more"
+    assert len({ours for ours, _ in drawn}) > 1
+
+
+def test_equal_logits_go_by_the_lowest_id(kernels: Kernels) -> None:
+    sampling, flat = SamplingParams(max_tokens=1), np.zeros(1000, np.float32)
+    native = NativeDraw(kernels)
+    assert [native(flat, sampling, at) for at in (0.0, 0.0005, 0.5004, 0.9995)] == [0, 0, 500, 999]
+    assert native(flat, SamplingParams(max_tokens=1, top_k=10), 0.999) == 9
