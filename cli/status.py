@@ -22,9 +22,9 @@ REFRESH_S = 1.0
 SILENT_MS = 3000.0
 
 # KV = share of the pool in use; cached = share that holds reusable prefixes; todo = tokens not computed yet;
-# moves = transfers alive. With --ledger, blocks take the place of the two shares.
+# moves = transfers alive. With --ledger, blocks take the place of shares and load: together they do not fit 80 columns.
 COLUMNS = ("KV", "cached", "run", "wait", "todo", "tok/s", "moves")
-LEDGER_COLUMNS = ("free", "cached", "held", "leased", "incoming", *COLUMNS[2:])
+LEDGER_COLUMNS = ("free", "cached", "held", "leased", "incoming", "moves")
 # blocks = all it has a claim on; counted = those of them that are counted here and at no other holder.
 HOLDER_COLUMNS: dict[str, JustifyMethod] = {
     "worker": "left", "holder": "left", "state": "left", "blocks": "right", "counted": "right", "for": "right",
@@ -87,11 +87,13 @@ def _row(worker: cluster_pb2.FleetWorker, tokens_per_s: float | None, with_ledge
     load, ledger = worker.load, worker.load.ledger
     blocks = [ledger.free, ledger.cached, ledger.held, ledger.leased, ledger.incoming]
     total = sum(blocks)
+    name = [worker.worker_id[:-ID_DIGITS_HIDDEN], _state(worker)]
+    if with_ledger:
+        return [*name, *(str(count) for count in blocks), str(load.num_transfers)]
     shares = [(total - ledger.free - ledger.cached) / total, ledger.cached / total] if total else [0.0, 0.0]
     return [
-        worker.worker_id[:-ID_DIGITS_HIDDEN],
-        _state(worker),
-        *([str(count) for count in blocks] if with_ledger else [f"{share:.0%}" for share in shares]),
+        *name,
+        *(f"{share:.0%}" for share in shares),
         str(load.num_running),
         str(load.num_waiting + load.num_pulls_waiting),
         str(load.num_queued_tokens),

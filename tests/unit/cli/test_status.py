@@ -44,7 +44,7 @@ def test_a_row_shows_use_queue_and_speed() -> None:
 
 
 def test_the_ledger_shows_where_every_block_is() -> None:
-    assert "decode-0.0123 serving 50 25 20 3 2 2 5 77 12.3 6" in text_of(fleet(worker("decode-0")), with_ledger=True)
+    assert "decode-0.0123 serving 50 25 20 3 2 6" in text_of(fleet(worker("decode-0")), with_ledger=True)
 
 
 def holders_of(response: cluster_pb2.GetLedgerResponse) -> list[str]:
