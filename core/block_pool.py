@@ -44,6 +44,7 @@ class _Block:
     num_holds: int = 0
     num_leases: int = 0
     num_incoming: int = 0
+    num_uses: int = 0  # how often it was handed out to be written
     sequence_hash: int | None = None
 
     @property
@@ -89,6 +90,10 @@ class BlockPool:
         """How many peers may read this block now."""
         return self._blocks[block].num_leases
 
+    def content_of(self, block: int) -> int:
+        """Rises when the block is handed out to be written anew: while it stays, leased or cached bytes do, too."""
+        return self._blocks[block].num_uses
+
     def match_prefix(self, sequence_hashes: Sequence[int]) -> list[int]:
         """Block ids of the longest cached prefix of `sequence_hashes`. `share` them before anything else happens."""
         found: list[int] = []
@@ -124,6 +129,7 @@ class BlockPool:
         """`count` blocks of unknown content, HELD once; None, and nothing changed, where there are not enough."""
         blocks = self._take(count)
         for block in blocks or ():
+            self._blocks[block].num_uses += 1
             self._change(block, holds=1)
         return blocks
 
@@ -178,6 +184,7 @@ class BlockPool:
         """`count` INCOMING blocks for a pull to fill; None, and nothing changed, where there are not enough."""
         blocks = self._take(count)
         for block in blocks or ():
+            self._blocks[block].num_uses += 1
             self._change(block, incoming=1)
         return blocks
 

@@ -24,6 +24,7 @@ from core.step import SampledToken, StepOutput
 from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad, claim_of
 from kv_transfer.events import (
     AgentAction,
+    CacheChecked,
     OfferEnded,
     PullCompleted,
     PullFailed,
@@ -228,8 +229,8 @@ class DecodeMachine:
                     mine += self._on_pull_given_up(action)
                 case PullFailed():
                     mine += self._on_pull_failed(action)
-                case OfferEnded():
-                    pass  # its blocks are back in the pool already
+                case OfferEnded() | CacheChecked():
+                    pass  # only a prefill worker offers
                 case _:
                     mine.append(action)
         return mine

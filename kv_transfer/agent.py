@@ -24,13 +24,15 @@ from dataclasses import dataclass, replace
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, OfferedBlock, Ready
-from kv_transfer.digests import Digests, OfferDigests, ReadDigests
+from kv_transfer.digests import Digests, ReadDigests
 from kv_transfer.events import (
     AgentAction,
     AgentEvent,
     AgentFailed,
+    CheckBlocks,
     Connect,
     Disconnect,
+    KeepDigests,
     MessageReceived,
     PeerLost,
     ProbePath,
@@ -40,6 +42,7 @@ from kv_transfer.events import (
     StartRead,
     TellPath,
 )
+from kv_transfer.kept_digests import KeptDigests
 from kv_transfer.location import locate
 from kv_transfer.path_probe import PathProber, tell
 from kv_transfer.path_speed import PathSpeeds
@@ -98,7 +101,7 @@ class TransferAgent:
         self._closing = False
         self._failure = ""
         self._wake = threading.Event()
-        self._digester = OfferDigests(identity.name, pool, config.verify_digests, self._wake.set)
+        self._digester = KeptDigests(identity.name, pool, config.verify_digests, self._wake.set)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{identity.name}", daemon=True)
 
@@ -238,6 +241,10 @@ class TransferAgent:
                 self._send(transport, peer, message)
             case StartRead():
                 self._start_read(transport, action)
+            case KeepDigests():
+                self._digester.keep(action)
+            case CheckBlocks():
+                self._digester.check(action, lambda checked: self._events.append(checked))
             case ProbePath(peer):
                 self._events += self._prober.start(transport, self._peers.get(peer), action)
             case TellPath(path):
@@ -250,7 +257,7 @@ class TransferAgent:
                 self._lose(transport, event.peer, str(end.error))
 
     def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
-        if isinstance(message, Ready) and message.blocks and peer in self._peers:
+        if isinstance(message, Ready) and peer in self._peers:
 
             def with_digests(digests: Digests) -> None:
                 if digests:

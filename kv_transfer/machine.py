@@ -33,6 +33,7 @@ from core.handoff import (
 from core.machine import Tick
 from core.paths import PathStatus, PeerDismissed, PeerIntroduced
 from kv_transfer.events import (
+    BlocksChecked,
     Disconnect,
     MessageReceived,
     PathProbed,
@@ -100,6 +101,16 @@ class TransferMachine:
         self._owner.add_ready(transfer_id, blocks, last, first_token_id, now)
         return self._peers.take_actions()
 
+    def check_cached(self, transfer_id: TransferId, blocks: Iterable[int]) -> list[TransferAction]:
+        """Have the agent see whether blocks from the prefix cache, which the offer's sequence starts with, still hold
+        what was computed. `is_checked` says whether the answer, `CacheChecked`, is still to come; no READY leaves
+        before it."""
+        self._owner.check_cached(transfer_id, blocks)
+        return self._peers.take_actions()
+
+    def is_checked(self, transfer_id: TransferId) -> bool:
+        return self._owner.is_checked(transfer_id)
+
     def abort_offer(self, transfer_id: TransferId, reason: AbortReason) -> list[TransferAction]:
         """Tell the puller to stop. `OfferEnded` comes now if nothing was announced, else with its RELEASE or at the end
         of the lease."""
@@ -144,6 +155,8 @@ class TransferMachine:
                 self._puller.on_read_timed_out(event, now)
             case ReadFailed():
                 self._puller.on_read_failed(event, now)
+            case BlocksChecked():
+                self._owner.on_checked(event)
             case PeerLost(peer, detail, died):
                 self._lose(peer, detail, died, now)
             case PeerIntroduced(peer):

@@ -36,7 +36,8 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from kv_transfer.events import OfferEnded
+from kv_transfer.content import Contents
+from kv_transfer.events import BlocksChecked, CacheChecked, CheckBlocks, KeepDigests, OfferEnded
 from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
@@ -61,6 +62,7 @@ class Owner:
         self._peers = peers
         self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # what to tell a puller that asks on
         self._early: dict[TransferId, _Early] = {}
+        self._contents = Contents(pool)
 
     # ---- told by the worker
 
@@ -93,9 +95,12 @@ class Owner:
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
             return
+        listed = list(blocks)
+        if self.config.verify_digests:
+            self._keep_digests(offer, [block for _, block in listed])
         wanted = {
             position: block
-            for position, block in blocks
+            for position, block in listed
             if position not in offer.leased and (offer.wanted is None or position in offer.wanted)
         }
         self.pool.lease(wanted.values())
@@ -118,6 +123,29 @@ class Owner:
         self._send_abort(offer.peer, transfer_id, reason, detail)
         if not offer.may_be_read:
             self._end(offer, OwnerState.ABORTED, reason)
+
+    def check_cached(self, transfer_id: TransferId, blocks: Iterable[int]) -> None:
+        """These blocks of the offer's sequence come from the prefix cache."""
+        known = self._contents.begin_check(transfer_id, blocks) if self.config.verify_digests else ()
+        if known:
+            self._peers.act(CheckBlocks(transfer_id, known))
+
+    def is_checked(self, transfer_id: TransferId) -> bool:
+        return self._contents.is_checked(transfer_id)
+
+    # ---- told by the agent
+
+    def on_checked(self, event: BlocksChecked) -> None:
+        """What was computed from a spoilt block is as wrong as the block itself."""
+        spoilt = self._contents.end_check(event.transfer_id, event.spoilt)
+        if spoilt:
+            self._peers.counters.num_spoilt_blocks += len(spoilt)
+            self.pool.distrust(spoilt)
+            offer = self.offers.get(event.transfer_id)
+            if offer is not None:
+                self.pool.distrust(self._contents.current(offer.computed.items()))
+            self.abort(event.transfer_id, AbortReason.DIGEST_MISMATCH, "cached blocks are not what was computed")
+        self._peers.act(CacheChecked(event.transfer_id, len(spoilt)))
 
     # ---- told by the puller
 
@@ -270,6 +298,13 @@ class Owner:
         ):
             self._peers.counters.num_ready_repeated += 1
             self._announce(offer, min(num_heard, len(offer.announced)), now)
+
+    def _keep_digests(self, offer: Offer, blocks: list[int]) -> None:
+        """Of all blocks of the sequence: those its reader has already may be in our cache for the next one."""
+        offer.computed |= self._contents.with_content(blocks)
+        fresh = self._contents.keep(blocks)
+        if fresh:
+            self._peers.act(KeepDigests(fresh))
 
     def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
         self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))

@@ -7,6 +7,9 @@
 The sequence leaves the scheduler with its first token; its blocks stay leased until the reader has them. Blocks are
 leased before the scheduler learns that the step is done, because it releases a finished sequence's blocks at once.
 
+A prompt's cached beginning is compared with its digests while the step runs; the first token waits for the answer. What
+was computed from spoilt blocks is not given out: the call fails, and the router has the prompt computed again.
+
 Prompts and readers can wait for each other in a circle: leased blocks wait for readers without room, whose room is
 reserved for prompts that wait here for blocks. `_unblock` breaks it: a prompt whose reader has room waits no longer.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerUnavailable
+from core.errors import DeadlineExceeded, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, AgentAddress, TransferId
 from core.ledger import Claim, check_claims
 from core.lifecycle import FinishReason, Timeline
@@ -24,7 +27,7 @@ from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk, StepOutput
 from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
-from kv_transfer.events import AgentAction, TransferAction, TransferEvent, TransferResult
+from kv_transfer.events import AgentAction, CacheChecked, TransferAction, TransferEvent, TransferResult
 from kv_transfer.load import transfer_claims, with_transfers
 from kv_transfer.machine import TransferMachine
 
@@ -66,10 +69,19 @@ class PrefillFailed:
 PrefillAction = RunStep | PrefillDone | PrefillFailed | AgentAction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenCall:
     sequence: Sequence
     transfer_id: TransferId
+    num_admissions: int = 0  # to the running sequences; each takes what it finds in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An answer that waits for the check of the blocks it was computed from."""
+
+    transfer_id: TransferId
+    done: PrefillDone
 
 
 class PrefillMachine:
@@ -79,6 +91,7 @@ class PrefillMachine:
         self.core = core
         self.transfers = transfers
         self._calls: dict[str, _OpenCall] = {}  # by request id
+        self._held: dict[str, _Held] = {}  # computed; by request id
         self._stalled_since: float | None = None
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
@@ -101,8 +114,12 @@ class PrefillMachine:
                 for request_id in self.core.deadlines.expire(now):
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
-                actions += self._without_results(self.transfers.handle(event, now))
-        actions += self.core.next_step(now)
+                decided = self.transfers.handle(event, now)
+                actions += self._without_results(decided)
+                for checked in decided:
+                    if isinstance(checked, CacheChecked):
+                        actions += self._on_checked(checked)
+        actions += self._next_step(now)
         return actions + self._unblock(now)
 
     def next_deadline(self) -> float | None:
@@ -113,7 +130,7 @@ class PrefillMachine:
     @property
     def idle(self) -> bool:
         """Nothing is being computed and nobody reads our blocks."""
-        return not self._calls and not self.transfers.alive
+        return not self._calls and not self._held and not self.transfers.alive
 
     @property
     def transfers_alive(self) -> bool:
@@ -152,18 +169,53 @@ class PrefillMachine:
             # hand-off comes first ends the request, and an abort could overtake both.
             call = self._calls.pop(event.sequence_id)
             goes_on = event.finish_reason is FinishReason.HANDOFF
-            actions.append(
-                PrefillDone(
-                    request_id=event.sequence_id,
-                    index=event.index,
-                    token=event.token,
-                    finish_reason=None if goes_on else event.finish_reason,
-                    cached_tokens=call.sequence.num_cached_tokens,
-                    timeline=self.core.timelines[event.sequence_id],
-                )
+            done = PrefillDone(
+                request_id=event.sequence_id,
+                index=event.index,
+                token=event.token,
+                finish_reason=None if goes_on else event.finish_reason,
+                cached_tokens=call.sequence.num_cached_tokens,
+                timeline=self.core.timelines[event.sequence_id],
             )
-            self.core.dismiss(event.sequence_id)
+            if self.transfers.is_checked(call.transfer_id):
+                actions.append(self._answer(done))
+            else:
+                self._held[done.request_id] = _Held(call.transfer_id, done)
         return actions
+
+    def _answer(self, done: PrefillDone) -> PrefillDone:
+        self.core.dismiss(done.request_id)
+        return done
+
+    def _next_step(self, now: float) -> list[PrefillAction]:
+        """A step, and the check of what it takes from the prefix cache."""
+        actions: list[PrefillAction] = []
+        for step in self.core.next_step(now):
+            actions.append(step)
+            for chunk in step.plan.chunks:
+                call = self._calls.get(chunk.sequence_id)
+                if call is None or call.num_admissions > call.sequence.num_preemptions:
+                    continue
+                call.num_admissions = call.sequence.num_preemptions + 1
+                if chunk.start:
+                    cached = chunk.block_table[: chunk.start // self.core.scheduler.block_size]
+                    actions += self._without_results(self.transfers.check_cached(call.transfer_id, cached))
+        return actions
+
+    def _on_checked(self, checked: CacheChecked) -> list[PrefillAction]:
+        """Let the answer go that waited for this, or end the call."""
+        answers: list[PrefillAction] = []
+        error = TransferFailed(f"{checked.num_spoilt} cached blocks are not what was computed")
+        for request_id, held in list(self._held.items()):
+            if held.transfer_id == checked.transfer_id and checked.num_spoilt:
+                answers += self._end(request_id, error)
+            elif held.transfer_id == checked.transfer_id and self.transfers.is_checked(held.transfer_id):
+                answers.append(self._answer(self._held.pop(request_id).done))
+        for request_id, call in list(self._calls.items()):
+            if call.transfer_id == checked.transfer_id and checked.num_spoilt:
+                self.core.pool.distrust(call.sequence.block_table)
+                answers += self._end(request_id, error)
+        return answers
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
         """Offer the blocks this step completed: the full ones, and after the last chunk the partly filled one too."""
@@ -181,7 +233,7 @@ class PrefillMachine:
 
     def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
         """End an open call without its token; the reader is told."""
-        call = self._calls.pop(request_id, None)
+        call = self._calls.pop(request_id, None) or self._held.pop(request_id, None)
         if call is None:
             return []
         self.core.scheduler.abort(request_id, FinishReason.ERROR)
@@ -206,7 +258,7 @@ class PrefillMachine:
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
                 aborted = self.transfers.abort_offer(withdrawn, AbortReason.OVERLOADED)
-                return [*self._without_results(aborted), *self.core.next_step(now)]
+                return [*self._without_results(aborted), *self._next_step(now)]
         return []
 
     def _least_useful_offer(self) -> TransferId | None:
@@ -229,3 +281,4 @@ class PrefillMachine:
         check_claims(self.claims(0.0), self.core.pool)
         for request_id, call in self._calls.items():
             assert self.core.scheduler.get(request_id) is call.sequence
+        assert not any(self.transfers.is_checked(held.transfer_id) for held in self._held.values())

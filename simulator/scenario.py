@@ -142,6 +142,7 @@ def _read_faults(chance: random.Random, transfer: TransferConfig) -> ReadFaults:
         broken=chance.choice((0.0, 0.03)),
         # Without digests nobody could notice.
         corrupted=chance.choice((0.0, 0.02, 0.1)) if transfer.verify_digests else 0.0,
+        spoilt=chance.choice((0.0, 0.0, 0.1)) if transfer.verify_digests else 0.0,
     )
 
 

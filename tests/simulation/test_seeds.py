@@ -17,12 +17,12 @@ BATCH = 20
 
 # What has to have happened somewhere in the two hundred, or they prove less than they seem to.
 FAULTS_THAT_MUST_HAPPEN = (
-    "lost notification", "doubled notification", "slow read", "broken read", "corrupted block", "failed step",
-    "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
+    "lost notification", "doubled notification", "slow read", "broken read", "corrupted block", "spoilt block",
+    "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
-    "expired lease", "digest mismatch", "preemption", "retried", "READY repeated", "PeerLost", "ReadFailed",
-    "path fine", "path slow", "path unreachable",
+    "expired lease", "digest mismatch", "spoilt block found", "preemption", "retried", "READY repeated",
+    "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
     "finished disaggregated", "finished local", "finished recomputed",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
