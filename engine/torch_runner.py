@@ -13,7 +13,7 @@ from core.kv_layout import KVLayout
 from core.step import StepOutput, StepPlan
 from engine.attention import AttentionBackend, TorchAttention
 from engine.catalogue import default_cache_dir
-from engine.cpu import cpu_has_amx_bf16, cpu_multiplies_bf16
+from engine.cpu import cpu_has_amx_bf16, cpu_multiplies_bf16, keep_freed_memory
 from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
 from engine.linear import LinearMethod, PlainLinear
 from engine.model import Model
@@ -63,6 +63,8 @@ class TorchRunner:
         linear_method = choose_linear_method(config, kernels, device, num_threads)
         self._draw = None if kernels is None else NativeDraw(kernels)
         self._model: Model | None = Model(weights, attention, linear_method, ops)
+        if device.type == "cpu":
+            keep_freed_memory()  # not before: what loading needed is given back
 
     def pool_address(self) -> int:
         return self._pool.address()

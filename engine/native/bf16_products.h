@@ -54,7 +54,7 @@ INLINE __m512 sum_sixteen(const __m512 v[16]) {
     return sum_halves(sum_halves(a, b), sum_halves(c, d));
 }
 
-/* 2 to the power of x <= 0, within 5e-5 of it: far below the rounding to bfloat16 that follows. 0 from -150 down.
+/* 2 to the power of x, within 5e-5 of it: far below the rounding to bfloat16 that follows. 0 from -150 down.
    x = n + f with |f| <= 1/2; 2^f is its Taylor series up to f^4. */
 INLINE __m512 power_of_two(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x); /* not-a-number stays so */

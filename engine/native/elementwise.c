@@ -2,6 +2,9 @@
 
    All sums are float, whatever the rows are. Rows are contiguous. */
 #include "vectors.h"
+#ifdef __AVX512BF16__
+#include "bf16_products.h"
+#endif
 
 #define PARALLEL_ELEMENTS 32768 /* fewer are done before another thread has woken up */
 
@@ -61,6 +64,16 @@ INLINE vfloat silu(vfloat gate) {
     return gate / (1.0f + exponential((vfloat)(((vint)limit & over) | ((vint)negated & ~over))));
 }
 
+/* The same where the result is rounded to bfloat16: a reciprocal within 2^-14, and a shorter series. */
+INLINE vfloat rough_silu(vfloat gate) {
+#ifdef __AVX512BF16__
+    const __m512 power = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-LOG2_E)));
+    return _mm512_mul_ps(gate, _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.0f))));
+#else
+    return silu(gate);
+#endif
+}
+
 INLINE void silu_row(const void *row, void *to, int64_t size, int is_bf16) {
     const void *up = element(row, size, is_bf16);
     int64_t i = 0;
@@ -68,7 +81,10 @@ INLINE void silu_row(const void *row, void *to, int64_t size, int is_bf16) {
         vfloat gate_first, gate_second, up_first, up_second;
         load_pair(row, i, is_bf16, &gate_first, &gate_second);
         load_pair(up, i, is_bf16, &up_first, &up_second);
-        store_pair(to, i, is_bf16, silu(gate_first) * up_first, silu(gate_second) * up_second);
+        if (is_bf16)
+            store_pair(to, i, 1, rough_silu(gate_first) * up_first, rough_silu(gate_second) * up_second);
+        else
+            store_pair(to, i, 0, silu(gate_first) * up_first, silu(gate_second) * up_second);
     }
     for (; i < size; i++)
         store_one(to, i, is_bf16, silu(splat(load_one(row, i, is_bf16)))[0] * load_one(up, i, is_bf16));

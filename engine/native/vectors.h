@@ -15,6 +15,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #ifndef LANES /* 8 or 16; the build says which suits the target */
 #define LANES 8
 #endif
@@ -53,6 +57,9 @@ INLINE const void *element(const void *base, size_t index, int is_bf16) {
 
 /* The bits of each float as bfloat16 in the upper half: nearest, ties to even; not-a-number stays so. */
 INLINE vint round_to_bf16(vfloat values) {
+#ifdef __AVX512BF16__
+    return (vint)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16);
+#endif
     vint bits = (vint)values;
     vint rounded = bits + 0x7fff + ((bits >> 16) & 1);
     vint is_nan = (bits & 0x7fffffff) > 0x7f800000;
