@@ -6,11 +6,13 @@ knows AMX, which the kernel does not. Both leave a matrix of another dtype to to
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 
 from engine.huge_pages import HugePages
-from engine.linear import Linear, Matrix, PlainLinear
+from engine.linear import Embedding, Linear, Matrix, PlainLinear
 from engine.native_kernels import Kernels
 
 PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
@@ -23,14 +25,35 @@ class NativeLinear(PlainLinear):
         self.kernels = kernels
         self.num_threads = num_threads
         self._memory = HugePages()
+        self._table: weakref.ref[torch.Tensor] | None = None  # the embedding, as long as it is there,
+        self._packed_table: torch.Tensor | None = None  # and its panels: a tied head is multiplied by the same ones
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        if weight.dtype is not torch.bfloat16 or weight.shape[1] % 2 or not isinstance(weight, torch.Tensor):
+        if not _packs(weight):
             return super().prepare(weight, bias)
+        assert isinstance(weight, torch.Tensor), "codes are not packed"
+        tied = self._table is not None and self._table() is weight
+        packed = self._packed_table if tied else None
+        return PackedLinear(
+            self.kernels, self._pack(weight) if packed is None else packed, bias, len(weight), self.num_threads
+        )
+
+    def prepare_embedding(self, table: Matrix) -> Embedding:
+        if not _packs(table):
+            return super().prepare_embedding(table)
+        assert isinstance(table, torch.Tensor), "codes are not packed"
+        packed = self._pack(table)
+        self._table, self._packed_table = weakref.ref(table), packed
+        return lambda row_ids: packed[row_ids // PANEL, :, row_ids % PANEL].view(torch.bfloat16)
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
         panels = panels_of(weight)
         packed = self._memory.take(panels.numel() * 4).view(torch.int32).view(panels.shape)
-        packed.copy_(panels)
-        return PackedLinear(self.kernels, packed, bias, len(weight), self.num_threads)
+        return packed.copy_(panels)
+
+
+def _packs(weight: Matrix) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
 
 
 def panels_of(weight: torch.Tensor) -> torch.Tensor:

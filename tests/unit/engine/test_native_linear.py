@@ -52,6 +52,22 @@ def test_many_matrices_do_not_share_memory(kernels: Kernels) -> None:
         torch.testing.assert_close(multiply(inputs).float(), inputs.float() @ weight.float().T, atol=0.3, rtol=0.02)
 
 
+def test_an_embedding_is_looked_up_in_the_panels_that_a_tied_head_multiplies_by(kernels: Kernels) -> None:
+    method, table, other = NativeLinear(kernels, 1), torch.randn(70, 64).bfloat16(), torch.randn(70, 64).bfloat16()
+    embed, head, untied = method.prepare_embedding(table), method.prepare(table, None), method.prepare(other, None)
+    row_ids, inputs = torch.tensor([0, 31, 32, 69, 5, 5]), torch.eye(64).bfloat16()
+    assert torch.equal(embed(row_ids), table[row_ids])
+    assert embed(row_ids).is_contiguous()
+    assert torch.equal(head(inputs), table.T)
+    assert torch.equal(untied(inputs), other.T)
+    assert isinstance(head, PackedLinear)
+    assert isinstance(untied, PackedLinear)
+    next_to_come = method.prepare(other, None)
+    assert isinstance(next_to_come, PackedLinear)
+    size = next_to_come.weight_address - untied.weight_address
+    assert untied.weight_address - head.weight_address == size, "nothing was packed between the table and the other"
+
+
 @pytest.mark.parametrize("method", [PlainLinear(), OneDNNLinear()])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_the_methods_of_torch_agree(method: LinearMethod, rows: int) -> None:
