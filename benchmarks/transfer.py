@@ -16,16 +16,19 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Line, Report, load
-from benchmarks.transfer_peer import Cost, Spec, start_pair
+from benchmarks.transfer_peer import start_pair
+from benchmarks.transfer_side import Cost, Spec
 from core.config import EngineConfig, TransferConfig
 from core.errors import TandemError
 from core.kv_layout import KVLayout
 
-POOL_BYTES = 134_217_728
+POOL_BYTES = 536_870_912  # a hand-off's first read begins after two milliseconds; this is about the speed after them
 SHARE_IN_USE = 0.9  # of a pool; the rest keeps the order of its blocks from repeating
 LAYOUTS = {
     "360 KB": KVLayout("m", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64),
@@ -43,38 +46,65 @@ PARTS = ("bandwidth", "hidden", "missing", "idle")
 OWNER_CORE, PULLER_CORE = 0, 1
 
 
-def pinned(config: TransferConfig, layout: KVLayout, environment: dict[str, str]) -> tuple[Spec, Spec]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one figure of the bandwidth is about."""
+
+    transport: str
+    lane: str
+    size: str  # of the blocks
+    verify: bool
+
+    def __str__(self) -> str:
+        return f"{self.transport}, {self.lane}, {self.size}, verify {'on' if self.verify else 'off'}"
+
+
+def pinned(
+    config: TransferConfig, layout: KVLayout, environment: dict[str, str], pool_bytes: int = POOL_BYTES
+) -> tuple[Spec, Spec]:
     cores = sorted(os.sched_getaffinity(0))
-    num_blocks = POOL_BYTES // layout.block_bytes
+    num_blocks = pool_bytes // layout.block_bytes
     owner, puller = [
         Spec(config, layout, num_blocks, cores[core % len(cores)], environment) for core in (OWNER_CORE, PULLER_CORE)
     ]
     return owner, puller
 
 
-def bandwidth(report: Report, transport: str, lane: str, size: str, verify: bool, repeats: int) -> float:
+def bandwidth(report: Report, path: Measured, pool_bytes: int, repeats: int) -> float:
     """Lines for one path; returns its bytes per second."""
-    config, layout = TransferConfig(transport=transport, verify_digests=verify), LAYOUTS[size]
-    seconds: dict[str, list[float]] = {"memcpy": [], "process_vm_readv": [], "path": []}
-    with start_pair(*pinned(config, layout, LANES[lane])) as pair:
-        count = int(POOL_BYTES // layout.block_bytes * SHARE_IN_USE)
+    config, layout = TransferConfig(transport=path.transport, verify_digests=path.verify), LAYOUTS[path.size]
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    with start_pair(*pinned(config, layout, LANES[path.lane], pool_bytes)) as pair:
+        count = int(pool_bytes // layout.block_bytes * SHARE_IN_USE)
         pair.move(count)  # connects
         for _ in range(repeats):
             seconds["memcpy"].append(pair.puller.call("copy_memory", count))
-            read = pair.puller.call("read_process", pair.owner_pid, pair.owner_address, count)
-            seconds["process_vm_readv"].append(read)
-            seconds["path"].append(pair.move(count).total_s)
+            of_owner = (pair.owner_pid, pair.owner_address, count)
+            seconds["process_vm_readv"].append(pair.puller.call("read_process", *of_owner, False))
+            moved = pair.move(count)
+            seconds["path"].append(moved.total_s)
+            seconds["reading"].append(moved.read_s)
+            seconds["one"].append(pair.move(1).total_s)
+            if path.verify:
+                seconds["bound"].append(pair.puller.call("read_process", *of_owner, True))
+                seconds["hash"].append(pair.puller.call("hash_memory", count))
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     per_s = {name: count * layout.block_bytes / value for name, value in middle.items()}
-    what = f"{transport}, {lane}, {size}, verify {'on' if verify else 'off'}"
-    share, least = per_s["path"] / per_s["process_vm_readv"], MIN_SHARE_OF_READV[verify]
-    goal = f"at least {least} of process_vm_readv" if lane == "shared memory" else ""
+    share, least = per_s["path"] / per_s["process_vm_readv"], MIN_SHARE_OF_READV[path.verify]
+    goal = f"at least {least} of process_vm_readv" if path.lane == "shared memory" else ""
     report.add(
-        Line(what, goal, per_s["path"] / 1e9, "GB/s", "process_vm_readv", share, share >= least if goal else None)
+        Line(str(path), goal, per_s["path"] / 1e9, "GB/s", "process_vm_readv", share, share >= least if goal else None)
     )
-    report.add(Line(f"{what}: share of memcpy", "", per_s["path"] / 1e9, "GB/s", "memcpy",
+    report.add(Line(f"{path}: from the first read on", "", per_s["reading"] / 1e9, "GB/s", "process_vm_readv",
+                    per_s["reading"] / per_s["process_vm_readv"]))  # fmt: skip
+    report.add(Line(f"{path}: share of memcpy", "", per_s["path"] / 1e9, "GB/s", "memcpy",
                     per_s["path"] / per_s["memcpy"]))  # fmt: skip
-    report.add(Line(f"{what}: each block", "", middle["path"] / count * 1e6, "us"))
+    report.add(Line(f"{path}: each block", "", middle["path"] / count * 1e6, "us"))
+    report.add(Line(f"{path}: a hand-off of one block", "", middle["one"] * 1e3, "ms"))
+    if path.verify:
+        report.add(Line(f"{path}: one core that reads and hashes, no more", "", per_s["bound"] / 1e9, "GB/s",
+                        "process_vm_readv", per_s["bound"] / per_s["process_vm_readv"]))  # fmt: skip
+        report.add(Line(f"{path}: xxh3 of cold blocks", "", per_s["hash"] / 1e9, "GB/s"))
     return per_s["path"]
 
 
@@ -172,33 +202,35 @@ def idle_and_stall(report: Report, transport: str) -> None:
                         cost.longest_stall_s * 1e3, "ms", holds=cost.longest_stall_s < MAX_STALL_S))  # fmt: skip
 
 
-def paths(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, bool]]:
+def paths(arguments: argparse.Namespace) -> Iterator[Measured]:
     for transport in arguments.transports:
-        for lane in LANES:
+        for lane in arguments.lanes:
             for size in LAYOUTS:
                 for verify in (False, True):
-                    yield transport, lane, size, verify
+                    yield Measured(transport, lane, size, verify)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transports", nargs="+", default=["nixl", "ucxx"], choices=["nixl", "ucxx"])
+    parser.add_argument("--lanes", nargs="+", default=list(LANES), choices=list(LANES))
+    parser.add_argument("--pool-mb", type=int, default=POOL_BYTES >> 20, help="a hand-off moves 0.9 of a pool")
     parser.add_argument("--repeats", type=int, default=9, help="of each path (default 9)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--prompts", nargs="+", type=int, default=list(PROMPTS), help="in tokens")
     parser.add_argument("--model", default="smollm2-135m", help="whose prefill hides the transfer")
     arguments = parser.parse_args()
     report = Report("transfer")
-    report.say(f"medians of {arguments.repeats} interleaved repeats, pools of {POOL_BYTES >> 20} MB; {load()}")
+    report.say(f"medians of {arguments.repeats} interleaved repeats, pools of {arguments.pool_mb} MB; {load()}")
     shared: dict[str, float] = {}
-    for transport, lane, size, verify in paths(arguments) if "bandwidth" in arguments.parts else ():
+    for path in paths(arguments) if "bandwidth" in arguments.parts else ():
         try:
-            per_s = bandwidth(report, transport, lane, size, verify, arguments.repeats)
+            per_s = bandwidth(report, path, arguments.pool_mb << 20, arguments.repeats)
         except (RuntimeError, TandemError) as error:
-            report.console.print(f"{transport}, {lane}, {size}: {error}", style="red", markup=False)
+            report.console.print(f"{path}: {error}", style="red", markup=False)
             continue
-        if lane == "shared memory" and not verify:
-            shared[f"{transport}, {lane}, {size}"] = per_s
+        if path.lane == "shared memory" and not path.verify:
+            shared[f"{path.transport}, {path.lane}, {path.size}"] = per_s
     if "bandwidth" in arguments.parts:
         compare_with_perftest(report, shared)
     if "hidden" in arguments.parts:

@@ -28,7 +28,7 @@ from kv_transfer.events import BlocksChecked, CheckBlocks, KeepDigests
 from kv_transfer.plan import TransferPlan
 from kv_transfer.transports.transport import PoolMemory
 
-BLOCKS_PER_TURN = 8
+BLOCKS_PER_TURN = 16
 MAX_SPOILT = 1024  # transfers that are remembered
 
 
@@ -127,7 +127,8 @@ class KeptDigests:
             for block, digest in zip(turn, of_blocks(memory, turn, self._layout.block_bytes), strict=True):
                 if self._job_of[block] == job:  # else it holds something else by now
                     self._kept[block] = digest
-            self._wake()
+            if self._asked:
+                self._wake()
             os.sched_yield()
 
     def _compare(self, memory: memoryview, blocks: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

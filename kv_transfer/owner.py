@@ -44,7 +44,8 @@ from kv_transfer.plan import TransferPlan
 
 # The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
 # reads begin; each one after it is twice as large, since every READY and every read costs the puller time.
-MIN_BLOCKS_PER_READY, MAX_BLOCKS_PER_READY = 64, 512
+FIRST_READY_BYTES = 8_388_608
+MAX_BLOCKS_PER_READY = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,8 @@ class Owner:
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> None:
         """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
-        total, start, count = len(offer.announced), first_block, MIN_BLOCKS_PER_READY
+        total, start = len(offer.announced), first_block
+        count = max(1, min(FIRST_READY_BYTES // self._peers.address.layout.block_bytes, MAX_BLOCKS_PER_READY))
         while start == first_block or start < total:
             end = min(start + count, total)
             last = offer.last and end == total

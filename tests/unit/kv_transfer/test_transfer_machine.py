@@ -8,6 +8,7 @@ from core.block_pool import Column
 from core.config import TransferConfig
 from core.errors import LayoutMismatch, QueueFull, TransferFailed
 from core.handoff import AbortReason, OwnerState, PullerState, Ready, Want
+from kv_transfer import owner
 from kv_transfer.events import Connect, PullCompleted
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, Side, address
 
@@ -148,7 +149,8 @@ def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
     assert reads[0].timeout_s == pytest.approx(expected_s)
 
 
-def test_many_blocks_are_announced_in_bounded_messages() -> None:
+def test_many_blocks_are_announced_in_messages_that_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
     pair = Pair(TransferConfig(max_blocks_per_read=256), num_blocks=1200)
     pair.offer(list(range(1200)))
     targets = pair.pull(list(range(1200)))
