@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import select
 import subprocess
 import sys
@@ -78,11 +79,17 @@ def _start(options: dict[str, Any]) -> str:
 
 
 def _kill_descendants() -> None:
+    """Kill and reap: one dead process less each time, so what was started meanwhile is found as well."""
     import psutil
 
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        try:
+            os.wait()
+        except ChildProcessError:
+            return
 
 
 def main() -> None:
