@@ -211,6 +211,7 @@ async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     assert started["cores"] == [*share_of_cores(usable_cores(), 2, 3)]
     assert started["num_threads"] == len(started["cores"])  # type: ignore[arg-type]
     assert started["omp"] == str(started["num_threads"])
+    await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])  # only then can it be seen to go
 
 
 async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_path: Path) -> None:
