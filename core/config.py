@@ -122,11 +122,12 @@ class WorkerConfig:
     drain_timeout_s: float = 30.0
     max_pulls_waiting: int = 256  # hand-offs that wait for blocks on a decode worker
     default_timeout_s: float = 600.0  # for a call that carries no deadline
+    step_timeout_s: float = 300.0  # a step that runs longer never ends: the worker has failed
 
     def __post_init__(self) -> None:
         _require_positive(
             self, "report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting",
-            "default_timeout_s",
+            "default_timeout_s", "step_timeout_s",
         )  # fmt: skip
 
 

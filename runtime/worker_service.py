@@ -135,6 +135,8 @@ class WorkerService:
         self._parts: WorkerParts | None = None
         self._for_agent: list[Any] = []
         self._driver: Driver[Any, Any] | None = None
+        self._step_started_at = 0.0  # of the step in flight, or the last one
+        self._step_watch: asyncio.TimerHandle | None = None
 
     async def start(self) -> Endpoint:
         self._loop = asyncio.get_running_loop()
@@ -172,6 +174,8 @@ class WorkerService:
         if self._driver is None or self._driver.stopped:
             return
         self._driver.stop()
+        if self._step_watch is not None:
+            self._step_watch.cancel()
         self._servicer.fail_all(WorkerUnavailable("this worker stops"))
         self._feed.close()
         await cancel_and_wait(self._tasks)
@@ -193,6 +197,9 @@ class WorkerService:
     def _perform(self, action: Any) -> None:
         assert self._parts is not None
         if isinstance(action, RunStep):
+            self._step_started_at = self._loop.time()
+            if self._step_watch is None:
+                self._watch_step()
             self._parts.executor.submit(action.plan, self._on_step_done)
         elif not self._servicer.perform(action):
             self._for_agent.append(action)
@@ -212,6 +219,22 @@ class WorkerService:
             self._post_threadsafe(StepFailed(_step_error(result)))
         else:
             self._post_threadsafe(StepFinished(result))
+
+    def _watch_step(self) -> None:
+        """Look at the step again when it is overdue. One timer for all steps, not one for each of thousands."""
+        overdue_at = self._step_started_at + self._config.step_timeout_s
+        self._step_watch = self._loop.call_at(overdue_at, self._look_at_step)
+
+    def _look_at_step(self) -> None:
+        assert self._parts is not None
+        self._step_watch = None
+        if self._parts.machine.core.scheduler.step_in_flight is None:
+            return
+        if self._loop.time() < self._step_started_at + self._config.step_timeout_s:
+            self._watch_step()
+        else:
+            limit = f"{self._config.step_timeout_s:g} s (step_timeout_s)"
+            self._on_fatal(TandemError(f"a step has run for more than {limit} and is taken to hang"))
 
     def _post_threadsafe(self, event: Any) -> None:
         if self._driver is not None:  # before it is there, nobody can know of us

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import grpc.aio
 import pytest
 
-from core.config import EngineConfig
+from core.config import EngineConfig, WorkerConfig
 from core.request import Request, SamplingParams
 from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
 from runtime.worker_service import WorkerService
 from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
-from tests.support.faults import slow_down, transfers
+from tests.support.faults import Gate, slow_down, transfers
 from tests.support.reference import CoLocatedEngine
 
 PROMPT = tuple(range(1, 70))
@@ -135,6 +136,43 @@ async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expe
         again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert again.token_ids == expected
         await deployment.assert_pools_settle()
+
+
+async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(expected: list[int]) -> None:
+    config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=1.0))
+    async with deploy(config, num_decode=2) as deployment:
+        answer, reached = Answer(), asyncio.Event()
+        for worker in deployment.decode:
+            slow_down(worker, 0.01)
+        streaming = asyncio.create_task(collect(deployment, answer, reached, at=8))
+        await asyncio.wait_for(reached.wait(), 10)
+        victim = await busy_worker(deployment.decode)
+        gate = Gate(victim)
+        gate.close()
+        error = await asyncio.wait_for(victim.failed(), 10)
+        assert gate.waiting, "no step hung: nothing was tested"
+        assert "step_timeout_s" in str(error)
+        await streaming
+        assert answer.token_ids == expected
+        assert answer.indices == list(range(NUM_OUTPUT))
+        assert answer.finished is not None
+        assert serving(deployment, answer.finished.decode_worker) is not victim
+        gate.open()
+        deployment.decode.remove(victim)
+        await deployment.assert_pools_settle()
+
+
+async def test_steps_that_end_in_time_are_never_taken_to_hang(expected: list[int]) -> None:
+    """Many of them, together far over the limit of one."""
+    config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=1.0))
+    async with deploy(config) as deployment:
+        slow_down(deployment.decode[0], 0.05)
+        started_at = asyncio.get_running_loop().time()
+        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert asyncio.get_running_loop().time() > started_at + 1.5, "too quick to show anything"
+        assert answer.token_ids == expected
+        assert answer.finished is not None
+        assert answer.finished.attempts == 1
 
 
 class _Broken:
