@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.builtin_configs import RANDOM_CONFIGS
 from engine.gguf_file import GGUFFile
 from engine.gguf_groups import exact_groups
 from engine.huge_pages import HugePages
 from engine.quantization import GROUP, GroupedRows, MatrixSlot, QuantizedMatrix, quantize
+from engine.weights import GGUFWeights
 from tests.unit.engine.quantized_cases import matrix_of
 
 SHAPES = [(1, 1), (47, 31), (48, 32), (49, 33), (100, 576)]
@@ -108,6 +110,23 @@ def test_q4_k_keeps_its_codes_and_rounds_its_scales_to_half_precision(tmp_path: 
     assert rows is not None
     expected = torch.from_numpy(file.tensor("token_embd.weight"))
     torch.testing.assert_close(rows.dequantized(), expected, rtol=0, atol=2**-11 * 63 * (15 * 0.011 + 0.013))
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7.5)])
+def test_q6_k_has_other_groups_and_is_rounded_anew_one_matrix_at_a_time(
+    tmp_path: Path, bits: int, levels: float
+) -> None:
+    """Its scale is for 16 weights of 6 bits: no group of ours. Within half a step of ours is what can be had."""
+    raw = np.random.default_rng(2).integers(0, 256, (10, 3, 210), dtype=np.uint8)
+    raw[..., 208:] = np.array([0.0003], np.float16).view(np.uint8)
+    file = write(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q6_K, raw.reshape(10, -1))
+    assert exact_groups(file, "token_embd.weight", bits) is None
+    weights = GGUFWeights(file.path, RANDOM_CONFIGS["llama-tiny"])
+    rows = weights.read_groups("model.embed_tokens.weight", bits).dequantized()
+    expected = torch.from_numpy(file.tensor("token_embd.weight").copy())
+    assert expected.abs().max() > 0.5, "numbers worth rounding"
+    largest = expected.view(10, -1, GROUP).abs().amax(-1, keepdim=True).expand(-1, -1, GROUP).reshape(10, -1)
+    assert ((rows - expected).abs() <= largest / levels * (0.51 if bits == 8 else 1.0)).all()
 
 
 def test_scales_beyond_half_precision_are_left_to_rounding_anew(tmp_path: Path) -> None:
