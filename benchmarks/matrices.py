@@ -1,7 +1,8 @@
 """All matrix products of a step of SmolLM2-135M, by number of rows and kind of weights: `make bench-matrices`.
 
-Random numbers in the shapes of the model, one thread; the kinds take turns, and medians are told. The head multiplies
-at most 32 rows, as where 32 sequences sample. The goal of int8 and int4: at no number of rows slower than bfloat16.
+Random numbers in the shapes of the model, one thread; the kinds take turns, and medians are told. SwiGLU's activation
+is in them. The head multiplies at most 32 rows, as where 32 sequences sample. The goal of int8 and int4: at no number
+of rows slower than bfloat16.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def filled(matrix: Matrix) -> Matrix:
     return matrix
 
 
-def matrices_of(weights: ModelWeights) -> Iterator[Matrix]:
+def prepared(method: LinearMethod, weights: ModelWeights) -> Iterator[tuple[Linear, int]]:
     for layer in weights.layers:
-        yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
-    yield weights.head
+        for matrix in (layer.qkv, layer.output, layer.down):
+            yield method.prepare(filled(matrix), None), matrix.shape[1]
+        yield method.prepare_gated(filled(layer.gate_up)), layer.gate_up.shape[1]
+    yield method.prepare_head(filled(weights.head)), weights.head.shape[1]
 
 
 def products(quantization: str) -> list[tuple[Linear, int]]:
@@ -48,7 +51,7 @@ def products(quantization: str) -> list[tuple[Linear, int]]:
     config = EngineConfig(quantization=quantization)
     method: LinearMethod = choose_linear_method(config, find_kernels(config, CONFIG, CPU, None), CPU, 1)
     weights = allocate_weights(CONFIG, torch.bfloat16, CPU, quantization)
-    return [(method.prepare(filled(matrix), None), matrix.shape[1]) for matrix in matrices_of(weights)]
+    return list(prepared(method, weights))
 
 
 def step_ms(all_products: list[tuple[Linear, int]], inputs: dict[int, torch.Tensor]) -> float:

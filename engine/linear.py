@@ -4,17 +4,21 @@
 
 A `LinearMethod` sees every matrix of the model once, when the model is made, and answers with what multiplies by it
 (or looks rows up in it): the weight as it is, packed for a kernel, or of codes. It keeps what it needs of the weight,
-and the model keeps nothing, so a method that packs frees the plain copy. Which method a model gets is decided in
-`choose_linear_method` of `engine/torch_runner.py`; another precision or device is a class beside this one, named there.
+and the model keeps nothing, so a method that packs frees the plain copy. What a matrix is for is told with it, so that
+a method may do in one pass what follows its product; one that has no such kernel lets `Ops` follow. Which method a
+model gets is decided in `choose_linear_method` of `engine/torch_runner.py`; another precision or device is a class
+beside this one, named there.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from engine.ops import Ops, TorchOps
 from engine.quantization import QuantizedMatrix
 
 Matrix = torch.Tensor | QuantizedMatrix  # [out, in]
@@ -24,7 +28,7 @@ class Linear(Protocol):
     """One matrix, ready to be multiplied by."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs @ weight.T + bias, contiguous, in the inputs' dtype. # [T, in] -> [T, out]"""
+        """inputs @ weight.T + bias, contiguous, in the inputs' dtype if not said otherwise. # [T, in] -> [T, out]"""
         ...
 
 
@@ -45,13 +49,45 @@ class LinearMethod(Protocol):
         """Called once for each matrix; any T may come later. Takes the time it needs, and no more memory for good."""
         ...
 
+    def prepare_gated(self, gate_up: Matrix) -> Linear:
+        """The first half of a SwiGLU: silu(inputs @ gate.T) * (inputs @ up.T), gate before up in the matrix.
+
+        # of [2 * size, in]: [T, in] -> [T, size]
+        """
+        ...
+
+    def prepare_head(self, weight: Matrix) -> Linear:
+        """As `prepare`, for the last matrix: its products are the logits, in float32 whatever the inputs are."""
+        ...
+
     def prepare_embedding(self, table: Matrix) -> Embedding:
         """As `prepare`, for the table of the tokens' embeddings."""
         ...
 
 
-class PlainLinear:
+class LinearThenOps(ABC):
+    """For methods without kernels of more than a product: gated ones and the head are composed of it and `Ops`."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    @abstractmethod
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear: ...
+
+    def prepare_gated(self, gate_up: Matrix) -> Linear:
+        multiply = self.prepare(gate_up, None)
+        return lambda inputs: self.ops.silu_and_multiply(multiply(inputs))
+
+    def prepare_head(self, weight: Matrix) -> Linear:
+        multiply = self.prepare(weight, None)
+        return lambda inputs: multiply(inputs).float()
+
+
+class PlainLinear(LinearThenOps):
     """The method that changes nothing: torch's own product on the weight as it is."""
+
+    def __init__(self, ops: Ops | None = None) -> None:
+        super().__init__(ops or TorchOps())
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         assert isinstance(weight, torch.Tensor), "codes have methods of their own"

@@ -30,7 +30,7 @@ class _Layer:
         self.feed_forward_norm = weights.feed_forward_norm  # [hidden]
         self.qkv = linear_method.prepare(weights.qkv, weights.qkv_bias)
         self.output = linear_method.prepare(weights.output, weights.output_bias)
-        self.gate_up = linear_method.prepare(weights.gate_up, None)
+        self.gate_up = linear_method.prepare_gated(weights.gate_up)
         self.down = linear_method.prepare(weights.down, None)
         self.qk_norm: torch.Tensor | None = None  # [Hq + Hkv, D]
         if weights.qk_norm is not None:
@@ -49,7 +49,7 @@ class _Layer:
         return heads
 
     def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
-        return self.down(self.ops.silu_and_multiply(self.gate_up(normed)))
+        return self.down(self.gate_up(normed))
 
 
 class Model:
@@ -75,7 +75,7 @@ class Model:
         self.layers: list[_Layer] = []
         while weights.layers:
             self.layers.append(_Layer(weights.layers.pop(0), self, linear_method))
-        self.head = linear_method.prepare(weights.head, None)
+        self.head = linear_method.prepare_head(weights.head)
         self.inverse_frequencies = torch.tensor(
             self.config.inverse_frequencies(), dtype=torch.float32, device=self.device
         )
@@ -106,4 +106,4 @@ class Model:
         assert update is not None, "a model has layers"
         rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)
         normed = self.ops.add_rms_norm(hidden[rows], update[rows], self.final_norm, epsilon)
-        return self.head(normed).float()
+        return self.head(normed)

@@ -6,6 +6,7 @@ Every call releases the GIL. Tensors are passed by their addresses; whoever call
 from __future__ import annotations
 
 import ctypes
+import enum
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,15 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "tandem_draw_token": ((_POINTER, _I64, _F32, _I64, _F64, _F64, _F64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
-_BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int)
+_BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int, ctypes.c_int)
+
+
+class Ending(enum.IntEnum):
+    """`enum ending` of bf16_panels.h: what a product with a packed matrix makes of its sums."""
+
+    TO_BF16 = 0
+    TO_FLOAT = 1
+    TO_GATED = 2
 
 
 class Kernels:

@@ -7,52 +7,63 @@ knows AMX, which the kernel does not. Both leave a matrix of another dtype to to
 from __future__ import annotations
 
 import weakref
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 
 from engine.huge_pages import HugePages
 from engine.linear import Embedding, Linear, Matrix, PlainLinear
-from engine.native_kernels import Kernels
+from engine.native_kernels import Ending, Kernels
+from engine.native_ops import NativeOps
 
-PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
+PANEL = 32  # rows of a weight that lie together, as in bf16_panels.h
 
 
 class NativeLinear(PlainLinear):
     """The C kernel, where the library has it: `kernels.bf16_linear` is not None."""
 
-    def __init__(self, kernels: Kernels, num_threads: int) -> None:
+    def __init__(self, kernels: Kernels, num_threads: int, memory: HugePages | None = None) -> None:
+        super().__init__(NativeOps(kernels, num_threads))
         self.kernels = kernels
         self.num_threads = num_threads
-        self._memory = HugePages()
+        self._memory = memory or HugePages()
         self._table: weakref.ref[torch.Tensor] | None = None  # the embedding, as long as it is there,
         self._packed_table: torch.Tensor | None = None  # and its panels: a tied head is multiplied by the same ones
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         if not _packs(weight):
             return super().prepare(weight, bias)
-        assert isinstance(weight, torch.Tensor), "codes are not packed"
+        return PackedLinear(self.kernels, self._pack(panels_of(weight)), bias, len(weight), self.num_threads)
+
+    def prepare_gated(self, gate_up: Matrix) -> Linear:
+        if not _packs(gate_up):
+            return super().prepare_gated(gate_up)
+        packed, size = self._pack(gated_panels_of(gate_up)), len(gate_up) // 2
+        return PackedLinear(self.kernels, packed, None, size, self.num_threads, Ending.TO_GATED)
+
+    def prepare_head(self, weight: Matrix) -> Linear:
+        if not _packs(weight):
+            return super().prepare_head(weight)
         tied = self._table is not None and self._table() is weight
         packed = self._packed_table if tied else None
-        return PackedLinear(
-            self.kernels, self._pack(weight) if packed is None else packed, bias, len(weight), self.num_threads
-        )
+        if packed is None:
+            packed = self._pack(panels_of(weight))
+        return PackedLinear(self.kernels, packed, None, len(weight), self.num_threads, Ending.TO_FLOAT)
 
     def prepare_embedding(self, table: Matrix) -> Embedding:
         if not _packs(table):
             return super().prepare_embedding(table)
-        assert isinstance(table, torch.Tensor), "codes are not packed"
-        packed = self._pack(table)
+        packed = self._pack(panels_of(table))
         self._table, self._packed_table = weakref.ref(table), packed
         return lambda row_ids: packed[row_ids // PANEL, :, row_ids % PANEL].view(torch.bfloat16)
 
-    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        panels = panels_of(weight)
+    def _pack(self, panels: torch.Tensor) -> torch.Tensor:
         packed = self._memory.take(panels.numel() * 4).view(torch.int32).view(panels.shape)
         return packed.copy_(panels)
 
 
-def _packs(weight: Matrix) -> bool:
+def _packs(weight: Matrix) -> TypeGuard[torch.Tensor]:
     return isinstance(weight, torch.Tensor) and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
 
 
@@ -67,31 +78,44 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(torch.int32).view(num_panels, PANEL, in_size // 2).transpose(1, 2)
 
 
+def gated_panels_of(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `panels_of`, each panel of as many rows of the gate as of up. # of [2 * size, in]"""
+    half = PANEL // 2
+    size, in_size = len(gate_up) // 2, gate_up.shape[1]
+    both = F.pad(gate_up.view(2, size, in_size), (0, 0, 0, -size % half))
+    return panels_of(both.view(2, -1, half, in_size).transpose(0, 1).reshape(-1, in_size))
+
+
 class PackedLinear:
-    """A product by the C kernel."""
+    """A product by the C kernel, and what it makes of the sums."""
 
     def __init__(
         self,
         kernels: Kernels,
-        packed: torch.Tensor,  # int32, contiguous: what `panels_of` says
-        bias: torch.Tensor | None,  # [out]
-        out_size: int,
+        packed: torch.Tensor,  # int32, contiguous: what `panels_of` says, or `gated_panels_of`
+        bias: torch.Tensor | None,  # [out]; none for a gated product
+        out_size: int,  # columns of the results
         num_threads: int,
+        ending: Ending = Ending.TO_BF16,
     ) -> None:
         assert kernels.bf16_linear is not None, "the library was not compiled for bfloat16 products"
         assert packed.is_contiguous(), "the kernel is given its address"
+        assert len(packed) == -(-out_size // (PANEL // 2 if ending is Ending.TO_GATED else PANEL)), "of another size"
+        assert bias is None or ending is not Ending.TO_GATED, "the kernel adds none before an activation"
         self.kernel = kernels.bf16_linear
         self.packed, self.bias = packed, None if bias is None else bias.float()
         self.weight_address = packed.data_ptr()
         self.bias_address = None if self.bias is None else self.bias.data_ptr()
         self.out_size, self.in_size, self.num_threads = out_size, 2 * packed.shape[1], num_threads
+        self.ending = int(ending)
+        self.dtype = torch.float32 if ending is Ending.TO_FLOAT else torch.bfloat16
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         num_rows, in_size = inputs.shape
         assert in_size == self.in_size, "the kernel would read past a row's end"
         assert inputs.dtype is torch.bfloat16, "the kernel reads bfloat16"
         inputs = inputs.contiguous()
-        out = inputs.new_empty((num_rows, self.out_size))
+        out = inputs.new_empty((num_rows, self.out_size), dtype=self.dtype)
         self.kernel(
             inputs.data_ptr(),
             self.weight_address,
@@ -100,6 +124,7 @@ class PackedLinear:
             num_rows,
             self.out_size,
             in_size,
+            self.ending,
             self.num_threads,
         )
         return out
@@ -109,7 +134,7 @@ class OneDNNLinear(PlainLinear):
     """oneDNN's product on a weight in the layout that oneDNN likes best."""
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        if weight.dtype is not torch.bfloat16 or not isinstance(weight, torch.Tensor):
+        if not isinstance(weight, torch.Tensor) or weight.dtype is not torch.bfloat16:
             return super().prepare(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
         multiply = torch.ops.mkldnn._linear_pointwise.default

@@ -6,17 +6,20 @@ import ctypes
 
 import torch
 
-from engine.linear import Embedding, Linear, Matrix, PlainLinear
+from engine.linear import Embedding, Linear, LinearThenOps, Matrix, PlainLinear
 from engine.native_kernels import Kernels, QuantizedMatrixStruct
+from engine.native_ops import NativeOps
+from engine.ops import TorchOps
 from engine.quantization import GROUP, QuantizedMatrix
 
 _SCRATCH_PER_GROUP = GROUP + 8  # bytes: the rounded inputs and the struct group_input of quantized_linear.c
 
 
-class DequantizedLinear:
+class DequantizedLinear(LinearThenOps):
     """The reference: each matrix becomes plain numbers once, and takes the memory of an unquantized one."""
 
     def __init__(self) -> None:
+        super().__init__(TorchOps())
         self._plain = PlainLinear()
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
@@ -30,10 +33,11 @@ def _plain(weight: Matrix) -> torch.Tensor:
     return weight.dequantized() if isinstance(weight, QuantizedMatrix) else weight
 
 
-class NativeQuantizedLinear:
+class NativeQuantizedLinear(LinearThenOps):
     """The C kernel, which rounds its inputs to 8 bits by groups of 32 on the way in."""
 
     def __init__(self, kernels: Kernels, num_threads: int) -> None:
+        super().__init__(NativeOps(kernels, num_threads))
         self.kernels = kernels
         self.num_threads = num_threads
         self._scratch = torch.empty(0, dtype=torch.int64)

@@ -119,7 +119,8 @@ def choose_linear_method(
         return PlainLinear()
     if kernels is not None and kernels.bf16_linear is not None and not cpu_has_amx_bf16():
         return NativeLinear(kernels, num_threads)
-    return OneDNNLinear() if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear()
+    ops = TorchOps() if kernels is None else NativeOps(kernels, num_threads)
+    return OneDNNLinear(ops) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear(ops)
 
 
 def choose_device(wanted: str) -> torch.device:

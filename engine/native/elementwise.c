@@ -64,11 +64,10 @@ INLINE vfloat silu(vfloat gate) {
     return gate / (1.0f + exponential((vfloat)(((vint)limit & over) | ((vint)negated & ~over))));
 }
 
-/* The same where the result is rounded to bfloat16: a reciprocal within 2^-14, and a shorter series. */
-INLINE vfloat rough_silu(vfloat gate) {
+/* The same where the result is rounded to bfloat16. */
+INLINE vfloat bf16_silu(vfloat gate) {
 #ifdef __AVX512BF16__
-    const __m512 power = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-LOG2_E)));
-    return _mm512_mul_ps(gate, _mm512_rcp14_ps(_mm512_add_ps(power, _mm512_set1_ps(1.0f))));
+    return rough_silu(gate);
 #else
     return silu(gate);
 #endif
@@ -82,7 +81,7 @@ INLINE void silu_row(const void *row, void *to, int64_t size, int is_bf16) {
         load_pair(row, i, is_bf16, &gate_first, &gate_second);
         load_pair(up, i, is_bf16, &up_first, &up_second);
         if (is_bf16)
-            store_pair(to, i, 1, rough_silu(gate_first) * up_first, rough_silu(gate_second) * up_second);
+            store_pair(to, i, 1, bf16_silu(gate_first) * up_first, bf16_silu(gate_second) * up_second);
         else
             store_pair(to, i, 0, silu(gate_first) * up_first, silu(gate_second) * up_second);
     }

@@ -18,15 +18,16 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk
 from engine.attention import TorchAttention
 from engine.kv_pool import TORCH_DTYPES, KVPool
+from engine.linear import PlainLinear
 from engine.native_attention import NativeAttention
 from engine.native_kernels import Kernels
-from engine.native_linear import PackedLinear, panels_of
+from engine.native_linear import NativeLinear
 from engine.native_ops import NativeOps
 from engine.native_sampling import NativeDraw
 from engine.ops import TorchOps
 from engine.rotary import Rotation
 from engine.sampling import filtered_distribution
-from tests.unit.engine.quantized_cases import quantized_differences
+from tests.unit.engine.quantized_cases import OwnMemory, quantized_differences, relative
 
 # One bfloat16 has 8 bits: two roundings of a value near 4 differ by 1/64 at most, and torch rounds between its steps.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -134,19 +135,38 @@ def ops_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 
 
 
 def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> list[Difference]:
-    """The product with a packed bfloat16 matrix, on odd sizes. Empty where the library has no such kernel."""
+    """Products with packed bfloat16 matrices and what becomes of them, on odd sizes.
+
+    Empty where the library has no such kernel.
+    """
     if kernels.bf16_linear is None:
         return []
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    rows, out_size = draw.choice([1, 2, 5, 12, 13, 31, 481, 500]), draw.choice([1, 7, 31, 32, 33, 96, 200])
+    rows, out_size = draw.choice([1, 2, 5, 12, 13, 31, 481, 500]), draw.choice([1, 7, 15, 16, 31, 32, 33, 49, 96, 200])
     in_size = draw.choice([2, 6, 64, 250, 576])
-    weight = torch.randn(out_size, in_size, generator=generator).mul(in_size**-0.5).bfloat16()
-    bias = torch.randn(out_size, generator=generator).bfloat16() if draw.random() < 0.5 else None
-    inputs = torch.randn(rows, in_size, generator=generator).bfloat16()
-    ours = PackedLinear(kernels, panels_of(weight).contiguous(), bias, out_size, num_threads)(inputs)
-    theirs = F.linear(inputs.float(), weight.float(), None if bias is None else bias.float())
-    return [(f"linear, seed {seed}: {rows} x {in_size} x {out_size}", largest_difference(ours, theirs))]
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    weight, inputs = tensor(2 * out_size, in_size) * in_size**-0.5, tensor(rows, in_size)
+    bias = tensor(out_size) if draw.random() < 0.5 else None
+    native, reference = NativeLinear(kernels, num_threads, OwnMemory()), PlainLinear()
+    exact, gates = inputs.float(), weight.float()
+    one = weight[:out_size].clone()
+    products = {
+        "linear": (
+            native.prepare(one, bias)(inputs),
+            F.linear(exact, one.float(), None if bias is None else bias.float()),
+        ),
+        "head": (native.prepare_head(one)(inputs), reference.prepare_head(one.float())(exact)),
+        "gated": (native.prepare_gated(weight)(inputs), reference.prepare_gated(gates)(exact)),
+    }
+    assert products["head"][0].dtype is torch.float32
+    return [
+        (f"{what}, seed {seed}: {rows} x {in_size} x {out_size}", relative(ours, theirs))
+        for what, (ours, theirs) in products.items()
+    ]
 
 
 def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:

@@ -10,8 +10,8 @@ from core.config import EngineConfig
 from engine import torch_runner
 from engine.catalogue import default_cache_dir
 from engine.linear import LinearMethod, PlainLinear
-from engine.native_kernels import Kernels, load_kernels
-from engine.native_linear import NativeLinear, OneDNNLinear, PackedLinear
+from engine.native_kernels import Ending, Kernels, load_kernels
+from engine.native_linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
 from engine.torch_runner import choose_linear_method
 from tests.unit.engine.native_cases import TOLERANCE, linear_differences
 
@@ -29,7 +29,7 @@ def kernels() -> Kernels:
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_any_shape_agrees_with_torch(kernels: Kernels, num_threads: int) -> None:
     found = [difference for seed in range(60) for difference in linear_differences(kernels, seed, num_threads)]
-    assert len(found) == 60
+    assert len(found) == 180
     assert [difference for difference in found if not difference[1] <= TOLERANCE["bfloat16"]] == []
 
 
@@ -54,12 +54,12 @@ def test_many_matrices_do_not_share_memory(kernels: Kernels) -> None:
 
 def test_an_embedding_is_looked_up_in_the_panels_that_a_tied_head_multiplies_by(kernels: Kernels) -> None:
     method, table, other = NativeLinear(kernels, 1), torch.randn(70, 64).bfloat16(), torch.randn(70, 64).bfloat16()
-    embed, head, untied = method.prepare_embedding(table), method.prepare(table, None), method.prepare(other, None)
+    embed, head, untied = method.prepare_embedding(table), method.prepare_head(table), method.prepare_head(other)
     row_ids, inputs = torch.tensor([0, 31, 32, 69, 5, 5]), torch.eye(64).bfloat16()
     assert torch.equal(embed(row_ids), table[row_ids])
     assert embed(row_ids).is_contiguous()
-    assert torch.equal(head(inputs), table.T)
-    assert torch.equal(untied(inputs), other.T)
+    assert torch.equal(head(inputs), table.T.float())
+    assert torch.equal(untied(inputs), other.T.float())
     assert isinstance(head, PackedLinear)
     assert isinstance(untied, PackedLinear)
     next_to_come = method.prepare(other, None)
@@ -77,12 +77,20 @@ def test_the_methods_of_torch_agree(method: LinearMethod, rows: int) -> None:
     inputs = torch.randn(rows, 64).bfloat16()
     expected = F.linear(inputs.float(), weight.float(), bias.float())
     torch.testing.assert_close(method.prepare(weight, bias)(inputs).float(), expected, atol=0.04, rtol=0.0)
+    head, (gate, up) = method.prepare_head(weight)(inputs), (expected - bias.float()).chunk(2, dim=-1)
+    assert head.dtype is torch.float32
+    torch.testing.assert_close(head, expected - bias.float(), atol=0.04, rtol=0.0)
+    torch.testing.assert_close(method.prepare_gated(weight)(inputs).float(), F.silu(gate) * up, atol=0.08, rtol=0.02)
 
 
 @pytest.mark.parametrize(("dtype", "in_size"), [(torch.float32, 64), (torch.bfloat16, 63)])
 def test_what_the_kernel_does_not_take_is_left_to_torch(kernels: Kernels, dtype: torch.dtype, in_size: int) -> None:
     weight, inputs = torch.randn(40, in_size).to(dtype), torch.randn(3, in_size).to(dtype)
-    assert torch.equal(NativeLinear(kernels, 1).prepare(weight, None)(inputs), F.linear(inputs, weight))
+    native, plain = NativeLinear(kernels, 1), PlainLinear()
+    assert torch.equal(native.prepare(weight, None)(inputs), F.linear(inputs, weight))
+    assert torch.equal(native.prepare_head(weight)(inputs), F.linear(inputs, weight).float())
+    gated, expected = native.prepare_gated(weight)(inputs), plain.prepare_gated(weight)(inputs)
+    torch.testing.assert_close(gated, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
 def test_the_method_follows_the_cpu(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +101,12 @@ def test_the_method_follows_the_cpu(kernels: Kernels, monkeypatch: pytest.Monkey
     assert isinstance(choose_linear_method(auto, None, torch.device("cuda"), 1), PlainLinear)
     monkeypatch.setattr(torch_runner, "cpu_has_amx_bf16", lambda: True)
     assert isinstance(choose_linear_method(auto, kernels, CPU, 1), OneDNNLinear)
+
+
+def test_a_bias_before_an_activation_is_refused(kernels: Kernels) -> None:
+    packed = gated_panels_of(torch.zeros(64, 2).bfloat16()).contiguous()
+    with pytest.raises(AssertionError, match="before an activation"):
+        PackedLinear(kernels, packed, torch.zeros(32), 32, 1, Ending.TO_GATED)
 
 
 def test_a_library_without_the_kernel_says_so(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
