@@ -31,7 +31,7 @@ from core.kv_layout import KVLayout
 from core.request import SamplingParams
 from core.step import ScheduledChunk, StepPlan
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
+from kv_transfer.events import AgentEvent, AgentFailed, CacheChecked, OfferEnded, PullCompleted, PullFailed, PullStats
 from kv_transfer.machine import TransferMachine
 from kv_transfer.reads import SLICE_BYTES
 from kv_transfer.transports.transport import PoolMemory
@@ -98,14 +98,17 @@ class Side:
 
     # ---- what the parent asks for
 
-    async def offer(self, transfer_id: int, peer: AgentAddress, num_blocks: int) -> None:
-        """Offer blocks that are ready. `offer_ended` follows."""
+    async def offer(self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool = False) -> None:
+        """Offer blocks that are ready; returns when their digests are, if they shall be. `offer_ended` follows."""
         blocks = self._pool.allocate(num_blocks)
         assert blocks is not None
         self._offered = blocks
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))
         self._act(self._machine.add_ready(transfer_id, list(enumerate(blocks)), True, 1, now))
+        if digests_made:
+            self._act(self._machine.check_cached(transfer_id, blocks[-1:]))  # after those before it: one thread
+            await self._end()
 
     async def offer_ended(self) -> None:
         await self._end()
@@ -253,7 +256,7 @@ class Side:
             self._longest_stall_s = max(self._longest_stall_s, time.perf_counter() - before - 0.001)
 
     def _perform(self, action: Any) -> None:
-        if isinstance(action, PullCompleted | PullFailed | OfferEnded):
+        if isinstance(action, PullCompleted | PullFailed | OfferEnded | CacheChecked):
             self._ended.set_result(action)
         else:
             self._actions.append(action)
