@@ -149,9 +149,10 @@ class Side:
         """Pull what is not cached of a sequence. Returns also when it had ended, on a clock all processes share."""
         targets = self._pool.reserve(num_blocks - num_cached)
         assert targets is not None
+        target_of = dict(enumerate(targets, num_cached))
         now = self._driver.now()
         self._act(self._machine.reserve_pull(transfer_id, owner, now))
-        self._act(self._machine.start_pull(transfer_id, dict(enumerate(targets, num_cached)), now))
+        self._act(self._machine.start_pull(transfer_id, target_of, now))
         result = await self._end()
         self._pool.cancel_reservation(targets)
         if isinstance(result, PullFailed):

@@ -9,6 +9,8 @@ all fit; anything else is late, doubled or foreign and is dropped and counted. T
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -112,10 +114,51 @@ class AgentAddress:
     location: Location = Location()
 
 
-class OfferedBlock(NamedTuple):  # not a dataclass: there are many, and a tuple is made in a third of the time
+class OfferedBlock(NamedTuple):
     position: int  # index of the block in its sequence
     block: int  # id in the owner's pool
     digest: int  # XXH3_64 of the block's bytes; 0 where digests are off
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBlocks:
+    """Many of them, as columns: a thousand rows are cut, compared and sent in microseconds, without an object for each.
+
+    Raises `ValueError` where the columns are not of one length.
+    """
+
+    positions: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    digests: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.positions) == len(self.blocks) == len(self.digests):
+            raise ValueError(
+                f"{len(self.positions)} positions, but {len(self.blocks)} blocks and {len(self.digests)} digests"
+            )
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int, int]]) -> OfferedBlocks:
+        """From (position, block, digest) each."""
+        columns = tuple(zip(*rows, strict=True))
+        return cls(*columns) if columns else cls()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[OfferedBlock]:
+        return map(OfferedBlock, self.positions, self.blocks, self.digests)
+
+    def cut(self, first: int, end: int | None = None) -> OfferedBlocks:
+        """Rows [first, end)."""
+        return OfferedBlocks(self.positions[first:end], self.blocks[first:end], self.digests[first:end])
+
+    def by_block(self) -> OfferedBlocks:
+        """The same rows in order of their blocks."""
+        if len(self) < 2:
+            return self
+        order = operator.itemgetter(*sorted(range(len(self)), key=self.blocks.__getitem__))
+        return OfferedBlocks(order(self.positions), order(self.blocks), order(self.digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +185,7 @@ class Ready:
     counter: int
     ack: int
     first_block: int
-    blocks: tuple[OfferedBlock, ...]
+    blocks: OfferedBlocks
     last: bool
     first_token_id: int | None = None
 

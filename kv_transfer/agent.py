@@ -18,12 +18,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AbortReason, AgentAddress, HandoffMessage, OfferedBlock, Ready
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
 from kv_transfer.digests import Digests, ReadDigests
 from kv_transfer.events import (
     AgentAction,
@@ -51,8 +51,10 @@ from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, decode, encode
 
+# The shortest sleep takes half as long, and where this thread copies for a reader, the reader waits for its end.
+SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
-PAUSE_SHARE = 1 / 8  # of the time since something happened: so much later, at most, is the next thing seen
+PAUSE_SHARE = 1 / 16  # of the time since something happened: so much later, at most, is the next thing seen
 MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
 
 logger = logging.getLogger(__name__)
@@ -124,16 +126,17 @@ class TransferAgent:
             raise TransportError(self._failure or "the transfer agent was not started")
         return self._address
 
-    def perform(self, actions: Iterable[AgentAction], active: bool) -> None:
+    def perform(self, actions: Sequence[AgentAction], active: bool) -> None:
         """Queue actions of the machine. `active`: whether it has live transfers (`TransferMachine.alive`).
 
         Once the agent was closed or has failed, they are dropped.
         """
         if self._closing or self._failure:
             return
-        self._commands.extend(actions)
-        self._active = active
-        self._wake.set()
+        if actions or active != self._active:  # a worker calls this after each of its steps
+            self._commands.extend(actions)
+            self._active = active
+            self._wake.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Perform what is queued, end all reads and leave. Raises `TransportError` after `timeout_s`."""
@@ -178,13 +181,15 @@ class TransferAgent:
         while not self._closing:
             if self._round(transport):
                 quiet_since = time.monotonic()
+            if time.monotonic() - quiet_since < SPIN_S:
                 os.sched_yield()  # others may want the interpreter; a sleep of 0 takes as long as two blocks
                 continue
             active = self._active or self._reads or self._prober.probes
             longest_s = self.config.active_pump_s if active else self.config.idle_pump_s
             pause_s = PAUSE_SHARE * (time.monotonic() - quiet_since)
-            self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s))
-            self._wake.clear()
+            if self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s)):
+                self._wake.clear()
+                quiet_since = time.monotonic()
         while self._commands or self._digester.busy:
             if not self._round(transport):
                 self._wake.wait(FIRST_PAUSE_S)
@@ -260,12 +265,8 @@ class TransferAgent:
         if isinstance(message, Ready) and peer in self._peers:
 
             def with_digests(digests: Digests) -> None:
-                if digests:
-                    pairs = zip(message.blocks, digests, strict=True)
-                    blocks = tuple(OfferedBlock(block.position, block.block, digest) for block, digest in pairs)
-                    self._notify(transport, peer, replace(message, blocks=blocks))
-                else:
-                    self._notify(transport, peer, message)
+                blocks = replace(message.blocks, digests=digests) if digests else message.blocks
+                self._notify(transport, peer, replace(message, blocks=blocks))
 
             self._digester.of_offered(message, self._peers[peer].layout, with_digests)
         else:

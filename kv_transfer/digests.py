@@ -34,11 +34,11 @@ class ReadDigests:
     def of_read(self, read: StartRead, plan: TransferPlan, first: int, end: int) -> Digests:
         """Of the targets of pairs [first, end)."""
         assert self._view is not None
-        pairs = read.pairs[first:end]
+        targets = read.targets[first:end]
         if not read.pieces:
-            return of_blocks(self._view, [target for _, target in pairs], self._block_bytes)
-        moved = zip(read.pieces[first:end], pairs, strict=True)
-        pieces = [(plan.target_spans(piece, target), plan.span_bytes) for piece, (_, target) in moved]
+            return of_blocks(self._view, targets, self._block_bytes)
+        moved = zip(read.pieces[first:end], targets, strict=True)
+        pieces = [(plan.target_spans(piece, target), plan.span_bytes) for piece, target in moved]
         return of_pieces(self._view, pieces)
 
 

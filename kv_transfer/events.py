@@ -37,7 +37,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class ReadFinished:
-    """All blocks of a read are in place. `digests` are those of the target blocks, in the order of the read's pairs."""
+    """All blocks of a read are in place. `digests` are those of the target blocks, in the order of the read."""
 
     read_id: int
     digests: tuple[int, ...]  # empty where digests are off
@@ -147,9 +147,15 @@ class StartRead:
     read_id: int  # never used twice by one machine
     transfer_id: TransferId
     peer: str
-    pairs: tuple[tuple[int, int], ...]  # (source block, target block), rising by source
+    sources: tuple[int, ...]  # blocks of the peer, rising
+    targets: tuple[int, ...]  # a block of ours for each
     timeout_s: float
     pieces: tuple[int, ...] = ()  # where the pools' layouts differ: which piece (kv_transfer/plan.py) each pair moves
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(source block, target block) each."""
+        return tuple(zip(self.sources, self.targets, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,9 @@ class KeptDigests:
         if self._view is None:
             then(())
         elif peer == self._layout:
-            blocks = [offered.block for offered in ready.blocks]
+            blocks = ready.blocks.blocks
             asked = _Asked(
-                lambda: all(block in self._kept for block in blocks),
+                lambda: self._kept.keys() >= set(blocks),
                 lambda: self._unless_spoilt(ready, then, tuple([self._kept[block] for block in blocks])),
             )
             self._asked.append(asked)

@@ -246,7 +246,7 @@ class TransferMachine:
         """Every live transfer: offers, then pulls, oldest first."""
         offers = [
             TransferStatus(
-                offer.transfer_id, offer.peer.name, offer.state, tuple(offer.leased.values()), len(offer.announced),
+                offer.transfer_id, offer.peer.name, offer.state, tuple(offer.leased.values()), offer.num_announced,
                 now - offer.created_at,
             )
             for offer in self._owner.offers.values()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.handoff import OWNER_STEPS, AbortReason, AgentAddress, OfferedBlock, OwnerState, TransferId
+from core.handoff import OWNER_STEPS, AbortReason, AgentAddress, OfferedBlocks, OwnerState, TransferId
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,9 @@ class Offer:
     parts: int = 1  # pieces that each of our blocks has for the puller; a WANT and a READY count those
     wanted_pieces: frozenset[int] = frozenset()
     wanted: frozenset[int] | None = None  # positions; None until the WANT has come
-    announced: list[OfferedBlock] = field(default_factory=list)  # wanted and readable, in order of announcement
+    # what is announced, wanted and readable, in this order
+    announced_pieces: list[int] = field(default_factory=list)
+    announced_blocks: list[int] = field(default_factory=list)  # one for each piece
     last: bool = False  # nothing more will be offered
     first_token_id: int | None = None
     newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
@@ -31,18 +33,35 @@ class Offer:
 
     @property
     def may_be_read(self) -> bool:
-        return bool(self.announced)
+        return bool(self.announced_pieces)
 
-    def pieces_of(self, blocks: Mapping[int, int]) -> list[OfferedBlock]:
-        """What the puller wants of blocks by position, in order of position. The agent fills in the digests."""
+    @property
+    def num_announced(self) -> int:
+        return len(self.announced_pieces)
+
+    def want(self, pieces: Sequence[int]) -> frozenset[int]:
+        """The puller has said which pieces it lacks. Returns the positions they are of."""
+        self.wanted_pieces = wanted = frozenset(pieces)
+        self.wanted = wanted if self.parts == 1 else frozenset(piece // self.parts for piece in pieces)
+        return self.wanted
+
+    def announce(self, blocks: Mapping[int, int]) -> None:
+        """What the puller wants of blocks by position, in order of position."""
+        positions = sorted(blocks)
         if self.parts == 1:  # each wanted position is a piece
-            return [OfferedBlock(position, block, 0) for position, block in sorted(blocks.items())]
-        return [
-            OfferedBlock(piece, block, 0)
-            for position, block in sorted(blocks.items())
-            for piece in range(position * self.parts, (position + 1) * self.parts)
-            if piece in self.wanted_pieces
-        ]
+            self.announced_pieces += positions
+            self.announced_blocks += [blocks[position] for position in positions]
+            return
+        for position in positions:
+            pieces = range(position * self.parts, (position + 1) * self.parts)
+            wanted = [piece for piece in pieces if piece in self.wanted_pieces]
+            self.announced_pieces += wanted
+            self.announced_blocks += [blocks[position]] * len(wanted)
+
+    def announced(self, first: int, end: int) -> OfferedBlocks:
+        """Rows [first, end) of what is announced. The agent fills in the digests."""
+        pieces = tuple(self.announced_pieces[first:end])
+        return OfferedBlocks(pieces, tuple(self.announced_blocks[first:end]), (0,) * len(pieces))
 
     def renew(self, counter: int, now: float) -> None:
         self.heard_at = now

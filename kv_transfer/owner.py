@@ -43,9 +43,10 @@ from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
 
 # The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
-# reads begin; each one after it is twice as large, since every READY and every read costs the puller time.
-FIRST_READY_BYTES = 8_388_608
-MAX_BLOCKS_PER_READY = 512
+# reads begin; each one after it is four times as large, since every READY and every read costs the puller time.
+FIRST_READY_BYTES = 33_554_432
+READY_GROWTH = 4
+MAX_BLOCKS_PER_READY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class Owner:
         if last:
             offer.last, offer.first_token_id = True, first_token_id
         if offer.wanted is not None and (wanted or last):
-            num_announced = len(offer.announced)
-            offer.announced += offer.pieces_of(wanted)
+            num_announced = offer.num_announced
+            offer.announce(wanted)
             self._announce(offer, num_announced, now)
 
     def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
@@ -161,10 +162,9 @@ class Owner:
             self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
         else:
             if offer.wanted is None:
-                offer.wanted_pieces = frozenset(want.positions)
-                offer.wanted = frozenset(piece // offer.parts for piece in want.positions)
-                self._unlease(offer, [position for position in offer.leased if position not in offer.wanted])
-                offer.announced = offer.pieces_of(offer.leased)
+                wanted = offer.want(want.positions)
+                self._unlease(offer, [position for position in offer.leased if position not in wanted])
+                offer.announce(offer.leased)
             self._announce(offer, 0, now)  # a repeated WANT has heard nothing yet
 
     def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> None:
@@ -182,7 +182,7 @@ class Owner:
                 self._peers.drop(Drop.FOREIGN)
             else:
                 offer.renew(heartbeat.counter, now)
-                renewed.append(HeartbeatEntry(entry.transfer_id, len(offer.announced)))
+                renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
                 self._repeat_lost(offer, entry.num_ready, now)
         self._peers.send(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
 
@@ -269,7 +269,7 @@ class Owner:
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> None:
         """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
-        total, start = len(offer.announced), first_block
+        total, start = offer.num_announced, first_block
         count = max(1, min(FIRST_READY_BYTES // self._peers.address.layout.block_bytes, MAX_BLOCKS_PER_READY))
         while start == first_block or start < total:
             end = min(start + count, total)
@@ -281,12 +281,12 @@ class Owner:
                     *self._peers.stamp(),
                     ack=offer.renewed_by,
                     first_block=start,
-                    blocks=tuple(offer.announced[start:end]),
+                    blocks=offer.announced(start, end),
                     last=last,
                     first_token_id=offer.first_token_id if last else None,
                 ),
             )
-            start, count = start + count, min(2 * count, MAX_BLOCKS_PER_READY)
+            start, count = start + count, min(READY_GROWTH * count, MAX_BLOCKS_PER_READY)
         offer.ready_sent_at = now
 
     def _repeat_lost(self, offer: Offer, num_heard: int, now: float) -> None:
@@ -295,11 +295,11 @@ class Owner:
             self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
         elif (
             offer.wanted is not None
-            and (num_heard < len(offer.announced) or offer.last)
+            and (num_heard < offer.num_announced or offer.last)
             and now - offer.ready_sent_at >= self.config.heartbeat_s / 2
         ):
             self._peers.counters.num_ready_repeated += 1
-            self._announce(offer, min(num_heard, len(offer.announced)), now)
+            self._announce(offer, min(num_heard, offer.num_announced), now)
 
     def _keep_digests(self, offer: Offer, blocks: list[int]) -> None:
         """Of all blocks of the sequence: those its reader has already may be in our cache for the next one."""
@@ -333,10 +333,11 @@ class Owner:
             assert OWNER_STEPS[offer.state], "an ended offer is still in the table"
             leases.update(offer.leased.values())
             if offer.wanted is None:
-                assert not offer.announced
+                assert not offer.may_be_read
             else:
                 assert offer.leased.keys() <= offer.wanted
-                assert {block.position // offer.parts: block.block for block in offer.announced} == offer.leased
+                announced = zip(offer.announced_pieces, offer.announced_blocks, strict=True)
+                assert {piece // offer.parts: block for piece, block in announced} == offer.leased
         for block in range(self.pool.num_blocks):
             assert self.pool.num_leases(block) == leases[block], f"block {block}"
         assert not self.offers.keys() & self._ended.keys()

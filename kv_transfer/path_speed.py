@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kv_transfer.events import PathSeen
 
-WINDOW_BYTES = 8_388_608  # less says more about latency than about speed
+WINDOW_BYTES = 67_108_864  # less says more about latency than about speed
 
 
 @dataclass(slots=True)

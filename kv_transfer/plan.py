@@ -72,26 +72,6 @@ class TransferPlan:
         """Whether two plans into the same target blocks write the same bytes."""
         return bool(set(self.layers) & set(other.layers)) and bool(set(self.kv_heads) & set(other.kv_heads))
 
-    def runs_of_blocks(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Runs for (source block, target block) pairs of two equal layouts.
-
-        Plain Python: it runs right after a copy that has emptied the caches, where numpy takes three times as long.
-        """
-        assert self.moves_whole_blocks, "blocks of unequal layouts do not map one to one"
-        size = self.source.block_bytes
-        runs = []
-        first_source = first_target = count = 0  # of the run that grows
-        for source, target in pairs:
-            if count and source - first_source == count == target - first_target:
-                count += 1
-                continue
-            if count:
-                runs.append((first_source * size, first_target * size, count * size))
-            first_source, first_target, count = source, target, 1
-        if count:
-            runs.append((first_source * size, first_target * size, count * size))
-        return runs
-
     # ---- pieces: what moves where blocks do not map one to one. Piece i of a sequence is its tokens
     # [i * piece_tokens, (i + 1) * piece_tokens), in the layers and heads that both pools hold.
 
@@ -117,7 +97,8 @@ class TransferPlan:
         """Runs for all tokens that both maps cover. A map: index of the block in its sequence -> its id in the pool."""
         if self.moves_whole_blocks:
             common = sorted(source_blocks.keys() & target_blocks.keys())
-            return [Run(*run) for run in self.runs_of_blocks((source_blocks[i], target_blocks[i]) for i in common)]
+            pairs = ((source_blocks[i], target_blocks[i]) for i in common)
+            return [Run(*run) for run in runs_of_blocks(pairs, self.source.block_bytes)]
         parts = self.source_parts
         pieces = sorted(index * parts + part for index in source_blocks for part in range(parts))
         return self.runs_of_pieces(
@@ -156,6 +137,25 @@ class TransferPlan:
             for key_or_value in (0, 1)
             for head in self.kv_heads
         ]
+
+
+def runs_of_blocks(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
+    """Runs for (source block, target block) pairs of two equal layouts.
+
+    Plain Python: it runs right after a copy that has emptied the caches, where numpy takes three times as long.
+    """
+    runs = []
+    first_source = first_target = count = 0  # of the run that grows
+    for source, target in pairs:
+        if count and source - first_source == count == target - first_target:
+            count += 1
+            continue
+        if count:
+            runs.append((first_source * block_bytes, first_target * block_bytes, count * block_bytes))
+        first_source, first_target, count = source, target, 1
+    if count:
+        runs.append((first_source * block_bytes, first_target * block_bytes, count * block_bytes))
+    return runs
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:

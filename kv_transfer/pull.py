@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from core.handoff import PULLER_STEPS, AgentAddress, OfferedBlock, PullerState, TransferId
+from core.handoff import PULLER_STEPS, AgentAddress, OfferedBlocks, PullerState, TransferId
 from kv_transfer.events import PullFailed, PullStats
 from kv_transfer.plan import TransferPlan
 
@@ -32,14 +31,13 @@ class Pull:
     ending: PullFailed | None = None  # decided; waits for our reads to end
     newest: int = 0  # counter of the owner's newest READY or ABORT
     # what the owner announced
-    heard: list[OfferedBlock] = field(default_factory=list)  # in its order
-    heard_positions: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)  # positions
     last_heard: bool = False  # the list is complete
     last_heard_at: float = 0.0
     first_token_id: int | None = None
     # where the blocks are
-    to_read: deque[OfferedBlock] = field(default_factory=deque)
-    reads: dict[int, tuple[OfferedBlock, ...]] = field(default_factory=dict)  # in flight, by read id
+    to_read: deque[OfferedBlocks] = field(default_factory=deque)  # each is one read, rising by block
+    reads: dict[int, OfferedBlocks] = field(default_factory=dict)  # in flight, by read id
     verified: set[int] = field(default_factory=set)  # positions
     mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
     # the lease
@@ -70,20 +68,21 @@ class Pull:
             assert state in PULLER_STEPS[self.state], f"{self.state.name} -> {state.name} is not a step of a puller"
             self.state = state
 
-    def can_read(self, blocks: Sequence[OfferedBlock]) -> bool:
+    def can_read(self, offered: OfferedBlocks) -> bool:
         """Whether these are blocks of the owner's pool for positions that are wanted and were not announced before."""
-        positions = {offered.position for offered in blocks}
+        positions = set(offered.positions)
         return (
-            len(positions) == len(blocks)
+            len(positions) == len(offered)
             and positions <= self.wanted
-            and positions.isdisjoint(self.heard_positions)
-            and all(0 <= offered.block < self.owner.num_blocks for offered in blocks)
+            and positions.isdisjoint(self.heard)
+            and min(offered.blocks, default=0) >= 0
+            and max(offered.blocks, default=0) < self.owner.num_blocks
         )
 
-    def hear(self, blocks: Sequence[OfferedBlock]) -> None:
-        self.heard += blocks
-        self.to_read += blocks
-        self.heard_positions.update([offered.position for offered in blocks])
+    def hear(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
+        self.heard.update(offered.positions)
+        starts = range(0, len(offered), blocks_per_read)
+        self.to_read += [offered.cut(first, first + blocks_per_read).by_block() for first in starts]
 
     def renew(self, ack: int) -> None:
         """The owner renewed the lease when it got our message `ack`."""
@@ -94,18 +93,33 @@ class Pull:
         self.lease_until = max(self.lease_until, sent_at + self.owner.lease_s)
         self.sent = {counter: at for counter, at in self.sent.items() if counter > ack}
 
-    def begin_read(self, read_id: int, blocks: tuple[OfferedBlock, ...], now: float) -> None:
+    def begin_read(self, read_id: int, blocks: OfferedBlocks, now: float) -> None:
         if not self.reads:
             self.reading_since = now
         self.reads[read_id] = blocks
         self.num_reads += 1
 
-    def end_read(self, read_id: int, now: float) -> tuple[OfferedBlock, ...]:
+    def end_read(self, read_id: int, now: float) -> OfferedBlocks:
         blocks = self.reads.pop(read_id)
         self.read_ended_at = now
         if not self.reads:
             self.read_s += now - self.reading_since
         return blocks
+
+    def verify(self, blocks: OfferedBlocks, digests: tuple[int, ...]) -> list[int]:
+        """A read has brought these blocks, with these digests or, where they are off, none. Returns the positions of
+        those that are not what was announced, which are to be read again."""
+        if digests in ((), blocks.digests):
+            self.verified.update(blocks.positions)
+            return []
+        # 0: the owner sends none
+        wrong = [row for row, digest in zip(blocks, digests, strict=True) if row.digest not in (0, digest)]
+        positions = [row.position for row in wrong]
+        self.verified.update(set(blocks.positions).difference(positions))
+        self.mismatches.update(positions)
+        if wrong:
+            self.to_read.append(OfferedBlocks.of(wrong))
+        return positions
 
     def stats(self, now: float) -> PullStats:
         return PullStats(
@@ -123,6 +137,5 @@ class Pull:
         assert (self.state is PullerState.READING) == bool(self.reads)
         assert self.ending is None or self.reads, "an ending pull waits for its reads alone"
         if self.ending is None:
-            in_flight = [offered.position for blocks in self.reads.values() for offered in blocks]
-            somewhere = in_flight + [offered.position for offered in self.to_read] + list(self.verified)
-            assert sorted(somewhere) == sorted(offered.position for offered in self.heard)
+            unread = [position for blocks in (*self.reads.values(), *self.to_read) for position in blocks.positions]
+            assert sorted(unread + list(self.verified)) == sorted(self.heard)

@@ -14,7 +14,6 @@ come.
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ from kv_transfer.plan import TransferPlan
 from kv_transfer.pull import Pull
 
 MAX_UNANSWERED_HEARTBEATS = 3
-_BLOCK = operator.attrgetter("block")
 
 
 @dataclass(slots=True)
@@ -83,9 +81,11 @@ class Puller:
     ) -> None:
         pull = self.pulls[transfer_id]
         pull.targets = dict(targets)
-        parts, piece_tokens = pull.plan.target_parts, pull.plan.piece_tokens
-        pieces = (position * parts + part for position in targets for part in range(parts))
-        pull.wanted = frozenset(piece for piece in pieces if num_tokens is None or piece * piece_tokens < num_tokens)
+        parts = pull.plan.target_parts
+        pieces = targets if parts == 1 else [position * parts + part for position in targets for part in range(parts)]
+        pull.wanted = frozenset(pieces)
+        if num_tokens is not None:
+            pull.wanted = pull.wanted.intersection(range(-(-num_tokens // pull.plan.piece_tokens)))
         pull.step(PullerState.WANTING)
         self._send_want(pull, now)
 
@@ -109,11 +109,11 @@ class Puller:
             self._peers.drop(Drop.GAP)
             return
         pull.newest = ready.counter
-        new = ready.blocks[num_known:]
+        new = ready.blocks.cut(num_known)
         if not pull.can_read(new):
             self._fail(pull, AbortReason.READ_FAILED, "the owner announced blocks that cannot be read", now)
             return
-        pull.hear(new)
+        pull.hear(new, self.config.blocks_per_read(pull.plan.piece_bytes))
         if ready.last:
             if not pull.last_heard:
                 pull.last_heard_at = now
@@ -162,18 +162,11 @@ class Puller:
         blocks = pull.end_read(event.read_id, now)
         assert len(event.digests) in (0, len(blocks))
         self._peers.counters.num_bytes_read += len(blocks) * pull.plan.piece_bytes
-        if not event.digests:
-            pull.verified.update([block.position for block in blocks])
-        for block, digest in zip(blocks, event.digests, strict=bool(event.digests)):
-            if block.digest in (0, digest):  # 0: the owner sends none
-                pull.verified.add(block.position)
-                continue
-            self._peers.counters.num_digest_mismatches += 1
-            pull.mismatches[block.position] += 1
-            if pull.mismatches[block.position] < self.config.max_read_attempts:
-                pull.to_read.append(block)
-            else:
-                detail = f"position {block.position}, read {pull.mismatches[block.position]} times"
+        wrong = pull.verify(blocks, event.digests)
+        self._peers.counters.num_digest_mismatches += len(wrong)
+        for position in wrong:
+            if pull.mismatches[position] >= self.config.max_read_attempts:
+                detail = f"position {position}, read {pull.mismatches[position]} times"
                 self._fail(pull, AbortReason.DIGEST_MISMATCH, detail, now)
                 return
         self._go_on(pull, now)
@@ -277,18 +270,17 @@ class Puller:
                 self._beat(pull.owner.name, now)  # its answer will tell
 
     def _start_read(self, pull: Pull, now: float) -> None:
-        count = min(self.config.blocks_per_read(pull.plan.piece_bytes), len(pull.to_read))
-        blocks = tuple(sorted([pull.to_read.popleft() for _ in range(count)], key=_BLOCK))
+        blocks = pull.to_read.popleft()
         read_id, self._next_read_id = self._next_read_id, self._next_read_id + 1
         pull.begin_read(read_id, blocks, now)
         self._pull_of_read[read_id] = pull
         self._peers.counters.num_reads += 1
-        num_bytes = count * pull.plan.piece_bytes
+        num_bytes = len(blocks) * pull.plan.piece_bytes
         timeout_s = num_bytes / self.config.min_bytes_per_s + self.config.read_grace_s
         targets, parts = pull.targets, pull.plan.target_parts
-        pairs = tuple([(block, targets[position // parts]) for position, block, _ in blocks])
-        pieces = () if pull.plan.moves_whole_blocks else tuple([offered.position for offered in blocks])
-        self._peers.act(StartRead(read_id, pull.transfer_id, pull.owner.name, pairs, timeout_s, pieces))
+        into = tuple([targets[position // parts] for position in blocks.positions])
+        pieces = () if pull.plan.moves_whole_blocks else blocks.positions
+        self._peers.act(StartRead(read_id, pull.transfer_id, pull.owner.name, blocks.blocks, into, timeout_s, pieces))
 
     def _complete(self, pull: Pull, now: float) -> None:
         result = PullCompleted(pull.transfer_id, pull.first_token_id, pull.stats(now))

@@ -4,9 +4,9 @@
                               `--broken, cancelled--> no more slices --none in flight--> ended, with an error
 
 Where digests are on, a slice is about as large as a core's second cache: hashing what was just copied costs a third of
-hashing it from memory. On a lane that copies inside `start_read`, as shared memory does, each slice has landed at once.
-One that works by itself has several slices in flight, so that it need not wait for the hashing. Where digests are off,
-a read is one slice.
+hashing it from memory. On a lane that copies before the start of a read returns, as shared memory does, each slice has
+landed at once. One that works by itself has several slices in flight, so that it need not wait for the hashing. Where
+digests are off, a read is one slice.
 
 All of this runs on the agent's thread.
 """
@@ -20,13 +20,13 @@ from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason
 from kv_transfer.digests import ReadDigests
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
-from kv_transfer.plan import Runs, TransferPlan
+from kv_transfer.plan import TransferPlan
 from kv_transfer.transports.transport import Transport
 
 SLICE_BYTES = 1 << 21
 MAX_SLICES_IN_FLIGHT = 16
 
-Slice = tuple[int, int, Runs]  # first pair of the read, end, and their runs
+Slice = tuple[int, int]  # first pair of the read, and end
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Read:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.action.pairs) * self.plan.piece_bytes
+        return len(self.action.sources) * self.plan.piece_bytes
 
     @property
     def peer_is_gone(self) -> bool:
@@ -67,9 +67,11 @@ class Reads:
         return bool(self._read_of)
 
     def start(self, transport: Transport, action: StartRead, plan: TransferPlan, deadline: float) -> Read | None:
-        digests = [0] * len(action.pairs) if self._digests.enabled else []
-        slice_bytes = SLICE_BYTES if digests else len(action.pairs) * plan.piece_bytes
-        return self._go_on(transport, Read(action, plan, deadline, _slices(action, plan, slice_bytes), digests))
+        num_pairs = len(action.sources)
+        digests = [0] * num_pairs if self._digests.enabled else []
+        size = max(1, SLICE_BYTES // plan.piece_bytes) if digests else num_pairs
+        slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
+        return self._go_on(transport, Read(action, plan, deadline, slices, digests))
 
     def landed(self, transport: Transport, handle: int) -> Read | None:
         read = self._read_of.pop(handle)
@@ -99,7 +101,7 @@ class Reads:
             if part is None:
                 break
             try:
-                handle = transport.start_read(read.action.peer, part[2])
+                handle = _start(transport, read, *part)
             except TransportError as error:
                 self._break(transport, read, error)
                 break
@@ -111,7 +113,7 @@ class Reads:
         return None if read.in_flight else read
 
     def _hash(self, read: Read, part: Slice) -> None:
-        first, end, _ = part
+        first, end = part
         if read.digests and read.error is None:
             read.digests[first:end] = self._digests.of_read(read.action, read.plan, first, end)
 
@@ -122,13 +124,11 @@ class Reads:
             transport.cancel(handle)
 
 
-def _slices(action: StartRead, plan: TransferPlan, slice_bytes: int) -> Iterator[Slice]:
-    count = max(1, slice_bytes // plan.piece_bytes)
-    for first in range(0, len(action.pairs), count):
-        pairs = action.pairs[first : first + count]
-        end = first + len(pairs)
-        if action.pieces:
-            moved = zip(action.pieces[first:end], pairs, strict=True)
-            yield first, end, plan.runs_of_pieces((piece, source, target) for piece, (source, target) in moved)
-        else:
-            yield first, end, plan.runs_of_blocks(pairs)
+def _start(transport: Transport, read: Read, first: int, end: int) -> int:
+    """Start to read pairs [first, end). Returns the transport's handle."""
+    action = read.action
+    sources, targets = action.sources[first:end], action.targets[first:end]
+    if not action.pieces:
+        return transport.start_block_read(action.peer, sources, targets)
+    pieces = zip(action.pieces[first:end], sources, targets, strict=True)
+    return transport.start_read(action.peer, read.plan.runs_of_pieces(pieces))

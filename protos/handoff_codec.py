@@ -6,7 +6,7 @@ Decoding trusts nothing: what is not exactly one well-formed message of this ver
 
 from __future__ import annotations
 
-from itertools import pairwise
+import operator
 
 from google.protobuf.message import DecodeError
 
@@ -18,7 +18,7 @@ from core.handoff import (
     HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
-    OfferedBlock,
+    OfferedBlocks,
     Ping,
     Ready,
     Release,
@@ -136,7 +136,7 @@ def _reason_from_wire(wire: int) -> AbortReason:
 def _want_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: handoff_pb2.HandoffWant) -> Want:
     positions = tuple(wire.positions)
     _require(len(positions) <= MAX_POSITIONS, f"{len(positions)} positions are more than {MAX_POSITIONS}")
-    _require(all(a < b for a, b in pairwise(positions)), "positions do not rise")
+    _require(all(map(operator.lt, positions, positions[1:])), "positions do not rise")
     return Want(transfer_id, *stamp, wire.layout_fingerprint, positions)
 
 
@@ -144,9 +144,9 @@ def _ready_to_wire(message: Ready) -> handoff_pb2.HandoffReady:
     return handoff_pb2.HandoffReady(
         ack=message.ack,
         first_block=message.first_block,
-        positions=[offered.position for offered in message.blocks],
-        blocks=[offered.block for offered in message.blocks],
-        digests=[offered.digest for offered in message.blocks],
+        positions=message.blocks.positions,
+        blocks=message.blocks.blocks,
+        digests=message.blocks.digests,
         last=message.last,
         first_token_id=message.first_token_id,
     )
@@ -163,7 +163,7 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
         *stamp,
         ack=wire.ack,
         first_block=wire.first_block,
-        blocks=tuple(map(OfferedBlock._make, zip(wire.positions, wire.blocks, wire.digests, strict=True))),
+        blocks=OfferedBlocks(tuple(wire.positions), tuple(wire.blocks), tuple(wire.digests)),
         last=wire.last,
         first_token_id=wire.first_token_id if wire.HasField("first_token_id") else None,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -53,7 +53,7 @@ class Agent(Protocol):
     @property
     def address(self) -> AgentAddress: ...
 
-    def perform(self, actions: Iterable[Any], active: bool) -> None: ...
+    def perform(self, actions: Sequence[Any], active: bool) -> None: ...
 
     def close(self, timeout_s: float) -> None: ...
 

@@ -115,8 +115,8 @@ class SimulatedAgent:
         if isinstance(message, Ready) and self._config.verify_digests:
             if message.transfer_id in self._spoilt:
                 return
-            blocks = tuple(block._replace(digest=self._kept[block.block]) for block in message.blocks)
-            message = replace(message, blocks=blocks)
+            digests = tuple(self._kept[block] for block in message.blocks.blocks)
+            message = replace(message, blocks=replace(message.blocks, digests=digests))
         if not self._is_alive(peer):
             self._lose(peer, self._network.delay(self.name, peer))
             return

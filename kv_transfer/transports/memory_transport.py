@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run, Runs
+from kv_transfer.plan import Run, Runs, runs_of_blocks
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 Fate = Callable[[str, str, bytes], Sequence[int]]
@@ -145,6 +145,10 @@ class MemoryTransport:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._reads[handle] = _Read(peer, listed)
         return handle
+
+    def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
+        assert self._pool is not None
+        return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
 
     def take_ended(self, handle: int) -> bool:
         assert handle in self._reads

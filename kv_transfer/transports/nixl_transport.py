@@ -5,7 +5,7 @@
 - Without that thread nixl locks nothing, so two threads inside it crash the process. One thread owns a transport.
 - Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
   indices; nixl merges those that follow each other on both sides. Any other read brings descriptors of its own.
-- Over shared memory a read copies inside `start_read`, so the caller bounds its size.
+- Over shared memory a read copies before its start returns, so the caller bounds its size.
 - Neither nixl nor UCX can take back a read that is under way. Released, and even with its peer removed, it writes when
   the bytes come at last (seen over TCP, from a process that had stood still). So a transfer is released, and a peer
   removed, only once nixl says that it is done or broken; until then a cancelled read goes on.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -125,29 +125,25 @@ class NixlTransport:
         self._remove_left()
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        known = self._peers.get(peer)
-        if known is None:
-            raise TransportError(f"not connected to {peer}")
+        known, pool = self._connected(peer), self._pool
+        assert pool is not None
+        local = [(pool.address + target, num_bytes, pool.device or 0) for _, target, num_bytes in runs]
+        remote = [(known.address.pool_base + source, num_bytes, pool.device or 0) for source, _, num_bytes in runs]
         with _errors_mapped(f"read from {peer}"):
-            transfer = self._make_transfer(known, runs)
-            try:
-                done = self._agent.transfer(transfer) == "DONE"
-            except _NIXL_ERRORS:
-                with suppress(*_NIXL_ERRORS):  # nixl frees it later, with the agent
-                    transfer.release()
-                raise
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._reads[handle] = _Read(peer, transfer, done)
-        return handle
+            ours, theirs = [self._agent.get_xfer_descs(descriptors, self._memory) for descriptors in (local, remote)]
+            return self._start(peer, self._agent.initialize_xfer("READ", ours, theirs, peer))
+
+    def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
+        known = self._connected(peer)
+        with _errors_mapped(f"read from {peer}"):
+            return self._start(
+                peer, self._agent.make_prepped_xfer("READ", self._blocks, targets, known.blocks, sources)
+            )
 
     def take_ended(self, handle: int) -> bool:
         read = self._reads[handle]
-        if not read.done or read.broken is not None:
+        if not read.done or read.broken is not None or not _release(read):
             return False
-        try:
-            read.transfer.release()
-        except _NIXL_ERRORS:
-            return False  # the next poll tries again
         del self._reads[handle]
         return True
 
@@ -157,8 +153,7 @@ class NixlTransport:
             read.broken = TransportError("cancelled")
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._peers:
-            raise TransportError(f"not connected to {peer}")
+        self._connected(peer)
         with _errors_mapped(f"notify {peer}"):
             self._agent.send_notif(peer, payload)
 
@@ -211,21 +206,22 @@ class NixlTransport:
         blocks = np.array([[base, block_bytes, device, block_bytes, num_bytes // block_bytes]], dtype=np.uint64)
         return self._agent.prep_xfer_dlist(agent, blocks, self._memory)
 
-    def _make_transfer(self, peer: _Peer, runs: Runs) -> Any:
-        assert self._pool is not None
-        whole = None if peer.blocks is None else _whole_blocks(runs, self._pool.layout.block_bytes)
-        if whole is not None:
-            sources, targets = whole
-            return self._agent.make_prepped_xfer("READ", self._blocks, targets, peer.blocks, sources)
-        device, base, peer_base = self._pool.device or 0, self._pool.address, peer.address.pool_base
-        local = [(base + target, num_bytes, device) for _, target, num_bytes in runs]
-        remote = [(peer_base + source, num_bytes, device) for source, _, num_bytes in runs]
-        return self._agent.initialize_xfer(
-            "READ",
-            self._agent.get_xfer_descs(local, self._memory),
-            self._agent.get_xfer_descs(remote, self._memory),
-            peer.address.name,
-        )
+    def _connected(self, peer: str) -> _Peer:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransportError(f"not connected to {peer}")
+        return known
+
+    def _start(self, peer: str, transfer: Any) -> int:
+        try:
+            done = self._agent.transfer(transfer) == "DONE"
+        except _NIXL_ERRORS:
+            with suppress(*_NIXL_ERRORS):  # nixl frees it later, with the agent
+                transfer.release()
+            raise
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._reads[handle] = _Read(peer, transfer, done)
+        return handle
 
     def _has_ended(self, read: _Read) -> bool:
         """Whether nothing of it is in flight any more; then it is released."""
@@ -239,11 +235,7 @@ class NixlTransport:
             return False
         if state == "ERR":
             read.broken = read.broken or TransportError(f"read from {read.peer} failed")
-        try:
-            read.transfer.release()
-        except _NIXL_ERRORS:
-            return False  # the next poll tries again
-        return True
+        return _release(read)
 
     def _remove_left(self) -> None:
         """Forget disconnected peers from whom nothing can arrive any more."""
@@ -255,17 +247,10 @@ class NixlTransport:
                 self._agent.remove_remote_agent(name)
 
 
-def _whole_blocks(runs: Runs, size: int) -> tuple[list[int], list[int]] | None:
-    """Source and target blocks, where the runs are made of whole ones."""
-    sources: list[int] = []
-    targets: list[int] = []
-    for source, target, num_bytes in runs:
-        if source % size or target % size or num_bytes % size:
-            return None
-        if num_bytes == size:
-            sources.append(source // size)
-            targets.append(target // size)
-        else:
-            sources += range(source // size, (source + num_bytes) // size)
-            targets += range(target // size, (target + num_bytes) // size)
-    return sources, targets
+def _release(read: _Read) -> bool:
+    """Of a read that has ended. Where nixl refuses, the next poll tries again."""
+    try:
+        read.transfer.release()
+    except _NIXL_ERRORS:
+        return False
+    return True

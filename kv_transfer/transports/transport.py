@@ -3,7 +3,7 @@
 All calls come from one thread, the owner of the transport. Nothing blocks for longer than one read takes. The laws,
 which tests/integration/test_transports.py holds every transport to:
 
-  - each handle of `start_read` comes back exactly once, from `take_ended` or, done or broken, from `poll`, also after
+  - each handle of a read comes back exactly once, from `take_ended` or, done or broken, from `poll`, also after
     `cancel`, and also after `disconnect` of its peer; from then on nothing writes into the target;
   - a call that cannot be carried out raises `PeerDisconnected` where the peer is gone, else `TransportError`;
   - the owner of the memory takes no part in a read, but both sides must `poll` for anything to get on.
@@ -11,6 +11,7 @@ which tests/integration/test_transports.py holds every transport to:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +88,9 @@ class Transport(Protocol):
 
     def start_read(self, peer: str, runs: Runs) -> int:
         """Copy runs of bytes from the peer's pool to ours. Returns a handle."""
+
+    def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
+        """The same for whole blocks, where they are as large in both pools. Neighbours on both sides move as one."""
 
     def take_ended(self, handle: int) -> bool:
         """Whether a read has ended well before `start_read` returned; then `poll` says nothing of it."""

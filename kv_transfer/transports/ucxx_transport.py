@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run, Runs
+from kv_transfer.plan import Run, Runs, runs_of_blocks
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
@@ -154,6 +154,10 @@ class UcxxTransport:
         if known.key is not None:
             self._start_gets(read)
         return handle
+
+    def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
+        assert self._pool is not None
+        return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
 
     def take_ended(self, handle: int) -> bool:
         read = self._reads[handle]

@@ -116,7 +116,7 @@ def offered_blocks(wire: Wire) -> list[int]:
 
     def note(message: HandoffMessage) -> None:
         if isinstance(message, Ready):
-            seen.extend(offered.block for offered in message.blocks)
+            seen.extend(message.blocks.blocks)
 
     wire.rule = note
     return seen
@@ -153,7 +153,7 @@ async def test_a_mismatch_whose_release_is_lost_is_found_by_the_next_request(fab
 
     def flip_after_the_digest_and_lose_the_release(message: HandoffMessage) -> Sequence[int] | None:
         if isinstance(message, Ready) and message.last and not spoilt:
-            spoilt.append(message.blocks[0].block)
+            spoilt.append(message.blocks.blocks[0])
             spoil(fabric, deployment, spoilt[0])
         return () if isinstance(message, Release) and message.reason is AbortReason.DIGEST_MISMATCH else None
 
@@ -183,7 +183,7 @@ async def test_a_byte_that_changes_in_the_source_pool_after_the_digest_reaches_n
         if isinstance(message, Ready) and message.last and not changed:  # its digests are in it already
             pool = fabric.transports[agent_name(deployment)]._pool
             assert pool is not None
-            changed.append(message.blocks[0].block)
+            changed.append(message.blocks.blocks[0])
             pool.block(changed[0])[5] ^= 0x40
 
     async with deploy(fault_config()) as deployment:

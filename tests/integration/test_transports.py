@@ -92,6 +92,15 @@ class TestContract:
             expected[target] = known_bytes(source)
         assert np.array_equal(ends.bytes_b, expected)
 
+    def test_whole_blocks_move_by_their_numbers(self, ends: Ends) -> None:
+        sources, targets = (3, 4, 5, 9, 63), (10, 11, 12, 2, 63)
+        handle = ends.b.start_block_read("a", sources, targets)
+        assert ends.poll_until(bool) == [ReadDone(handle)]
+        expected = np.zeros_like(ends.bytes_b)
+        for source, target in zip(sources, targets, strict=True):
+            expected[target] = known_bytes(source)
+        assert np.array_equal(ends.bytes_b, expected)
+
     def test_a_run_may_span_blocks(self, ends: Ends) -> None:
         ends.read([Run(2 * SIZE, 5 * SIZE, 3 * SIZE)])
         assert [int(block[0]) for block in ends.bytes_b[4:9]] == [0, known_bytes(2), known_bytes(3), known_bytes(4), 0]
@@ -147,9 +156,17 @@ class TestContract:
             ends.b.start_read("a", [run])
         ends.read(blocks([(0, 0)]))
 
+    @pytest.mark.parametrize(("source", "target"), [(NUM_BLOCKS, 0), (0, NUM_BLOCKS), (-1, 0)])
+    def test_a_block_outside_a_pool_is_refused(self, ends: Ends, source: int, target: int) -> None:
+        with pytest.raises(TransportError):
+            ends.b.start_block_read("a", (1, source), (1, target))
+        ends.read(blocks([(0, 0)]))
+
     def test_a_peer_that_is_not_connected_is_refused(self, ends: Ends) -> None:
         with pytest.raises(TransportError):
             ends.b.start_read("c", blocks([(0, 0)]))
+        with pytest.raises(TransportError):
+            ends.b.start_block_read("c", (0,), (0,))
         with pytest.raises(TransportError):
             ends.b.notify("c", b"")
 
@@ -191,7 +208,7 @@ def test_the_contract_holds_over_tcp(kind: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout
-    assert "15 passed" in result.stdout
+    assert "19 passed" in result.stdout
 
 
 # ---- the death of a peer
@@ -242,7 +259,7 @@ def read_until_it_breaks(transport: Transport, peer: str, seconds: float) -> Non
     """The first reads after a death may still succeed. Raises what the broken one says."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        transport.start_read(peer, blocks([(5, 5)]))
+        transport.start_block_read(peer, (5,), (5,))
         event = wait_for_end(transport, seconds)
         if isinstance(event, ReadBroken):
             raise event.error
@@ -265,7 +282,7 @@ def test_over_shared_memory_nixl_has_copied_when_start_read_returns(owner: Owner
     """What makes hashing a slice cheap: without it each slice would wait for a poll."""
     transport, array = reader_of(owner)
     for block in range(8, 40):
-        assert transport.take_ended(transport.start_read(owner.address.name, blocks([(block, block)])))
+        assert transport.take_ended(transport.start_block_read(owner.address.name, (block,), (block,)))
         assert (array[block] == known_bytes(block)).all()
     transport.close()
 
@@ -283,8 +300,8 @@ def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None
 def test_a_read_from_a_frozen_owner_ends_by_itself_or_can_be_cancelled_for_good(owner: OwnerProcess) -> None:
     transport, array = reader_of(owner)
     owner.process.send_signal(signal.SIGSTOP)
-    wanted = blocks([(block, block) for block in range(8, 40)])
-    handle = transport.start_read(owner.address.name, wanted)
+    wanted = range(8, 40)
+    handle = transport.start_block_read(owner.address.name, wanted, wanted)
     if owner.kind == "nixl" and OVER_SHARED_MEMORY:  # process_vm_readv needs nothing of a process that stands still
         assert wait_for_end(transport, 3.0) == ReadDone(handle)
         assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
@@ -306,7 +323,7 @@ def test_a_read_from_a_frozen_owner_ends_by_itself_or_can_be_cancelled_for_good(
     assert not array[8:40].any(), "nothing is written after the end"
     transport.disconnect(owner.address.name)
     transport.connect(owner.address)
-    handle = transport.start_read(owner.address.name, wanted)
+    handle = transport.start_block_read(owner.address.name, wanted, wanted)
     assert wait_for_end(transport, 5.0) == ReadDone(handle)
     assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
     transport.close()

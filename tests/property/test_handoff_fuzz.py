@@ -18,7 +18,7 @@ from core.handoff import (
     HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
-    OfferedBlock,
+    OfferedBlocks,
     Ping,
     Ready,
     Release,
@@ -36,7 +36,10 @@ counters = st.integers(1, 2**64 - 1) | st.integers(1, 40)
 transfer_ids = st.just(ID) | st.integers(0, 2**128 - 1)
 incarnations = st.sampled_from([11, 22]) | counters  # those of the pair, mostly
 positions = st.integers(0, 8) | st.integers(0, 2**32 - 1)
-blocks = st.builds(OfferedBlock, positions, positions, st.integers(0, 2**64 - 1))
+rows = st.tuples(positions, positions, st.integers(0, 2**64 - 1))
+one_block, blocks = (
+    st.lists(rows, min_size=least, max_size=most).map(OfferedBlocks.of) for least, most in ((1, 1), (0, 6))
+)
 entries = st.builds(HeartbeatEntry, transfer_ids, positions)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
@@ -44,10 +47,9 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
         Want, transfer_ids, incarnations, counters, st.integers(0, 2**64 - 1),
         st.lists(positions, unique=True, max_size=6).map(lambda found: tuple(sorted(found))),
     ),
-    st.builds(Ready, transfer_ids, incarnations, counters, counters, positions, st.tuples(blocks), st.just(False)),
+    st.builds(Ready, transfer_ids, incarnations, counters, counters, positions, one_block, st.just(False)),
     st.builds(
-        Ready, transfer_ids, incarnations, counters, counters, positions, st.lists(blocks, max_size=6).map(tuple),
-        st.just(True), st.none() | positions,
+        Ready, transfer_ids, incarnations, counters, counters, positions, blocks, st.just(True), st.none() | positions,
     ),
     st.builds(
         Heartbeat, incarnations, counters, st.none() | counters, st.lists(entries, max_size=4).map(tuple),

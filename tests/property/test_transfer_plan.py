@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.errors import LayoutMismatch
 from core.kv_layout import KVLayout
-from kv_transfer.plan import Run, TransferPlan
+from kv_transfer.plan import Run, TransferPlan, runs_of_blocks
 
 POOL_BLOCKS = 10
 
@@ -149,7 +149,7 @@ LAYOUT = KVLayout(model="m", dtype="float16", num_layers=2, num_kv_heads=2, bloc
 
 def test_adjacent_blocks_merge_only_where_they_are_adjacent_on_both_sides() -> None:
     size = LAYOUT.block_bytes
-    runs = TransferPlan(LAYOUT, LAYOUT).runs_of_blocks([(3, 7), (4, 8), (5, 1), (6, 2), (8, 3)])
+    runs = runs_of_blocks([(3, 7), (4, 8), (5, 1), (6, 2), (8, 3)], LAYOUT.block_bytes)
     assert runs == [Run(3 * size, 7 * size, 2 * size), Run(5 * size, size, 2 * size), Run(8 * size, 3 * size, size)]
 
 

@@ -17,7 +17,7 @@ from core.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from core.handoff import Abort, AbortReason, OfferedBlock, Ready, Release, Want
+from core.handoff import Abort, AbortReason, OfferedBlocks, Ready, Release, Want
 from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason, Stage, WorkerState
 from core.request import Request
@@ -53,7 +53,7 @@ class Decode(DrivenWorker):
     def ready(self, *positions: int, ticket: int = 1, first_block: int = 0, token: int | None = None) -> list[object]:
         """The owner announces positions; with a `token` they are the last. It keeps position p in its block p."""
         ack = next(want.counter for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
-        blocks = tuple(OfferedBlock(position, position, 0) for position in positions)
+        blocks = OfferedBlocks.of((position, position, 0) for position in positions)
         return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, token is not None, token))
 
     def finish_reads(self) -> None:

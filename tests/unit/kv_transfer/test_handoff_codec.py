@@ -13,7 +13,7 @@ from core.handoff import (
     HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
-    OfferedBlock,
+    OfferedBlocks,
     Ping,
     Ready,
     Release,
@@ -27,7 +27,7 @@ u64 = st.integers(1, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 reasons = st.sampled_from(AbortReason)
 positions = st.lists(u32, unique=True, max_size=20).map(lambda drawn: tuple(sorted(drawn)))
-offered = st.lists(st.builds(OfferedBlock, u32, u32, st.integers(0, 2**64 - 1)), max_size=20).map(tuple)
+offered = st.lists(st.tuples(u32, u32, st.integers(0, 2**64 - 1)), max_size=20).map(OfferedBlocks.of)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Want, ids, u64, u64, st.integers(0, 2**64 - 1), positions),
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_by_name(fields: dict[str, object], complai
 def test_oversized_messages_are_refused_both_ways() -> None:
     with pytest.raises(MalformedMessage, match="bytes"):
         decode(bytes(MAX_MESSAGE_BYTES + 1))
-    blocks = tuple(OfferedBlock(2**32 - 1, 2**32 - 1, 2**64 - 1) for _ in range(60_000))
+    blocks = OfferedBlocks.of([(2**32 - 1, 2**32 - 1, 2**64 - 1)] * 60_000)
     with pytest.raises(MalformedMessage, match="bytes"):
         encode(Ready(1, 1, 1, 1, 0, blocks, False))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from core.handoff import OfferedBlock, Ready
+from core.handoff import OfferedBlocks, Ready
 from core.kv_layout import KVLayout
 from kv_transfer.digests import Digests
 from kv_transfer.events import BlocksChecked, CheckBlocks, KeepDigests
@@ -29,7 +29,7 @@ class Bench:
     told: list[Digests | BlocksChecked] = field(default_factory=list)
 
     def ready(self, *blocks: int, transfer_id: int = 1, peer: KVLayout = LAYOUT) -> None:
-        offered = tuple(OfferedBlock(position, block, 0) for position, block in enumerate(blocks))
+        offered = OfferedBlocks.of((position, block, 0) for position, block in enumerate(blocks))
         message = Ready(transfer_id, 1, 1, ack=1, first_block=0, blocks=offered, last=False)
         self.digests.of_offered(message, peer, self.told.append)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import xxhash
 
@@ -10,7 +12,7 @@ from core.handoff import AbortReason, AgentAddress
 from core.kv_layout import KVLayout
 from kv_transfer.digests import ReadDigests
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
-from kv_transfer.plan import Runs, TransferPlan
+from kv_transfer.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
 from kv_transfer.transports.transport import PoolMemory, TransportEvent
 
@@ -45,6 +47,9 @@ class Copier:
             self.copy(handle)
         return handle
 
+    def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
+        return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), LAYOUT.block_bytes))
+
     def take_ended(self, handle: int) -> bool:
         return self.waiting.pop(handle, None) is not None if self.at_once else False
 
@@ -73,8 +78,8 @@ def reads_into(copier: Copier, verify: bool = True) -> Reads:
 
 
 def start_of(num_blocks: int) -> StartRead:
-    pairs = tuple((block, NUM_BLOCKS - 1 - block) for block in range(num_blocks))
-    return StartRead(7, 1, "owner", pairs, timeout_s=1.0)
+    targets = tuple(NUM_BLOCKS - 1 - block for block in range(num_blocks))
+    return StartRead(7, 1, "owner", tuple(range(num_blocks)), targets, timeout_s=1.0)
 
 
 def digests_of(copier: Copier, num_blocks: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from core.handoff import (
     AgentAddress,
     HandoffMessage,
     Heartbeat,
-    OfferedBlock,
+    OfferedBlocks,
     OwnerState,
     PullerState,
     Ready,
@@ -208,10 +208,10 @@ def test_messages_for_unknown_transfers_are_bounded_and_dropped() -> None:
 
 
 def test_an_owner_that_announces_nonsense_fails_the_pull() -> None:
-    for bad in (OfferedBlock(7, 0, 0), OfferedBlock(0, 999, 0)):
+    for bad in ((7, 0, 0), (0, 999, 0), (0, -1, 0)):
         pair = Pair()
         pair.pull([0, 1])
-        ready = Ready(ID, 11, 50, 1, 0, (bad,), False)
+        ready = Ready(ID, 11, 50, 1, 0, OfferedBlocks.of([bad]), False)
         pair.event(pair.puller, MessageReceived("owner", ready))
         assert_failed(pair, AbortReason.READ_FAILED)
 

@@ -238,5 +238,5 @@ class Pair:
     def _with_digests(self, side: Side, message: HandoffMessage) -> HandoffMessage:
         if not isinstance(message, Ready) or not self.digests:
             return message
-        blocks = tuple(offered._replace(digest=side.kept[offered.block]) for offered in message.blocks)
-        return replace(message, blocks=blocks)
+        digests = tuple(side.kept[block] for block in message.blocks.blocks)
+        return replace(message, blocks=replace(message.blocks, digests=digests))
