@@ -162,7 +162,8 @@ EXPORT int tandem_prefill_attention(const struct kv_cache *cache, const struct p
     const int group = cache->num_heads / cache->num_kv_heads, head_dim = cache->head_dim;
     const int span_tokens = group < SPAN_ROWS ? SPAN_ROWS / group : 1;
     const int max_rows = (span_tokens * group + ROWS - 1) / ROWS * ROWS;
-    const size_t scratch_floats = (size_t)max_rows * (2 * head_dim + 2) + (size_t)head_dim * TILE;
+    const int tile = BF16_PRODUCTS && cache->is_bf16 ? WIDE_TILE : TILE;
+    const size_t scratch_floats = (size_t)max_rows * (2 * head_dim + 2) + (size_t)head_dim * tile;
     int64_t num_tasks = 0;
     for (int64_t i = 0; i < batch->num_sequences; i++)
         num_tasks += (batch->num_tokens[i] + span_tokens - 1) / span_tokens * cache->num_kv_heads;

@@ -1,10 +1,13 @@
-/* A prefill's span by bfloat16 products. As in prefill_attention.c, but a tile of keys and values is packed once for
-   all rows of the span: pairs of what is summed over lie side by side, in every lane another place of the result.
+/* A prefill's span by bfloat16 products. As in prefill_attention.c, but keys and values are packed once for all rows of
+   the span: pairs of what is summed over lie side by side, in every lane another place of the result.
 
-       keys    [head_dim / 2, TILE, 2]    scores [ROWS, TILE] = queries . keys, a pair of the query in every lane
-       values  [TILE / 2, head_dim, 2]    sums [ROWS, head_dim] += weights . values, in the order of interleaved rows
+       keys    [WIDE_TILE / TILE][head_dim / 2, TILE, 2]    scores [ROWS, TILE] = queries . keys, a pair of the query in
+                                                            every lane
+       values  [WIDE_TILE / 2, head_dim, 2]                 sums [ROWS, head_dim] += weights . values, in the order of
+                                                            interleaved rows
 
-   Scores, maxima, totals and sums are float; weights are rounded to bfloat16 before they multiply. */
+   Scores, maxima, totals and sums are float; weights are rounded to bfloat16 before they multiply. A row's maximum and
+   total, which wait for all lanes of a vector, are found once for WIDE_TILE positions. */
 #include "prefill_span.h"
 
 #ifdef __AVX512BF16__
@@ -40,11 +43,13 @@ INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to
     }
 }
 
-APART void pack_tile(const char *const *rows, size_t key_offset, size_t value_offset, int count, int head_dim,
-                     uint16_t *keys, uint16_t *values) {
-    for (int p = 0; p < TILE; p += 16)
-        for (int d = 0; d < head_dim; d += WIDE)
-            transpose_pairs(rows + p, key_offset + 2 * d, keys + d * TILE + 2 * p, 2 * TILE);
+/* `count` of WIDE_TILE positions: keys in tiles of TILE, the last filled up with numbers that nobody looks at. */
+APART void pack_positions(const char *const *rows, size_t key_offset, size_t value_offset, int count, int head_dim,
+                          uint16_t *keys, uint16_t *values) {
+    for (int first = 0; first < count; first += TILE, keys += head_dim * TILE)
+        for (int p = 0; p < TILE; p += 16)
+            for (int d = 0; d < head_dim; d += WIDE)
+                transpose_pairs(rows + first + p, key_offset + 2 * d, keys + d * TILE + 2 * p, 2 * TILE);
     for (int p = 0; p < count; p += 2, values += 2 * head_dim) {
         for (int d = 0; d < head_dim; d += WIDE) {
             const __m512bh a = load_wide(rows[p] + value_offset + 2 * d);
@@ -55,17 +60,18 @@ APART void pack_tile(const char *const *rows, size_t key_offset, size_t value_of
     }
 }
 
-/* sums[r] += rows[r] . packed, for ROWS rows of pairs and `vectors` (a constant) vectors of results. */
+/* sums[r] += rows[r] . packed, for ROWS rows of at least one pair and `vectors` (a constant) vectors of results. */
 INLINE void multiply_rows(const uint16_t *rows, int row_stride, int num_pairs, const uint16_t *packed,
                           int packed_stride, const int vectors, __m512 sums[ROWS][SCORE_VECTORS]) {
-    for (int pair = 0; pair < num_pairs; pair++) {
+    int pair = 0;
+    do { /* in a loop that may not run at all, the compiler would keep a copy of the sums in memory */
         __m512bh parts[SCORE_VECTORS];
         for (int v = 0; v < vectors; v++) parts[v] = load_wide(packed + pair * packed_stride + v * WIDE);
         for (int r = 0; r < ROWS; r++) {
             const __m512bh both = splat_pair(rows + r * row_stride + 2 * pair);
             for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], parts[v], both);
         }
-    }
+    } while (++pair < num_pairs);
 }
 
 APART void score_tile(const uint16_t *query, const uint16_t *keys, int head_dim, float *scores) {
@@ -74,49 +80,56 @@ APART void score_tile(const uint16_t *query, const uint16_t *keys, int head_dim,
         for (int v = 0; v < SCORE_VECTORS; v++) sums[r][v] = _mm512_setzero_ps();
     multiply_rows(query, head_dim, head_dim / 2, keys, 2 * TILE, SCORE_VECTORS, sums);
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < SCORE_VECTORS; v++) _mm512_storeu_ps(scores + r * TILE + v * LANES, sums[r][v]);
+        for (int v = 0; v < SCORE_VECTORS; v++) _mm512_storeu_ps(scores + r * WIDE_TILE + v * LANES, sums[r][v]);
 }
 
-/* The first `seen` of a row's scores; the rest counts for nothing. Unmasked where all are seen: that is most rows. */
-INLINE __m512 seen_scores(const float *scores, int vector, int seen) {
-    const int left = seen - vector * LANES;
-    if (left >= LANES) return _mm512_loadu_ps(scores + vector * LANES);
+/* A row's scores from place `from` on, of which those before `seen` count. */
+INLINE __m512 seen_scores(const float *scores, int from, int seen) {
+    const int left = seen - from;
+    if (left >= LANES) return _mm512_loadu_ps(scores + from);
     const __mmask16 mask = left > 0 ? (1u << left) - 1 : 0;
-    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask, scores + vector * LANES);
+    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask, scores + from);
 }
 
-/* Weights of the first seen[r] of TILE scores of row r, 0 for the rest; earlier sums are multiplied by rescale[r].
-   Scores are not scaled yet: exponent = scale * log2(e). */
-APART void weigh_rows(const float *scores, const int *seen, float exponent, float *maxima, float *totals,
+/* Weights of the first `seen` scores of a row, 0 for the rest up to `used`. Scores are not scaled yet: exponent =
+   scale * log2(e). Returns what earlier sums are multiplied by. */
+INLINE float weigh_row(const float *scores, int seen, int used, float exponent, float *maximum, float *total,
+                       uint16_t *weights) {
+    __m512 tops = _mm512_set1_ps(-INFINITY), more_tops = tops;
+    int from = 0;
+    for (; from + WIDE <= seen; from += WIDE) {
+        tops = _mm512_max_ps(tops, _mm512_loadu_ps(scores + from));
+        more_tops = _mm512_max_ps(more_tops, _mm512_loadu_ps(scores + from + LANES));
+    }
+    for (; from < seen; from += LANES) tops = _mm512_max_ps(tops, seen_scores(scores, from, seen));
+    const float before = *maximum, top = _mm512_reduce_max_ps(_mm512_max_ps(tops, more_tops));
+    const float after = before > top ? before : top;
+    const __m512 factor = _mm512_set1_ps(exponent), shift = _mm512_set1_ps(after * exponent);
+    const __m512 scale = power_of_two(_mm512_fmsub_ps(_mm512_set1_ps(before), factor, shift));
+    __m512 sums = _mm512_setzero_ps(), more = sums;
+    for (from = 0; from + WIDE <= seen; from += WIDE) {
+        const __m512 low = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + from), factor, shift));
+        const __m512 high = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores + from + LANES), factor, shift));
+        _mm512_storeu_si512(weights + from, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        sums = _mm512_add_ps(sums, low), more = _mm512_add_ps(more, high);
+    }
+    for (; from < used; from += WIDE) {
+        const __m512 low = power_of_two(_mm512_fmsub_ps(seen_scores(scores, from, seen), factor, shift));
+        const __m512 high = power_of_two(_mm512_fmsub_ps(seen_scores(scores, from + LANES, seen), factor, shift));
+        _mm512_storeu_si512(weights + from, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        sums = _mm512_add_ps(sums, low), more = _mm512_add_ps(more, high);
+    }
+    const float rescale = _mm512_cvtss_f32(scale);
+    *maximum = after;
+    *total = *total * rescale + _mm512_reduce_add_ps(_mm512_add_ps(sums, more));
+    return rescale;
+}
+
+APART void weigh_rows(const float *scores, const int *seen, int used, float exponent, float *maxima, float *totals,
                       uint16_t *weights, float *rescale) {
-    const __mmask16 rows = (1u << ROWS) - 1;
-    float tops[LANES] = {0}, added[LANES] = {0};
-    for (int r = 0; r < ROWS; r++) {
-        __m512 top = seen_scores(scores + r * TILE, 0, seen[r]);
-        for (int v = 1; v < SCORE_VECTORS; v++) top = _mm512_max_ps(top, seen_scores(scores + r * TILE, v, seen[r]));
-        tops[r] = _mm512_reduce_max_ps(top);
-    }
-    const __m512 before = _mm512_maskz_loadu_ps(rows, maxima), factor = _mm512_set1_ps(exponent);
-    const __m512 after = _mm512_max_ps(before, _mm512_loadu_ps(tops));
-    const __m512 scale = power_of_two(_mm512_mul_ps(factor, _mm512_sub_ps(before, after)));
-    _mm512_storeu_ps(tops, _mm512_mul_ps(after, factor));
-    for (int r = 0; r < ROWS; r++) {
-        const __m512 shift = _mm512_set1_ps(tops[r]);
-        __m512 sums = _mm512_setzero_ps();
-        for (int v = 0; v < SCORE_VECTORS; v += 2) {
-            const __m512 a = seen_scores(scores + r * TILE, v, seen[r]);
-            const __m512 b = seen_scores(scores + r * TILE, v + 1, seen[r]);
-            const __m512 low = power_of_two(_mm512_fmsub_ps(a, factor, shift));
-            const __m512 high = power_of_two(_mm512_fmsub_ps(b, factor, shift));
-            _mm512_storeu_si512(weights + r * TILE + v * LANES, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-            sums = _mm512_add_ps(sums, _mm512_add_ps(low, high));
-        }
-        added[r] = _mm512_reduce_add_ps(sums);
-    }
-    _mm512_mask_storeu_ps(maxima, rows, after);
-    _mm512_mask_storeu_ps(rescale, rows, scale);
-    const __m512 total = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(rows, totals), scale, _mm512_loadu_ps(added));
-    _mm512_mask_storeu_ps(totals, rows, total);
+    for (int r = 0; r < ROWS; r++)
+        rescale[r] = weigh_row(scores + r * WIDE_TILE, seen[r], used, exponent, maxima + r, totals + r,
+                               weights + r * WIDE_TILE);
 }
 
 /* `vectors` (a constant) vectors of each row's sums. */
@@ -126,7 +139,7 @@ INLINE void add_part(const uint16_t *weights, const uint16_t *values, int count,
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < vectors; v++)
             added[r][v] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * head_dim + v * LANES), _mm512_set1_ps(rescale[r]));
-    multiply_rows(weights, TILE, (count + 1) / 2, values, 2 * head_dim, vectors, added);
+    multiply_rows(weights, WIDE_TILE, (count + 1) / 2, values, 2 * head_dim, vectors, added);
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < vectors; v++) _mm512_storeu_ps(sums + r * head_dim + v * LANES, added[r][v]);
 }
@@ -142,21 +155,20 @@ APART void add_values(const uint16_t *weights, const uint16_t *values, int count
 static void attend_tile(const struct span *span, int64_t from, int count, size_t key_offset) {
     const struct kv_cache *cache = span->cache;
     const int head_dim = cache->head_dim;
-    uint16_t *keys = (uint16_t *)span->keys, *values = keys + head_dim * TILE, weights[ROWS * TILE];
-    const char *rows[TILE];
-    float scores[ROWS * TILE], rescale[ROWS];
+    uint16_t *keys = (uint16_t *)span->keys, *values = keys + head_dim * WIDE_TILE, weights[ROWS * WIDE_TILE];
+    const char *rows[WIDE_TILE];
+    float scores[ROWS * WIDE_TILE], rescale[ROWS];
     locate_rows(cache, span->table, from, from + count, rows);
-    for (int p = count; p < TILE; p++) rows[p] = rows[count - 1]; /* numbers, at least; their weight is 0 */
-    pack_tile(rows, key_offset, key_offset + cache->value_stride, count, head_dim, keys, values);
+    for (int p = count; p % TILE != 0; p++) rows[p] = rows[count - 1]; /* numbers, at least; their weight is 0 */
+    pack_positions(rows, key_offset, key_offset + cache->value_stride, count, head_dim, keys, values);
     for (int row = 0; row < span->num_rows; row += ROWS) {
         const int used = smaller(position_of(span, row + ROWS - 1) - from + 1, count);
         if (used <= 0) continue;
-        score_tile((uint16_t *)span->query + row * head_dim, keys, head_dim, scores);
+        for (int first = 0; first < used; first += TILE)
+            score_tile((uint16_t *)span->query + row * head_dim, keys + first * head_dim, head_dim, scores + first);
         int seen[ROWS];
-        const int all_seen = position_of(span, row) - from + 1 >= used;
-        for (int r = 0; r < ROWS; r++)
-            seen[r] = all_seen ? used : smaller(position_of(span, row + r) - from + 1, used);
-        weigh_rows(scores, seen, cache->scale * LOG2_E, span->maxima + row, span->totals + row, weights, rescale);
+        for (int r = 0; r < ROWS; r++) seen[r] = smaller(position_of(span, row + r) - from + 1, used);
+        weigh_rows(scores, seen, used, cache->scale * LOG2_E, span->maxima + row, span->totals + row, weights, rescale);
         add_values(weights, values, used, rescale, head_dim, span->sums + row * head_dim);
     }
 }
@@ -175,8 +187,8 @@ void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t
     memset(span->sums, 0, sizeof(float) * span->num_rows * head_dim);
     const int64_t length = span->first_position + span->num_tokens;
     const size_t key_offset = layer * cache->layer_stride + kv_head * cache->head_stride;
-    for (int64_t from = 0; from < length; from += TILE)
-        attend_tile(span, from, smaller(length - from, TILE), key_offset);
+    for (int64_t from = 0; from < length; from += WIDE_TILE)
+        attend_tile(span, from, smaller(length - from, WIDE_TILE), key_offset);
     for (int row = 0; row < used_rows; row++) {
         const __m512 inverse = _mm512_set1_ps(1.0f / span->totals[row]);
         const float *sums = span->sums + row * head_dim;

@@ -5,6 +5,7 @@
 #include "kv_cache.h"
 
 #define ROWS 6
+#define WIDE_TILE (8 * TILE) /* positions that are packed together for bfloat16 products */
 #define SPAN_ROWS 384 /* rows of a task: enough to make the transposing cheap, few enough to stay in the second cache */
 
 struct span {
@@ -15,7 +16,7 @@ struct span {
     int num_tokens, group, num_rows;   /* num_rows: tokens * group, rounded up to ROWS */
     float *query, *sums;               /* [num_rows, head_dim] */
     float *maxima, *totals;            /* [num_rows] */
-    float *keys;                       /* [head_dim, TILE]; as bfloat16 with the values behind them */
+    float *keys;                       /* [head_dim, TILE]; or WIDE_TILE of them as bfloat16, with the values behind */
 };
 
 INLINE int64_t position_of(const struct span *span, int row) {

@@ -52,7 +52,7 @@ class AttentionCase:
         heads = f"{self.num_heads}/{self.num_kv_heads} x {head_dim}"
         self.name = f"seed {seed}: {dtype} heads {heads} block {self.layout.block_size}"
         chunks = [(draw.randrange(longest), draw.choice([1, 1, 1, draw.randrange(2, 150)])) for _ in range(5)]
-        chunks += [(0, 1), (0, draw.randrange(2, 80)), (63, 1), (64, 2)]
+        chunks += [(0, 1), (0, draw.randrange(2, 80)), (63, 1), (64, 2), (draw.randrange(506, 516), 7)]
         draw.shuffle(chunks)
         needed = [self.layout.num_blocks_for(start + count) for start, count in chunks]
         numbers = list(range(sum(needed) + 2))
