@@ -28,6 +28,10 @@ class NativeUnavailable(Exception):
     """The kernels cannot be had here; the message says why."""
 
 
+class CompilerFailed(NativeUnavailable):
+    """Perhaps an old compiler, which does not know the target."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """One instruction set to compile for."""
@@ -39,28 +43,32 @@ class Target:
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
+_AVX512_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")  # no CPU has the first of the two without the second
 
 
 def _x86(name: str, lanes: int, *features: str) -> Target:
-    """/proc/cpuinfo and the compiler write the same features differently: avx512_bf16, -mavx512bf16."""
-    return Target(name, frozenset(features), tuple(f"-m{feature.replace('_', '')}" for feature in features), lanes)
+    """/proc/cpuinfo and the compiler write the same features differently: avx512_bf16 and amx_bf16 are -mavx512bf16 and
+    -mamx-bf16."""
+    options = (feature.replace("_", "-" if feature.startswith("amx") else "") for feature in features)
+    return Target(name, frozenset(features), tuple(f"-m{option}" for option in options), lanes)
 
 
 # Best first. The last one is whatever the compiler makes of vectors by default, on any architecture.
 TARGETS = (
-    _x86("avx512_bf16", 16, *_AVX512, "avx512_bf16", "avx512_vnni"),  # no CPU has the first without the second
+    _x86("amx", 16, *_AVX512_BF16, "amx_tile", "amx_bf16"),
+    _x86("avx512_bf16", 16, *_AVX512_BF16),
     _x86("avx512", 16, *_AVX512),
     _x86("avx2", 8, "avx2", "fma"),
     Target("generic", frozenset(), (), 8),
 )
 
 
-def choose_target(cpu_flags: frozenset[str], head_dim: int) -> Target:
-    """The best target of this CPU whose pair of vectors divides a head. Raises `NativeUnavailable`."""
-    for target in TARGETS:
-        if target.cpu_flags <= cpu_flags and head_dim % (2 * target.lanes) == 0:
-            return target
-    raise NativeUnavailable(f"no kernel takes heads of {head_dim}, only of multiples of 16")
+def fitting_targets(cpu_flags: frozenset[str], head_dim: int) -> list[Target]:
+    """The targets of this CPU whose pair of vectors divides a head, best first. Raises `NativeUnavailable`."""
+    fitting = [target for target in TARGETS if target.cpu_flags <= cpu_flags and head_dim % (2 * target.lanes) == 0]
+    if not fitting:
+        raise NativeUnavailable(f"no kernel takes heads of {head_dim}, only of multiples of 16")
+    return fitting
 
 
 def find_compiler() -> Path:
@@ -71,7 +79,8 @@ def find_compiler() -> Path:
 
 
 def build(target: Target, cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The shared library for `target`, compiled unless the cache has it. Raises `NativeUnavailable`."""
+    """The shared library for `target`, compiled unless the cache has it. Raises `NativeUnavailable`, and in particular
+    `CompilerFailed`."""
     compiler = find_compiler()
     flags = (*FLAGS, *target.compiler_flags, f"-DLANES={target.lanes}", *extra_flags)
     sources = sorted(SOURCES.glob("*.c"))
@@ -104,5 +113,5 @@ def _run(command: Sequence[str | Path]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"the C compiler did not run: {error}") from error
     if done.returncode != 0:
-        raise NativeUnavailable(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+        raise CompilerFailed(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
     return done.stdout

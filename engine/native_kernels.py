@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.cpu import cpu_flags
-from engine.native_build import NativeUnavailable, build, choose_target
+from engine.native_build import CompilerFailed, NativeUnavailable, build, fitting_targets
 
 _log = logging.getLogger(__name__)
 
@@ -99,16 +99,29 @@ class Kernels:
         self.draw_scratch_bytes = loaded.tandem_draw_scratch_bytes
         self.draw_token = loaded.tandem_draw_token
         self.silu_and_multiply = loaded.tandem_silu_and_multiply
-        # Only in a library for CPUs that have instructions for it.
-        self.bf16_linear: Callable[..., None] | None = getattr(loaded, "tandem_bf16_linear", None)
-        if self.bf16_linear is not None:
-            loaded.tandem_bf16_linear.argtypes, loaded.tandem_bf16_linear.restype = _BF16_LINEAR, None
+        # Only in a library for CPUs that have instructions for it: vectors, and tiles in place of them once proven.
+        self.bf16_linear: Callable[..., None] | None = _bf16_product(loaded, "tandem_bf16_linear")
+        self.bf16_tiles: Callable[..., None] | None = _bf16_product(loaded, "tandem_bf16_tiles")
+
+
+def _bf16_product(loaded: ctypes.CDLL, name: str) -> Callable[..., None] | None:
+    function = getattr(loaded, name, None)
+    if function is not None:
+        function.argtypes, function.restype = _BF16_LINEAR, None
+    return function
 
 
 def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
-    """The kernels for this CPU and heads of `head_dim`, or None, with the reason in the log."""
+    """The best kernels for this CPU and heads of `head_dim` that the compiler makes, or None: the log says why."""
+    reason: NativeUnavailable | None = None
     try:
-        return Kernels(build(choose_target(cpu_flags(), head_dim), cache_dir))
-    except NativeUnavailable as reason:
-        _log.warning("no C kernels: %s. Plain torch computes instead, more slowly.", reason)
-        return None
+        for target in fitting_targets(cpu_flags(), head_dim):
+            try:
+                return Kernels(build(target, cache_dir))
+            except CompilerFailed as error:
+                reason = error
+                _log.warning("the C kernels do not compile for %s: %s", target.name, error)
+    except NativeUnavailable as error:
+        reason = error
+    _log.warning("no C kernels: %s. Plain torch computes instead, more slowly.", reason)
+    return None

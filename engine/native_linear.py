@@ -1,7 +1,8 @@
 """Matrices packed once for a faster product: by our own C kernel, or by oneDNN through torch. For bfloat16 on the CPU.
 
-The kernel is memory-bound for a few rows and compute-bound from some thirty on, near the core's limit in both; oneDNN
-knows AMX, which the kernel does not. Both leave a matrix of another dtype to torch's plain product.
+The kernel is memory-bound for a few rows and compute-bound from some thirty on, near the core's limit in both. On CPUs
+with AMX many rows go by tiles, over the same panels, once `engine/native_tiles.py` has seen that right; else oneDNN
+multiplies there. Both leave a matrix of another dtype to torch's plain product.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from engine.attention import TorchAttention
 from engine.catalogue import default_cache_dir
 from engine.cpu import cpu_flags
 from engine.native_attention import NativeAttention
-from engine.native_build import TARGETS, NativeUnavailable, build, choose_target
+from engine.native_build import TARGETS, NativeUnavailable, Target, build, fitting_targets
 from engine.native_kernels import Kernels, load_kernels
 from engine.torch_runner import TorchRunner
 from tests.unit.engine.driving import Engine, request
@@ -41,6 +41,7 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("flags", "head_dim", "expected"),
     [
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8", 64, "amx"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", 64, "avx512_bf16"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 64, "avx512"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 80, "avx2"),  # no whole number of pairs of 16
@@ -50,12 +51,12 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_best_target_that_fits_is_chosen(flags: str, head_dim: int, expected: str) -> None:
-    assert choose_target(frozenset(flags.split()), head_dim).name == expected
+    assert fitting_targets(frozenset(flags.split()), head_dim)[0].name == expected
 
 
 def test_heads_that_no_vector_divides_are_refused() -> None:
     with pytest.raises(NativeUnavailable, match="heads of 24"):
-        choose_target(cpu_flags(), 24)
+        fitting_targets(cpu_flags(), 24)
 
 
 @pytest.mark.usefixtures("small_sources")
@@ -102,6 +103,20 @@ def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path: Path) 
     blocked.write_text("in the way")
     with pytest.raises(NativeUnavailable, match="cannot write"):
         build(GENERIC, blocked)
+
+
+def test_a_compiler_that_does_not_know_the_best_target_makes_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = Target("unknown", frozenset(), ("-mno-such-feature",), 8)
+    monkeypatch.setattr(native_build, "TARGETS", (unknown, GENERIC))
+    loaded = load_kernels(16, tmp_path)
+    assert loaded is not None
+    assert loaded.library.name.startswith("generic-")
+    assert "do not compile for unknown" in caplog.text
+    monkeypatch.setattr(native_build, "TARGETS", (unknown,))
+    assert load_kernels(16, tmp_path) is None
+    assert "no C kernels: " in caplog.text
 
 
 def test_without_a_compiler_torch_computes_the_same_tokens(
