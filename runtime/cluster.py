@@ -1,4 +1,4 @@
-"""The fleet on Ray: beside `runtime/ray_head.py` the only module that imports it.
+"""The fleet on Ray: beside `runtime/ray_starter.py` the only module that imports it.
 
 The driver (`tandem serve`) has a Ray of its own started (`runtime/ray_head.py`) or joins one, and creates one
 supervisor actor, which creates one actor per service, placed by resource. Ownership is a chain, driver > supervisor >
@@ -153,14 +153,34 @@ async def _ask_supervisor(prefill: int | None, decode: int | None) -> tuple[int,
 
 
 class Cluster:
-    """The driver's handle on a fleet. `connect` makes it."""
+    """The driver's handle on a fleet: `begin`, `join`, then the rest.
+
+    What is slow and needs no Ray is best done between the two, for a Ray of our own starts meanwhile.
+    """
 
     scale: Scale = staticmethod(_ask_supervisor)
 
-    def __init__(self, head: RayHead | None = None) -> None:
+    def __init__(self, address: str = "", head: RayHead | None = None) -> None:
+        self._address = address  # empty: the head's
         self._head = head
+        self._joined = False
         self._supervisor: Any = None
         self._pending_news: Any = None
+
+    def join(self) -> None:
+        """Wait for Ray and become one of its drivers. Raises `ConfigError` where it does not start, and closes."""
+        import ray  # while it starts
+
+        del ray
+        try:
+            _join(self._head.address() if self._head is not None else self._address)
+        except RuntimeError as error:
+            self.close()
+            raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
+        except BaseException:  # also Ctrl-C while it starts
+            self.close()
+            raise
+        self._joined = True
 
     async def start(self, spec: FleetSpec) -> None:
         """Begin to start everything; `news` says how it goes. Raises `ConfigError` where a fleet runs there already."""
@@ -210,37 +230,36 @@ class Cluster:
             await _alive(self._supervisor.news.remote())
 
     def close(self) -> None:
-        """Leave Ray, and end it where `connect` started it. May be called more than once."""
-        import ray
+        """Leave Ray, and end it where `begin` started it. May be called more than once."""
+        if self._joined:
+            import ray
 
-        ray.shutdown()
+            ray.shutdown()
         if self._head is not None:
             self._head.close()
 
 
-def connect(config: ClusterConfig, num_cpus: int | None = None) -> Cluster:
-    """Have a Ray started on this machine, or join the one at `config.address`.
+def begin(config: ClusterConfig) -> Cluster:
+    """Begin to start a Ray on this machine, or look for the one at `config.address`.
 
-    Raises `ConfigError` where there is nothing to join, or nothing can be started.
+    Raises `ConfigError` where nothing answers there.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if config.address:
         _require_reachable(config.address)
-        _join(config.address)
-        return Cluster()
+        return Cluster(config.address)
     _close_to_strangers()
     resources = {config.prefill_resource: config.max_workers, config.decode_resource: config.max_workers}
-    head = RayHead(num_cpus, resources, OBJECT_STORE_BYTES)
-    try:
-        _join(head.address())
-    except RuntimeError as error:
-        head.close()
-        raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
-    except BaseException:  # also Ctrl-C while it starts
-        head.close()
-        raise
-    return Cluster(head)
+    num_processes = 2 + config.num_prefill + config.num_decode  # with the supervisor and the router
+    return Cluster(head=RayHead(num_processes, resources, OBJECT_STORE_BYTES))
+
+
+def connect(config: ClusterConfig) -> Cluster:
+    """`begin` and `join`."""
+    cluster = begin(config)
+    cluster.join()
+    return cluster
 
 
 def _join(address: str) -> None:

@@ -17,7 +17,7 @@ from tests.integration.fake_services import fake_fleet
 
 async def main() -> None:
     config = ClusterConfig(address=sys.argv[2] if len(sys.argv) > 2 else "", max_workers=4)
-    cluster = connect(config, None if config.address else 2)
+    cluster = connect(config)
     await cluster.start(fake_fleet(Path(sys.argv[1]), config))
     while True:
         for news in await cluster.news():

@@ -52,7 +52,7 @@ def forks() -> list[str]:
 async def ray_here(forks: list[str]) -> AsyncIterator[Cluster]:
     """One Ray for all tests of this file: each start takes seconds."""
     del forks
-    cluster = connect(CONFIG, num_cpus=2)
+    cluster = connect(CONFIG)
     yield cluster
     cluster.close()
 
@@ -90,6 +90,15 @@ async def test_ray_is_started_without_a_fork_of_this_process_and_its_threads(
     assert forks == []
     await asyncio.to_thread(subprocess.run, ["true"], preexec_fn=lambda: None, check=True)
     assert forks == ["fork"], "what would have been seen"
+
+
+async def test_of_rays_own_processes_only_two_run_and_their_agents_sleep(ray_here: Cluster) -> None:
+    del ray_here
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    started = [command for command in commands if "site-packages/ray/" in command.partition(" --")[0]]
+    rays_own = [command for command in started if "default_worker.py" not in command]  # those become actors
+    assert sorted(command.split()[0].rpartition("/")[2] for command in rays_own) == ["gcs_server", "raylet"]
+    assert commands.count("sleep infinity") == 2, "the raylet ends when one of them does"
 
 
 async def test_a_ray_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def small_house(tmp_path: Path) -> Path:
     for package in [*PACKAGES, "kv_transfer/transports"]:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-    for name in ("cluster", "ray_head"):
+    for name in ("cluster", "ray_starter"):
         (tmp_path / f"runtime/{name}.py").write_text("import ray\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
