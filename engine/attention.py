@@ -39,7 +39,10 @@ class StepAttention(Protocol):
         heads: torch.Tensor,  # [T, Hq + 2 * Hkv, D] queries, keys, values, not yet rotated; may be rotated in place
         layer: int,
     ) -> torch.Tensor:  # [T, Hq, D]
-        """Rotate queries and keys, write keys and values into their slots, attend to all up to each token's own."""
+        """Rotate queries and keys, write keys and values into their slots, attend to all up to each token's own.
+
+        What is returned may be overwritten by the next layer's call.
+        """
         ...
 
 

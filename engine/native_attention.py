@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from core.step import ScheduledChunk
 from engine.attention import PrefillPart, TorchAttention
 from engine.kv_pool import KVPool
-from engine.native_kernels import Kernels, KVCacheStruct, PagedBatchStruct
+from engine.native_kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.rotary import Rotation
 
 
@@ -67,15 +67,12 @@ class NativeAttention:
         assert len(tables) == num_blocks.sum(), "a table is shorter than its sequence"
         assert rows.tables.min() >= 0, "a kernel would follow it out of the pool"
         assert rows.tables.max() < self.pool.num_blocks, "a kernel would follow it out of the pool"
-        batches: list[tuple[Callable[..., int], _Batch]] = []
+        decodes = num_tokens == 1
+        prefills = ~decodes if self.torch_prefill is None else np.zeros_like(decodes)
         torch_prefills: list[PrefillPart] = []
-        if (num_tokens == 1).any():
-            batches.append((self.kernels.decode_attention, _Batch(rows, num_tokens == 1)))
-        if (num_tokens > 1).any():
-            if self.torch_prefill is None:
-                batches.append((self.kernels.prefill_attention, _Batch(rows, num_tokens > 1)))
-            else:
-                torch_prefills = self.torch_prefill.prefills_of(chunks)
+        if self.torch_prefill is not None and not decodes.all():
+            torch_prefills = self.torch_prefill.prefills_of(chunks)
+        batches = _Batch(rows, decodes), _Batch(rows, prefills)
         return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills)
 
     def _slots(self, rows: _Rows) -> np.ndarray:
@@ -107,57 +104,49 @@ class _Batch:
         } | {"tables": rows.tables}
         pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.struct = PagedBatchStruct(num_sequences=int(chosen.sum()), **pointers)
-        self.address = ctypes.addressof(self.struct)
 
 
 class NativeStepAttention:
-    """One step's batches, made once and used by every layer."""
+    """One step's batches and pointers, made once: between two layers there is little to do but to call the kernel.
+
+    What `attend` returns is the same memory for every layer.
+    """
 
     def __init__(
         self,
         backend: NativeAttention,
         rotation: Rotation,
         slots: np.ndarray,  # int64 [T] bytes from the pool's base
-        batches: list[tuple[Callable[..., int], _Batch]],
+        batches: tuple[_Batch, _Batch],  # decodes, prefills
         torch_prefills: list[PrefillPart],
     ) -> None:
         self.backend = backend
-        self.cache_address = ctypes.addressof(backend.cache)
-        self.rotation = rotation
-        self.slots = slots
-        self.batches = batches
+        self.kernel = backend.kernels.attend
         self.torch_prefills = torch_prefills
+        self.dtype = backend.pool.tensor.dtype
+        self.attended = torch.empty((len(slots), backend.num_heads, backend.cache.head_dim), dtype=self.dtype)
+        self.attended_address = self.attended.data_ptr()
+        self._pointed_to = rotation, slots, batches
+        self.struct = StepAttentionStruct(
+            cache=ctypes.addressof(backend.cache),
+            cosine=rotation.cosine.data_ptr(),
+            sine=rotation.sine.data_ptr(),
+            slots=slots.ctypes.data,
+            num_rows=len(slots),
+            decodes=batches[0].struct,
+            prefills=batches[1].struct,
+        )
+        self.address = ctypes.addressof(self.struct)
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         """See `StepAttention`."""
-        backend, rotation = self.backend, self.rotation
-        num_rows, num_heads, head_dim = heads.shape
         assert heads.is_contiguous(), "rotated in place, so a copy will not do"
-        assert heads.dtype is backend.pool.tensor.dtype, "the pool is read as what the model computes with"
-        backend.kernels.rope_and_write(
-            self.cache_address,
-            heads.data_ptr(),
-            rotation.cosine.data_ptr(),
-            rotation.sine.data_ptr(),
-            self.slots.ctypes.data,
-            num_rows,
-            layer,
-        )
-        attended = heads.new_empty((num_rows, backend.num_heads, head_dim))
-        for kernel, batch in self.batches:
-            failed = kernel(
-                self.cache_address,
-                batch.address,
-                heads.data_ptr(),
-                num_heads * head_dim,
-                attended.data_ptr(),
-                layer,
-            )
-            if failed:
-                raise MemoryError("no memory for attention's scratch")
+        assert heads.dtype is self.dtype, "the pool is read as what the model computes with"
+        if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
+            raise MemoryError("no memory for attention's scratch")
         if self.torch_prefills:
-            self._attend_with_torch(heads, attended, layer)
-        return attended
+            self._attend_with_torch(heads, self.attended, layer)
+        return self.attended
 
     def _attend_with_torch(self, heads: torch.Tensor, attended: torch.Tensor, layer: int) -> None:
         torch_prefill = self.backend.torch_prefill

@@ -40,6 +40,16 @@ class PagedBatchStruct(ctypes.Structure):
     )
 
 
+class StepAttentionStruct(ctypes.Structure):
+    """`struct step_attention` of step_attention.h: pointers to the cache's struct and to arrays, and two batches."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("cache", "cosine", "sine", "slots")),
+        ("num_rows", _I64),
+        *((name, PagedBatchStruct) for name in ("decodes", "prefills")),
+    )
+
+
 class QuantizedMatrixStruct(ctypes.Structure):
     """`struct quantized_matrix` of quantized.h: pointers to codes, scales, minimums and bias."""
 
@@ -49,11 +59,8 @@ class QuantizedMatrixStruct(ctypes.Structure):
     )
 
 
-_ATTENTION = (_POINTER, _POINTER, _POINTER, _I64, _POINTER, _I64)
 _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
-    "tandem_decode_attention": (_ATTENTION, ctypes.c_int),
-    "tandem_prefill_attention": (_ATTENTION, ctypes.c_int),
-    "tandem_rope_and_write": ((_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64), None),
+    "tandem_attend": ((_POINTER, _POINTER, _POINTER, _I64), ctypes.c_int),
     "tandem_add_rms_norm": (
         (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _F32, ctypes.c_int, ctypes.c_int),
         None,
@@ -79,7 +86,7 @@ class Ending(enum.IntEnum):
 
 
 class Kernels:
-    """One loaded library. `decode_attention` and `prefill_attention` return 0, or 1 where memory ran out."""
+    """One loaded library. `attend` returns 0, or 1 where memory ran out."""
 
     def __init__(self, library: Path) -> None:
         try:
@@ -90,9 +97,7 @@ class Kernels:
         except (OSError, AttributeError) as error:
             raise NativeUnavailable(f"{library} does not load: {error}") from error
         self.library = library
-        self.decode_attention = loaded.tandem_decode_attention
-        self.prefill_attention = loaded.tandem_prefill_attention
-        self.rope_and_write = loaded.tandem_rope_and_write
+        self.attend = loaded.tandem_attend
         self.add_rms_norm = loaded.tandem_add_rms_norm
         self.quantized_linear = loaded.tandem_quantized_linear
         self.quantized_rows = loaded.tandem_quantized_rows

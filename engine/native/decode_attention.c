@@ -6,31 +6,33 @@
 #include <stdlib.h>
 
 #include "decode_tile.h"
+#include "step_attention.h"
 #ifdef __AVX512BF16__
 #include "decode_tile_bf16.h"
 #define BF16_PRODUCTS 1
 #else
 #define BF16_PRODUCTS 0
 #define attend_tile_bf16(...) ((void)0)
+#define double_pairs(...) ((void)0)
 #define store_interleaved(...) ((void)0)
 #endif
 
 /* `heads` (a constant) query heads from `h` on, of those whose queries and sums lie one behind the other. */
-INLINE void attend_heads(const struct kv_cache *cache, const struct tile *tile, struct fetch *fetch, size_t key_offset,
+INLINE void attend_heads(const struct kv_cache *cache, const struct place *here, int count, const struct place *ahead,
                          int is_bf16, const int heads, int h, float *query, float *sums, float *maxima,
                          float *totals) {
     const int at = h * cache->head_dim;
     if (BF16_PRODUCTS && is_bf16)
-        attend_tile_bf16(cache, tile, fetch, key_offset, heads, (uint16_t *)query + at, sums + at, maxima + h,
-                         totals + h);
+        attend_tile_bf16(cache, here, count, ahead, heads, (uint16_t *)(query + at), sums + at, maxima + h,
+                         totals + h * LANES);
     else
-        attend_tile(cache, tile, fetch, key_offset, is_bf16, heads, query + at, sums + at, maxima + h, totals + h);
+        attend_tile(cache, here, count, ahead, is_bf16, heads, query + at, sums + at, maxima + h, totals + h * LANES);
 }
 
 INLINE void load_queries(const struct kv_cache *cache, const void *queries, size_t index, int num_elements,
                          int is_bf16, float *query) {
     if (BF16_PRODUCTS && is_bf16) {
-        memcpy(query, element(queries, index, 1), 2 * num_elements);
+        double_pairs(element(queries, index, 1), num_elements, (uint16_t *)query);
         return;
     }
     for (int d = 0; d < num_elements; d += PAIR) {
@@ -41,8 +43,8 @@ INLINE void load_queries(const struct kv_cache *cache, const void *queries, size
     }
 }
 
-INLINE void store_head(const float *sums, float total, int head_dim, void *out, size_t index, int is_bf16) {
-    const float inverse = 1.0f / total;
+INLINE void store_head(const float *sums, const float *total, int head_dim, void *out, size_t index, int is_bf16) {
+    const float inverse = 1.0f / sum_lanes(load_floats(total));
     for (int d = 0; d < head_dim; d += PAIR) {
         const vfloat first = load_floats(sums + d) * inverse, second = load_floats(sums + d + LANES) * inverse;
         if (BF16_PRODUCTS && is_bf16)
@@ -52,16 +54,21 @@ INLINE void store_head(const float *sums, float total, int head_dim, void *out, 
     }
 }
 
-/* What follows position `until` of a sequence: its next tile, or the first one of the next sequence. */
-INLINE void plan_next_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index, int64_t until,
-                           size_t key_offset, struct fetch *fetch) {
-    if (until > batch->start[index]) index++, until = 0;
-    if (index == batch->num_sequences) {
-        fetch->run = fetch->num_runs = 0;
-        return;
+/* The tile of sequence `index` that begins at position `from`; where that one has ended, the next sequence's first. */
+INLINE void locate_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index, int64_t from,
+                        struct tile *tile) {
+    if (from > batch->start[index]) {
+        if (index + 1 < batch->num_sequences) index++;
+        from = 0;
     }
-    const int64_t length = batch->start[index] + 1, end = until + TILE < length ? until + TILE : length;
-    plan_fetch(cache, batch->tables + batch->first_block[index], until, end, key_offset, fetch);
+    const int64_t length = batch->start[index] + 1;
+    tile->count = (int)(from + TILE < length ? TILE : length - from);
+    locate_rows(cache, batch->tables + batch->first_block[index], from, from + tile->count, tile->rows);
+    for (int p = tile->count; p < TILE; p++) tile->rows[p] = tile->rows[tile->count - 1];
+}
+
+INLINE struct place place_of(const struct kv_cache *cache, const struct tile *tile, size_t keys) {
+    return (struct place){tile->rows, keys, keys + cache->value_stride};
 }
 
 INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index,
@@ -70,31 +77,30 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
     const int head_dim = cache->head_dim, group = cache->num_heads / cache->num_kv_heads;
     const int num_queries = num_heads * group;
     const int64_t length = batch->start[index] + 1, row = batch->first_row[index];
-    const int32_t *table = batch->tables + batch->first_block[index];
-    float *query = scratch, *sums = query + num_queries * head_dim, *maxima = sums + num_queries * head_dim;
-    float *totals = maxima + num_queries;
+    const size_t first_key = layer_offset + first_head * cache->head_stride;
+    float *query = scratch, *sums = query + num_queries * head_dim, *totals = sums + num_queries * head_dim;
+    float *maxima = totals + num_queries * LANES;
+    struct tile tiles[2];
+    locate_tile(cache, batch, index, 0, tiles);
     load_queries(cache, queries, row * query_stride + first_head * group * head_dim, num_queries * head_dim, is_bf16,
                  query);
-    memset(sums, 0, sizeof(float) * num_queries * head_dim);
-    for (int h = 0; h < num_queries; h++) maxima[h] = -INFINITY, totals[h] = 0.0f;
+    memset(sums, 0, sizeof(float) * num_queries * (head_dim + LANES));
+    for (int h = 0; h < num_queries; h++) maxima[h] = -INFINITY;
 
-    struct tile tile;
-    struct fetch fetch;
-    for (int64_t from = 0; from < length; from += TILE) {
-        const int64_t until = from + TILE < length ? from + TILE : length;
-        tile.count = (int)(until - from);
-        locate_rows(cache, table, from, until, tile.rows);
-        for (int p = tile.count; p < TILE; p++) tile.rows[p] = tile.rows[tile.count - 1];
+    int turn = 0;
+    for (int64_t from = 0; from < length; from += TILE, turn = !turn) {
+        locate_tile(cache, batch, index, from + TILE, tiles + !turn);
         for (int head = 0; head < num_heads; head++) {
-            const size_t key_offset = layer_offset + (first_head + head) * cache->head_stride;
-            if (head + 1 < num_heads)
-                plan_fetch(cache, table, from, until, key_offset + cache->head_stride, &fetch);
-            else
-                plan_next_tile(cache, batch, index, until, layer_offset + first_head * cache->head_stride, &fetch);
+            const int last = head + 1 == num_heads;
+            const struct place here = place_of(cache, tiles + turn, first_key + head * cache->head_stride);
+            const struct place ahead = last ? place_of(cache, tiles + !turn, first_key)
+                                            : place_of(cache, tiles + turn, here.keys + cache->head_stride);
             for (int h = head * group, left = group; left > 0;) {
                 const int heads = left < MAX_TILE_HEADS ? left : MAX_TILE_HEADS;
                 switch (heads) {
-#define HEADS(n) attend_heads(cache, &tile, &fetch, key_offset, is_bf16, n, h, query, sums, maxima, totals); break;
+#define HEADS(n) \
+    attend_heads(cache, &here, tiles[turn].count, &ahead, is_bf16, n, h, query, sums, maxima, totals); \
+    break;
                 case 1: HEADS(1)
                 case 2: HEADS(2)
                 case 3: HEADS(3)
@@ -103,16 +109,23 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
                 }
                 h += heads, left -= heads;
             }
-            fetch_ahead(&fetch, SIZE_MAX);
         }
     }
     for (int h = 0; h < num_queries; h++)
-        store_head(sums + h * head_dim, totals[h], head_dim, out,
+        store_head(sums + h * head_dim, totals + h * LANES, head_dim, out,
                    ((size_t)row * cache->num_heads + first_head * group + h) * head_dim, is_bf16);
 }
 
-/* Returns 0, or 1 where there is no memory for scratch. query_stride is in elements; out: [rows, heads, head_dim]. */
-EXPORT int tandem_decode_attention(const struct kv_cache *cache, const struct paged_batch *batch, const void *queries,
+/* Asks for what the first sequence reads first. */
+void tandem_fetch_first_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t layer) {
+    struct tile tile;
+    locate_tile(cache, batch, 0, 0, &tile);
+    const struct place first = place_of(cache, &tile, layer * cache->layer_stride);
+    const size_t row_bytes = cache->head_dim * element_bytes(cache->is_bf16);
+    for (int p = 0; p < tile.count; p++) fetch_while_adding(&first, p, 0, row_bytes);
+}
+
+int tandem_decode_attention(const struct kv_cache *cache, const struct paged_batch *batch, const void *queries,
                                    int64_t query_stride, void *out, int64_t layer) {
     /* Whole sequences where there are enough of them to go round, else runs of KV heads. */
     int64_t splits = (cache->num_threads + batch->num_sequences - 1) / batch->num_sequences;
@@ -120,11 +133,11 @@ EXPORT int tandem_decode_attention(const struct kv_cache *cache, const struct pa
     const int heads_per_task = (int)((cache->num_kv_heads + splits - 1) / splits);
     splits = (cache->num_kv_heads + heads_per_task - 1) / heads_per_task;
     const int64_t num_tasks = batch->num_sequences * splits;
-    const size_t scratch_floats = (size_t)cache->num_heads * (2 * cache->head_dim + 2);
+    const size_t scratch_floats = (size_t)cache->num_heads * (2 * cache->head_dim + LANES + 1);
     int failed = 0;
 #pragma omp parallel num_threads(cache->num_threads) if (num_tasks > 1 && cache->num_threads > 1) reduction(| : failed)
     {
-        float *scratch = malloc(scratch_floats * sizeof(float));
+        float *scratch = aligned_alloc(64, (scratch_floats * sizeof(float) + 63) / 64 * 64);
         failed |= scratch == NULL;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < num_tasks; task++) {

@@ -1,4 +1,5 @@
-/* One tile of a decode's attention in plain floats, and the fetching of the next tile while this one is computed. */
+/* One tile of one KV head: scores, softmax with a running maximum, weighted sum of values. The form that is written
+   with the compiler's vectors, for every target; decode_tile_bf16.h has the one for bfloat16 products. */
 #ifndef TANDEM_DECODE_TILE_H
 #define TANDEM_DECODE_TILE_H
 
@@ -6,41 +7,34 @@
 
 #define MAX_TILE_HEADS 4
 #define LINE_BYTES 64 /* of a cache line */
-#define FETCH_BYTES 256
 
+/* Some positions. Where there are fewer than TILE, the last row stands in for those that are missing. */
 struct tile {
     const char *rows[TILE];
     int count;
 };
 
-/* What the next tile will read: runs of memory, and how far they have been asked for. Long runs in order are what the
-   CPU's own prefetching goes along with. */
-struct fetch {
-    const char *runs[2 * TILE];
-    size_t run_bytes, at;
-    int run, num_runs;
+/* The keys and values of one KV head in a tile: row p of the keys is at rows[p] + keys. */
+struct place {
+    const char *const *rows;
+    size_t keys, values;
 };
 
-/* Asks for the next lines of the fetch: as much as was just used, so that memory is neither idle nor flooded. */
-INLINE void fetch_ahead(struct fetch *fetch, size_t num_bytes) {
-    for (size_t byte = 0; byte < num_bytes && fetch->run < fetch->num_runs; byte += FETCH_BYTES) {
-        const char *from = fetch->runs[fetch->run] + fetch->at;
-        for (int line = 0; line < FETCH_BYTES; line += LINE_BYTES) __builtin_prefetch(from + line, 0, 3);
-        fetch->at += FETCH_BYTES;
-        if (fetch->at >= fetch->run_bytes) fetch->at = 0, fetch->run++;
-    }
+/* While a row is computed, rows that come later are asked for, so that memory is asked evenly and never rests. Each is
+   asked for twice, a whole tile and half a tile before it is needed: a CPU that waits for many lines already forgets
+   what else it is asked for. */
+INLINE void fetch_row(const char *row, size_t num_bytes) {
+    for (size_t byte = 0; byte < num_bytes; byte += LINE_BYTES) __builtin_prefetch(row + byte, 0, 3);
 }
 
-/* One head's keys, then its values, of the blocks that begin at positions [from, until). */
-INLINE void plan_fetch(const struct kv_cache *cache, const int32_t *table, int64_t from, int64_t until,
-                       size_t key_offset, struct fetch *fetch) {
-    fetch->run = fetch->num_runs = 0;
-    fetch->at = 0;
-    fetch->run_bytes = cache->head_stride;
-    const int64_t size = cache->block_size, first = (from + size - 1) / size;
-    for (int value = 0; value < 2; value++, key_offset += cache->value_stride)
-        for (int64_t block = first; block * size < until; block++)
-            fetch->runs[fetch->num_runs++] = cache->base + table[block] * cache->block_stride + key_offset;
+INLINE void fetch_while_scoring(const struct place *here, const struct place *ahead, int p, size_t num_bytes) {
+    fetch_row(ahead->rows[p] + ahead->keys, num_bytes);
+    fetch_row(here->rows[p] + here->values, num_bytes);
+}
+
+INLINE void fetch_while_adding(const struct place *ahead, int p, size_t at, size_t num_bytes) {
+    fetch_row(ahead->rows[p] + ahead->values + at, num_bytes);
+    fetch_row(ahead->rows[p] + ahead->keys + at, num_bytes);
 }
 
 /* scores[h][p] = query[h] . key row p, for `heads` query heads and `count` rows. heads and count are constants. */
@@ -63,7 +57,8 @@ INLINE void score_rows(const float *query, int head_dim, const char *const *rows
     }
 }
 
-/* Turns scores into weights relative to the running maximum; returns what earlier sums must be multiplied by. */
+/* Turns scores into weights relative to the running maximum; returns what earlier sums must be multiplied by.
+   total: [LANES], to be summed in the end. */
 INLINE float weigh_scores(float *scores, int count, float *maximum, float *total) {
     for (int p = count; p % LANES; p++) scores[p] = -INFINITY;
     vfloat tops = load_floats(scores);
@@ -73,13 +68,13 @@ INLINE float weigh_scores(float *scores, int count, float *maximum, float *total
         rescale = exponential(splat(*maximum - top))[0];
         *maximum = top;
     }
-    vfloat sums = {0};
+    vfloat sums = load_floats(total) * rescale;
     for (int p = 0; p < count; p += LANES) {
         vfloat weights = exponential(load_floats(scores + p) - *maximum);
         store_floats(scores + p, weights);
         sums += weights;
     }
-    *total = *total * rescale + sum_lanes(sums);
+    store_floats(total, sums);
     return rescale;
 }
 
@@ -94,7 +89,7 @@ INLINE void add_row(const char *row, int d, const float *weights, int is_bf16, c
 }
 
 /* sums[h] = sums[h] * rescale[h] + weights[h] . value rows. Even and odd rows are summed apart: shorter chains. */
-INLINE void add_values(const struct tile *tile, struct fetch *fetch, size_t offset, const float *weights,
+INLINE void add_values(const struct place *here, int count, const struct place *ahead, const float *weights,
                        const float *rescale, int head_dim, int is_bf16, const int heads, float *sums) {
     const size_t pair_bytes = PAIR * element_bytes(is_bf16);
     for (int d = 0; d < head_dim; d += PAIR) {
@@ -105,12 +100,12 @@ INLINE void add_values(const struct tile *tile, struct fetch *fetch, size_t offs
             odd[h][0] = odd[h][1] = (vfloat){0};
         }
         int p = 0;
-        for (; p + 2 <= tile->count; p += 2) {
-            fetch_ahead(fetch, 2 * pair_bytes);
-            add_row(tile->rows[p] + offset, d, weights + p, is_bf16, heads, even);
-            add_row(tile->rows[p + 1] + offset, d, weights + p + 1, is_bf16, heads, odd);
+        for (; p + 2 <= count; p += 2) {
+            for (int i = p; i < p + 2; i++) fetch_while_adding(ahead, i, d * element_bytes(is_bf16), pair_bytes);
+            add_row(here->rows[p] + here->values, d, weights + p, is_bf16, heads, even);
+            add_row(here->rows[p + 1] + here->values, d, weights + p + 1, is_bf16, heads, odd);
         }
-        if (p < tile->count) add_row(tile->rows[p] + offset, d, weights + p, is_bf16, heads, even);
+        if (p < count) add_row(here->rows[p] + here->values, d, weights + p, is_bf16, heads, even);
         for (int h = 0; h < heads; h++) {
             store_floats(sums + h * head_dim + d, even[h][0] + odd[h][0]);
             store_floats(sums + h * head_dim + d + LANES, even[h][1] + odd[h][1]);
@@ -119,21 +114,21 @@ INLINE void add_values(const struct tile *tile, struct fetch *fetch, size_t offs
 }
 
 /* One tile of one KV head for `heads` (a constant) of its query heads. */
-INLINE void attend_tile(const struct kv_cache *cache, const struct tile *tile, struct fetch *fetch, size_t key_offset,
+INLINE void attend_tile(const struct kv_cache *cache, const struct place *here, int count, const struct place *ahead,
                         int is_bf16, const int heads, const float *query, float *sums, float *maxima, float *totals) {
     float scores[MAX_TILE_HEADS * TILE], rescale[MAX_TILE_HEADS];
     const int step = heads == 4 ? 2 : 4, head_dim = cache->head_dim;
-    const size_t value_offset = key_offset + cache->value_stride;
+    const size_t row_bytes = head_dim * element_bytes(is_bf16);
     int p = 0;
-    for (; p + step <= tile->count; p += step) {
-        score_rows(query, head_dim, tile->rows + p, key_offset, is_bf16, heads, step, scores + p);
-        fetch_ahead(fetch, step * head_dim * element_bytes(is_bf16));
+    for (; p + step <= count; p += step) {
+        for (int i = p; i < p + step; i++) fetch_while_scoring(here, ahead, i, row_bytes);
+        score_rows(query, head_dim, here->rows + p, here->keys, is_bf16, heads, step, scores + p);
     }
-    for (; p < tile->count; p++)
-        score_rows(query, head_dim, tile->rows + p, key_offset, is_bf16, heads, 1, scores + p);
+    for (; p < count; p++)
+        score_rows(query, head_dim, here->rows + p, here->keys, is_bf16, heads, 1, scores + p);
     for (int h = 0; h < heads; h++)
-        rescale[h] = weigh_scores(scores + h * TILE, tile->count, maxima + h, totals + h);
-    add_values(tile, fetch, value_offset, scores, rescale, head_dim, is_bf16, heads, sums);
+        rescale[h] = weigh_scores(scores + h * TILE, count, maxima + h, totals + h * LANES);
+    add_values(here, count, ahead, scores, rescale, head_dim, is_bf16, heads, sums);
 }
 
 #endif

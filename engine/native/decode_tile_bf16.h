@@ -7,39 +7,54 @@
 
 #define STEP 16 /* positions that are scored together; a tile's rows are padded to a multiple of it */
 
-/* scores[p] = query . key row p, for STEP rows that begin at rows[p] + offset, or stride bytes apart from the first. */
-INLINE void score_step(const uint16_t *query, const int head_dim, const char *const *rows, size_t offset,
-                       const size_t stride, float *scores) {
-    __m512 sums[STEP];
-    for (int p = 0; p < STEP; p++) sums[p] = _mm512_setzero_ps();
+/* A query as `score_step` takes it: it interleaves two key rows by pairs of elements, so each pair is there twice. */
+INLINE void double_pairs(const uint16_t *query, int num_elements, uint16_t *doubled) {
+    for (int d = 0; d < num_elements; d += WIDE) {
+        const __m512i part = _mm512_loadu_si512(query + d);
+        _mm512_storeu_si512(doubled + 2 * d, _mm512_unpacklo_epi32(part, part));
+        _mm512_storeu_si512(doubled + 2 * d + WIDE, _mm512_unpackhi_epi32(part, part));
+    }
+}
+
+/* sums[h] += query[h] . two key rows, in the lanes a b a b ... */
+INLINE void score_two_rows(const char *first, const char *second, const uint16_t *query, const int head_dim,
+                           const int heads, __m512 sums[MAX_TILE_HEADS]) {
     for (int d = 0; d < head_dim; d += WIDE) {
-        const __m512bh part = load_wide(query + d);
-        for (int p = 0; p < STEP; p++) {
-            const char *row = stride ? rows[0] + p * stride : rows[p];
-            sums[p] = _mm512_dpbf16_ps(sums[p], load_wide(row + offset + 2 * d), part);
+        const __m512i a = _mm512_loadu_si512(first + 2 * d), b = _mm512_loadu_si512(second + 2 * d);
+        const __m512bh low = (__m512bh)_mm512_unpacklo_epi32(a, b), high = (__m512bh)_mm512_unpackhi_epi32(a, b);
+        for (int h = 0; h < heads; h++) {
+            const uint16_t *part = query + 2 * (h * head_dim + d);
+            sums[h] = _mm512_dpbf16_ps(sums[h], low, load_wide(part));
+            sums[h] = _mm512_dpbf16_ps(sums[h], high, load_wide(part + WIDE));
         }
     }
-    _mm512_storeu_ps(scores, sum_sixteen(sums));
 }
 
-/* Functions of their own: inlined, the steps of several heads are mixed up and their sums do not stay in registers. */
-static __attribute__((noinline)) void score_step_64(const uint16_t *query, const char *const *rows, size_t offset,
-                                                    float *scores) {
-    score_step(query, 64, rows, offset, 2 * 64, scores);
-}
-
-static __attribute__((noinline)) void score_step_128(const uint16_t *query, const char *const *rows, size_t offset,
-                                                     float *scores) {
-    score_step(query, 128, rows, offset, 2 * 128, scores);
-}
-
-static __attribute__((noinline)) void score_step_any(const uint16_t *query, int head_dim, const char *const *rows,
-                                                     size_t offset, float *scores) {
-    score_step(query, head_dim, rows, offset, 0, scores);
+/* scores[h][i] = query[h] . key row p + i, for STEP rows. head_dim and heads are constants. */
+INLINE void score_step(const uint16_t *query, const int head_dim, const struct place *here, const struct place *ahead,
+                       int p, const int heads, float *scores) {
+    __m512 fours[STEP / 4][MAX_TILE_HEADS];
+    for (int four = 0; four < STEP / 4; four++, p += 4) {
+        __m512 sums[2][MAX_TILE_HEADS];
+        for (int two = 0; two < 2; two++) {
+            const char *const *rows = here->rows + p + 2 * two;
+            for (int h = 0; h < heads; h++) sums[two][h] = _mm512_setzero_ps();
+            for (int i = 0; i < 2; i++) fetch_while_scoring(here, ahead, p + 2 * two + i, 2 * head_dim);
+            score_two_rows(rows[0] + here->keys, rows[1] + here->keys, query, head_dim, heads, sums[two]);
+        }
+        for (int h = 0; h < heads; h++) {
+            const __m512d a = _mm512_castps_pd(sums[0][h]), b = _mm512_castps_pd(sums[1][h]);
+            fours[four][h] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                           _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+    }
+    for (int h = 0; h < heads; h++)
+        _mm512_storeu_ps(scores + h * TILE, sum_halves(sum_halves(fours[0][h], fours[1][h]),
+                                                       sum_halves(fours[2][h], fours[3][h])));
 }
 
 /* Turns scores into bfloat16 weights relative to the running maximum; returns what earlier sums are multiplied by.
-   Scores are not scaled yet: exponent = scale * log2(e). */
+   Scores are not scaled yet: exponent = scale * log2(e). total: [LANES], to be summed in the end. */
 INLINE float weigh_scores_bf16(float *scores, int count, float exponent, float *maximum, float *total,
                                uint16_t *weights) {
     for (int p = count; p % WIDE; p++) scores[p] = -INFINITY;
@@ -48,16 +63,16 @@ INLINE float weigh_scores_bf16(float *scores, int count, float exponent, float *
     const float before = *maximum, top = _mm512_reduce_max_ps(tops);
     *maximum = top > before ? top : before;
     const __m512 factor = _mm512_set1_ps(exponent), shift = _mm512_set1_ps(-exponent * *maximum);
-    __m512 sums = _mm512_setzero_ps();
+    const __m512 rescale = power_of_two(_mm512_set1_ps(exponent * (before - *maximum)));
+    __m512 sums = _mm512_mul_ps(_mm512_loadu_ps(total), rescale);
     for (int p = 0; p < count; p += WIDE) {
         const __m512 low = power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(scores + p), factor, shift));
         const __m512 high = power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(scores + p + LANES), factor, shift));
         _mm512_storeu_si512(weights + p, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         sums = _mm512_add_ps(sums, _mm512_add_ps(low, high));
     }
-    const float rescale = _mm512_cvtss_f32(power_of_two(_mm512_set1_ps(exponent * (before - *maximum))));
-    *total = *total * rescale + _mm512_reduce_add_ps(sums);
-    return rescale;
+    _mm512_storeu_ps(total, sums);
+    return _mm512_cvtss_f32(rescale);
 }
 
 /* Two value rows, interleaved, times their two weights. */
@@ -73,8 +88,9 @@ INLINE void add_two_rows(const char *first, const char *second, const uint16_t *
 }
 
 /* sums[h] = sums[h] * rescale[h] + weights[h] . value rows, in the order of interleaved rows. */
-INLINE void add_values_bf16(const struct tile *tile, struct fetch *fetch, size_t offset, const uint16_t *weights,
-                            const float *rescale, int head_dim, const int heads, float *sums) {
+INLINE void add_values_bf16(const struct place *here, int count, const struct place *ahead,
+                            const uint16_t *weights, const float *rescale, int head_dim, const int heads,
+                            float *sums) {
     for (int d = 0; d < head_dim; d += WIDE) {
         __m512 even[MAX_TILE_HEADS][2], odd[MAX_TILE_HEADS][2]; /* two chains of sums: shorter waits */
         for (int h = 0; h < heads; h++) {
@@ -84,11 +100,12 @@ INLINE void add_values_bf16(const struct tile *tile, struct fetch *fetch, size_t
                 odd[h][half] = _mm512_setzero_ps();
             }
         }
-        const size_t at = offset + 2 * d;
-        for (int p = 0; p < tile->count; p += 4) { /* a padded row has the weight 0 */
-            fetch_ahead(fetch, 4 * 2 * WIDE);
-            add_two_rows(tile->rows[p] + at, tile->rows[p + 1] + at, weights + p, heads, even);
-            add_two_rows(tile->rows[p + 2] + at, tile->rows[p + 3] + at, weights + p + 2, heads, odd);
+        const size_t at = here->values + 2 * d;
+        for (int p = 0; p < count; p += 4) { /* a padded row has the weight 0 */
+            const char *const *rows = here->rows + p;
+            for (int i = 0; i < 4; i++) fetch_while_adding(ahead, p + i, 2 * d, 2 * WIDE);
+            add_two_rows(rows[0] + at, rows[1] + at, weights + p, heads, even);
+            add_two_rows(rows[2] + at, rows[3] + at, weights + p + 2, heads, odd);
         }
         for (int h = 0; h < heads; h++)
             for (int half = 0; half < 2; half++)
@@ -96,29 +113,23 @@ INLINE void add_values_bf16(const struct tile *tile, struct fetch *fetch, size_t
     }
 }
 
-/* One tile of one KV head for `heads` (a constant) of its query heads. query: bfloat16 [heads, head_dim]. */
-INLINE void attend_tile_bf16(const struct kv_cache *cache, const struct tile *tile, struct fetch *fetch,
-                             size_t key_offset, const int heads, const uint16_t *query, float *sums, float *maxima,
-                             float *totals) {
+/* One tile of one KV head for `heads` (a constant) of its query heads. query: bfloat16 [heads, 2 * head_dim]. */
+INLINE void attend_tile_bf16(const struct kv_cache *cache, const struct place *here, int count,
+                             const struct place *ahead, const int heads, const uint16_t *query, float *sums,
+                             float *maxima, float *totals) {
     float scores[MAX_TILE_HEADS * TILE], rescale[MAX_TILE_HEADS];
     uint16_t weights[MAX_TILE_HEADS * TILE];
-    const int head_dim = cache->head_dim, in_order = cache->block_size % STEP == 0;
-    for (int p = 0; p < tile->count; p += STEP) {
-        for (int h = 0; h < heads; h++) {
-            const uint16_t *q = query + h * head_dim;
-            if (in_order && head_dim == 64)
-                score_step_64(q, tile->rows + p, key_offset, scores + h * TILE + p);
-            else if (in_order && head_dim == 128)
-                score_step_128(q, tile->rows + p, key_offset, scores + h * TILE + p);
-            else
-                score_step_any(q, head_dim, tile->rows + p, key_offset, scores + h * TILE + p);
-            fetch_ahead(fetch, 2 * STEP * head_dim / heads);
-        }
+    const int head_dim = cache->head_dim;
+    for (int p = 0; p < count; p += STEP) {
+        if (head_dim == 64)
+            score_step(query, 64, here, ahead, p, heads, scores + p);
+        else
+            score_step(query, head_dim, here, ahead, p, heads, scores + p);
     }
     for (int h = 0; h < heads; h++)
-        rescale[h] = weigh_scores_bf16(scores + h * TILE, tile->count, cache->scale * LOG2_E, maxima + h, totals + h,
-                                       weights + h * TILE);
-    add_values_bf16(tile, fetch, key_offset + cache->value_stride, weights, rescale, head_dim, heads, sums);
+        rescale[h] = weigh_scores_bf16(scores + h * TILE, count, cache->scale * LOG2_E, maxima + h,
+                                       totals + h * LANES, weights + h * TILE);
+    add_values_bf16(here, count, ahead, weights, rescale, head_dim, heads, sums);
 }
 
 #endif

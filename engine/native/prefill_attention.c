@@ -11,6 +11,7 @@
 #include <stdlib.h>
 
 #include "prefill_span.h"
+#include "step_attention.h"
 
 INLINE void transpose_keys(const char *const *rows, size_t offset, int count, int head_dim, int is_bf16, float *keys) {
     for (int p = 0; p < count; p++) {
@@ -156,9 +157,8 @@ INLINE int64_t sequence_of(const struct paged_batch *batch, int span_tokens, int
     }
 }
 
-/* Returns 0, or 1 where there is no memory for scratch. query_stride is in elements; out: [rows, heads, head_dim]. */
-EXPORT int tandem_prefill_attention(const struct kv_cache *cache, const struct paged_batch *batch, const void *queries,
-                                    int64_t query_stride, void *out, int64_t layer) {
+int tandem_prefill_attention(const struct kv_cache *cache, const struct paged_batch *batch, const void *queries,
+                             int64_t query_stride, void *out, int64_t layer) {
     const int group = cache->num_heads / cache->num_kv_heads, head_dim = cache->head_dim;
     const int span_tokens = group < SPAN_ROWS ? SPAN_ROWS / group : 1;
     const int max_rows = (span_tokens * group + ROWS - 1) / ROWS * ROWS;

@@ -2,7 +2,7 @@
 
    A row holds query heads, key heads and value heads. Queries and keys are rotated where they lie (half-split: element
    d pairs with d + head_dim / 2); rotated keys and the values are also written into the row's slot of the pool. */
-#include "kv_cache.h"
+#include "step_attention.h"
 
 INLINE void rotate(const void *from, void *to, const float *cosine, const float *sine, int half, int is_bf16) {
     for (int d = 0; d < half; d += LANES) {
@@ -26,10 +26,8 @@ INLINE void write_row(const struct kv_cache *cache, char *heads, const float *co
     }
 }
 
-/* heads: [num_rows, num_heads + 2 * num_kv_heads, head_dim], contiguous. cosine and sine: [num_rows, head_dim / 2].
-   slots: for each row the bytes from the pool's base to layer 0, head 0's key of its slot. */
-EXPORT void tandem_rope_and_write(const struct kv_cache *cache, void *heads, const float *cosine, const float *sine,
-                                  const int64_t *slots, int64_t num_rows, int64_t layer) {
+void tandem_rope_and_write(const struct kv_cache *cache, void *heads, const float *cosine, const float *sine,
+                           const int64_t *slots, int64_t num_rows, int64_t layer) {
     const int half = cache->head_dim / 2;
     const size_t row_bytes =
         (size_t)(cache->num_heads + 2 * cache->num_kv_heads) * cache->head_dim * element_bytes(cache->is_bf16);
