@@ -10,7 +10,7 @@
    What a row gets depends on that row alone, as there, but is not what it gets there: an instruction sums the first
    elements of 16 pairs and their second ones apart, without denormals, then adds both to the sum. So a row that is
    computed among few (by vectors) and among many (by tiles) may differ by a rounding of the sum; who needs equal tokens
-   however rows are batched uses float32. Tested with emulated instructions; never run on such a CPU, never timed. */
+   however rows are batched uses float32. Run under an emulator of Sapphire Rapids, never on such a CPU, never timed. */
 #include "bf16_panels.h"
 
 #if defined(__AMX_BF16__) || defined(TILE_INTRINSICS)
