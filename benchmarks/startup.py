@@ -28,6 +28,7 @@ from protos import inference_pb2
 
 MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
 TIMEOUT_S = 120.0
+SETTLE_S = 1.0
 MB = 1 << 20
 PROMPT = "What is the capital of France?"
 ADDRESS = "127.0.0.1:50651"
@@ -59,11 +60,21 @@ def start_fleet(model: str, kv_memory_mb: int) -> FleetStart:
             raise RuntimeError(f"tandem serve ended: {said}")
         asyncio.run(ask())
         first_token_s = time.perf_counter() - begun
-        sizes = sorted((process.memory_full_info().pss for process in family(fleet.pid)), reverse=True)
+        sizes = settled_sizes(fleet.pid)
         return FleetStart(first_token_s, tuple(sizes[:2]), sum(sizes[2:]))
     finally:
         fleet.terminate()
         fleet.communicate(timeout=TIMEOUT_S)
+
+
+def settled_sizes(pid: int) -> list[int]:
+    """Bytes of each process, the largest first, once they grow no more: the pools are touched while they serve."""
+    before, sizes = 0, [1]
+    while sum(sizes) > before + MB:
+        before = sum(sizes)
+        time.sleep(SETTLE_S)
+        sizes = sorted((process.memory_full_info().pss for process in family(pid)), reverse=True)
+    return sizes
 
 
 def family(pid: int) -> list[psutil.Process]:

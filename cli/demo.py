@@ -10,16 +10,15 @@ from __future__ import annotations
 from rich.console import Console
 
 from cli.client import Client, connect
+from cli.credentials import with_cluster_token
 from cli.pull import pull_if_named
-from cli.serve import fleet, run_to_end
+from cli.serve import fleet, fleet_spec, run_to_end
 from cli.waterfall import draw
-from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
+from core.config import TandemConfig
 from core.errors import TandemError
 from protos import inference_pb2
-from runtime import cluster as ray_cluster
-from runtime.supervisor import FleetSpec
+from runtime.cluster import Cluster
 
-MODEL = "smollm2-135m"
 TIMEOUT_S = 60.0
 MAX_TOKENS = 64
 
@@ -45,14 +44,6 @@ CHATS: tuple[Chat, ...] = (
     ),
 )
 FIRST_ANSWER_SAYS = "Paris"
-
-
-def demo_config() -> TandemConfig:
-    return TandemConfig(
-        engine=EngineConfig(model=MODEL, kv_memory_mb=256, max_context=2048),
-        router=RouterConfig(port=0, local_prefill_tokens=0),
-        cluster=ClusterConfig(max_workers=4),
-    )
 
 
 async def ask(
@@ -105,8 +96,8 @@ async def ask_all(address: str, console: Console) -> None:
         raise TandemError("no request went through both pools; see `tandem doctor`")
 
 
-def demo(config: TandemConfig, spec: FleetSpec, console: Console) -> None:
-    """Raises `TandemError` where anything fails."""
+def demo(config: TandemConfig, cluster: Cluster, console: Console) -> None:
+    """`cluster` has begun to start. Raises `TandemError` where anything fails."""
 
     def tell(line: str) -> None:
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -116,12 +107,8 @@ def demo(config: TandemConfig, spec: FleetSpec, console: Console) -> None:
             tell(f"router at {router.address}\n")
             await ask_all(router.address, console)
 
-    pull_if_named(config.engine.model, console)
-    tell("starting Ray, a router, a prefill worker and a decode worker")
-    cluster = ray_cluster.connect(config.cluster)
-    try:
-        if run_to_end(main, tell):
-            raise TandemError("interrupted")
-    finally:
-        cluster.close()
-    tell("everything is stopped")
+    spec = fleet_spec(with_cluster_token(config))
+    pull_if_named(config.engine.model, console)  # it is here, and its hash is checked
+    cluster.join()
+    if run_to_end(main, tell):
+        raise TandemError("interrupted")

@@ -24,9 +24,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cli.checks import check_port
 from cli.client import connect
 from cli.paths import name_of, paths_of
-from cli.serve import check_port
 from cli.transport_probe import probe
 from core.config import RouterConfig, TransferConfig
 from core.errors import ConfigError, TandemError

@@ -63,16 +63,21 @@ def serve(
     **flags: Any,
 ) -> None:
     """Start a router and both pools, and serve until Ctrl-C. A flag wins over the file."""
+    from cli.checks import check_before_start
     from cli.config_file import load_config
-    from cli.pull import pull_if_named
-    from cli.serve import serve as serve_fleet
-    from engine.model_source import resolve_model
+    from runtime.cluster import begin
 
     loaded = load_config(config, flags)
-    if not loaded.cluster.address:  # a joined cluster may keep its models elsewhere than this machine does
-        pull_if_named(loaded.engine.model, console)
-        resolve_model(loaded.engine.model)
-    serve_fleet(loaded, console)
+    check_before_start(loaded, console)
+    doing = f"joining Ray at {loaded.cluster.address}" if loaded.cluster.address else "starting Ray"
+    console.print(doing, highlight=False, markup=False, soft_wrap=True)
+    cluster = begin(loaded.cluster)
+    try:
+        from cli.serve import serve as serve_fleet  # it takes a while, and Ray starts meanwhile
+
+        serve_fleet(loaded, cluster, console)
+    finally:
+        cluster.close()
 
 
 @app.command()
@@ -163,13 +168,21 @@ def pull(model: Annotated[str, typer.Argument(help="A name of the catalogue.")] 
 @app.command()
 def demo() -> None:
     """Start everything on this machine, ask three questions, show where the time went, and stop it again."""
-    from cli.credentials import with_cluster_token
-    from cli.demo import demo as show
-    from cli.demo import demo_config
-    from cli.serve import fleet_spec
+    from cli.checks import check_before_start
+    from cli.demo_config import demo_config
+    from runtime.cluster import begin
 
-    config = with_cluster_token(demo_config())
-    show(config, fleet_spec(config), console)
+    config = demo_config()
+    check_before_start(config, console)
+    console.print("starting Ray, a router, a prefill worker and a decode worker", style="dim", highlight=False)
+    cluster = begin(config.cluster)
+    try:
+        from cli.demo import demo as show  # it takes a while, and Ray starts meanwhile
+
+        show(config, cluster, console)
+    finally:
+        cluster.close()
+    console.print("everything is stopped", style="dim")
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """`tandem serve`: bring the fleet up, keep it up, take it down.
 
 Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and runtime/ray_head.py ends what is left.
-Everything that can be known to be wrong before Ray starts is checked before.
+`cli/checks.py` has said before what could be known to be wrong; from then on Ray starts, also while this is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -20,11 +19,12 @@ from rich.console import Console
 
 from cli import client, compose
 from cli.credentials import left_for_this_user, with_cluster_token
-from core.config import RouterConfig, TandemConfig, TransferConfig
-from core.errors import ConfigError, TandemError, WorkerUnavailable
+from cli.pull import pull_if_named
+from core.config import TandemConfig
+from core.errors import TandemError, WorkerUnavailable
 from core.fleet import DRAIN_GRACE_S, LAST_DRAIN_S
 from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
-from runtime.cluster import Cluster, connect
+from runtime.cluster import Cluster
 from runtime.security import OPEN, Credentials, load_credentials, read_token
 from runtime.service import Endpoint
 from runtime.supervisor import FleetSpec
@@ -33,26 +33,6 @@ INTERRUPTED = 130  # the exit code a shell expects after Ctrl-C
 STOP_MARGIN_S = 5.0
 
 Tell = Callable[[str], None]  # one line for the operator
-
-
-def check_transport(config: TransferConfig) -> None:
-    """Raises `ConfigError` for the transport that cannot leave a process: `serve` starts one for each worker."""
-    if config.transport == "memory":
-        raise ConfigError('transport = "memory" joins workers of one process only; choose "nixl" under [transfer]')
-
-
-def check_port(config: RouterConfig) -> None:
-    """Raises `ConfigError` where the router's port is taken: seconds before the router itself could."""
-    if config.port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with --port"
-            ) from error
 
 
 def fleet_spec(config: TandemConfig) -> FleetSpec:
@@ -165,10 +145,8 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, None]], tell: Tell) -> boo
     return asyncio.run(supervised())
 
 
-def serve(config: TandemConfig, console: Console) -> None:
-    """Until interrupted. Raises `TandemError` where the fleet cannot come up."""
-    check_transport(config.transfer)
-    check_port(config.router)
+def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
+    """Until interrupted. `cluster` has begun to start. Raises `TandemError` where the fleet cannot come up."""
     secured = with_cluster_token(config)
     credentials, spec = load_credentials(secured.security), fleet_spec(secured)
     made_here = "" if read_token(config.security) else credentials.token
@@ -183,9 +161,7 @@ def serve(config: TandemConfig, console: Console) -> None:
                 tell(f"serving {config.engine.model} at {router.address} ({sizes}); Ctrl-C drains and stops")
                 await follow(cluster, tell)
 
-    tell("starting Ray" if not config.cluster.address else f"joining Ray at {config.cluster.address}")
-    cluster = connect(config.cluster)
-    try:
-        run_to_end(main, tell)
-    finally:
-        cluster.close()
+    if not config.cluster.address:
+        pull_if_named(config.engine.model, console)  # it is here, and its hash is checked
+    cluster.join()
+    run_to_end(main, tell)

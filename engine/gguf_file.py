@@ -6,7 +6,8 @@
     padding to general.alignment, then the tensors' bytes
 
 The header is parsed here and not by the gguf package, because the router reads it too and should start in a blink; only
-dequantizing, which workers alone do, needs that package. Everything is bounds-checked: a damaged file is a ConfigError.
+dequantizing, which workers alone do, needs that package and numpy. Everything is bounds-checked: a damaged file is a
+ConfigError.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -67,6 +69,7 @@ class GGUFFile:
 
         # -> uint8 [..., bytes of a row]
         """
+        import numpy as np
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         entry = self.tensors[name]
@@ -82,12 +85,14 @@ class GGUFFile:
         raw = np.frombuffer(self._bytes, np.uint8, num_bytes, entry.offset)
         return ggml_type.name, raw.reshape(*entry.shape[:-1], row_bytes)
 
-    def tensor(self, name: str) -> np.ndarray:
-        """One tensor dequantized to float32, in the shape of its entry. Raises `ConfigError` where it is not whole."""
+    def tensor(self, name: str, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """One tensor, or some of its rows, dequantized to float32. Raises `ConfigError` where it is not whole."""
+        import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         kind, raw = self.raw_tensor(name)
+        raw = raw[rows]
         if kind == "F32":
             return raw.view(np.float32)
         if kind == "F16":

@@ -66,6 +66,7 @@ class TorchRunner:
         self._model: Model | None = Model(weights, attention, linear_method, ops)
         if device.type == "cpu":
             keep_freed_memory()  # not before: what loading needed is given back
+        self._pool.touch_rest()
 
     def pool_address(self) -> int:
         return self._pool.address()

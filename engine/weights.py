@@ -33,6 +33,10 @@ class WeightSource(Protocol):
         """One tensor in any float type, on the CPU."""
         ...
 
+    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
+        """One tensor into its slot, if it has the slot's shape. Returns the shape it has."""
+        ...
+
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         """One matrix in groups of `bits`: as it lies in the file where it has them, else rounded to them."""
         ...
@@ -71,7 +75,10 @@ def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
         if rows.shape == slot.shape:
             slot.put(rows)
         return rows.shape
-    tensor = origin.read(name)
+    return origin.copy_to(slot, name)
+
+
+def _copy(tensor: torch.Tensor, slot: torch.Tensor) -> torch.Size:
     if tensor.shape == slot.shape:
         slot.copy_(tensor)
     return tensor.shape
@@ -130,6 +137,9 @@ class SafetensorsWeights:
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
+    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
+        return _copy(self.read(name), slot)
+
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)
 
@@ -156,6 +166,7 @@ _GGUF_INNER = {
 }
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GGUF_DERIVED = {"rope_freqs.weight"}  # read into the config
+_ITEMS_AT_ONCE = 1 << 18
 
 
 class GGUFWeights:
@@ -177,6 +188,20 @@ class GGUFWeights:
         tensor = torch.from_numpy(self._file.tensor(gguf_name).copy())
         order = self._row_order(gguf_name)
         return tensor if order is None else tensor[order]
+
+    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
+        gguf_name = self._gguf_name[name]
+        shape = torch.Size(self._file.tensors[gguf_name].shape)
+        if shape != slot.shape or len(shape) != 2:
+            return _copy(self.read(name), slot)
+        order = self._row_order(gguf_name)
+        # A few rows at a time: their float32 stays in the cache, and no memory is touched that nobody keeps.
+        num_rows = max(1, _ITEMS_AT_ONCE // shape[1])
+        for start in range(0, shape[0], num_rows):
+            some = slice(start, start + num_rows)
+            rows = self._file.tensor(gguf_name, some if order is None else order[some].numpy())
+            slot[some] = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
+        return shape
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         gguf_name = self._gguf_name[name]
@@ -227,6 +252,9 @@ class RandomWeights:
         # Products keep the scale of their inputs; embeddings stay small beside them, or a token would echo itself.
         scaled: torch.Tensor = drawn * shape[-1] ** -0.5
         return scaled
+
+    def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
+        return _copy(self.read(name), slot)
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)

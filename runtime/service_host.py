@@ -8,6 +8,7 @@ stays in this process's log.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import sys
@@ -55,6 +56,7 @@ class ServiceHost:
     async def start(self, factory: bytes, placement: Placement) -> Endpoint | StartFault:
         os.environ["OMP_NUM_THREADS"] = str(placement.num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gc.disable()  # imports make half a million objects that stay, and each collection looks at them all
         try:
             build: ServiceFactory = pickle.loads(factory)
             self._service = build(placement)
@@ -65,6 +67,9 @@ class ServiceHost:
         except Exception as error:  # noqa: BLE001 - a start may fail in any library; the operator is told of each
             traceback.print_exc(file=sys.stderr)
             return StartFault(f"{type(error).__name__}: {error}".splitlines()[0], permanent=True)
+        finally:
+            gc.freeze()  # what is here now is never looked at again, also while it serves
+            gc.enable()
 
     async def drain(self, timeout_s: float) -> None:
         """Drain, at most for `timeout_s`, and stop."""

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cli.serve import check_port, check_transport
+from cli.checks import check_port, check_transport
 from core.config import RouterConfig, TransferConfig
 from core.errors import ConfigError
 

@@ -1,30 +1,36 @@
-"""The pool's memory is what transports and kernels are quick with."""
+"""The pool's memory is what transports and kernels are quick with, and is there before it is needed."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
 from core.kv_layout import KVLayout
+from engine.first_touch import touch
 from engine.kv_pool import KVPool
 
 LAYOUT = KVLayout("m", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)  # 2 MiB a block
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def huge_page_bytes(address: int) -> int:
-    """How much of the mapping that holds `address` lies in huge pages."""
+def mapped_bytes(address: int, kind: str) -> int:
+    """How much of the mapping that holds `address` is of that kind: Rss, AnonHugePages, ..."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
         if "-" in first and not first.endswith(":"):
             start, end = (int(part, 16) for part in first.split("-"))
             inside = start <= address < end
-        elif inside and first == "AnonHugePages:":
+        elif inside and first == f"{kind}:":
             return int(line.split()[1]) << 10
     raise AssertionError("the address is in no mapping")
+
+
+def all_resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.skipif(
@@ -32,7 +38,9 @@ def huge_page_bytes(address: int) -> int:
 )
 def test_a_pool_lies_in_huge_pages() -> None:
     pool = KVPool(LAYOUT, 32, torch.device("cpu"))
-    assert huge_page_bytes(pool.address()) >= 16 * LAYOUT.block_bytes  # the rest, where memory is in pieces
+    assert (
+        mapped_bytes(pool.address(), "AnonHugePages") >= 16 * LAYOUT.block_bytes
+    )  # the rest, where memory is in pieces
 
 
 def test_the_tensor_and_the_bytes_are_the_same_memory() -> None:
@@ -43,3 +51,25 @@ def test_the_tensor_and_the_bytes_are_the_same_memory() -> None:
     assert not any(memory[:4096])
     pool.tensor[3].fill_(1.0)
     assert memory[3 * LAYOUT.block_bytes :].tobytes() == pool.tensor[3].view(torch.uint8).numpy().tobytes()
+
+
+def test_blocks_that_were_not_touched_at_once_are_touched_later_and_keep_what_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.kv_pool.touch", lambda memory: touch(memory, 3 * LAYOUT.block_bytes))
+    before = all_resident_bytes()
+    pool = KVPool(LAYOUT, 64, torch.device("cpu"))
+    assert all_resident_bytes() < before + 32 * LAYOUT.block_bytes
+    pool.tensor[40].fill_(1.0)
+    thread = pool.touch_rest()
+    assert thread is not None
+    pool.tensor[50].fill_(2.0)
+    thread.join()
+    assert all_resident_bytes() > before + 60 * LAYOUT.block_bytes
+    assert pool.tensor[40].min() == 1.0
+    assert pool.tensor[50].min() == 2.0
+    assert pool.touch_rest() is None
+
+
+def test_a_small_pool_is_touched_at_once() -> None:
+    assert KVPool(LAYOUT, 8, torch.device("cpu")).touch_rest() is None

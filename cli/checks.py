@@ -1,0 +1,46 @@
+"""What can be known to be wrong before Ray starts is said before. Imports nothing slow: Ray waits for it."""
+
+from __future__ import annotations
+
+import socket
+
+from rich.console import Console
+
+from core.config import RouterConfig, TandemConfig, TransferConfig
+from core.errors import ConfigError
+from engine.catalogue import CATALOGUE, default_cache_dir, is_cached
+from engine.model_source import resolve_model
+
+
+def check_before_start(config: TandemConfig, console: Console) -> None:
+    """Raises `TandemError`. A model of the catalogue that is not here yet is fetched."""
+    check_transport(config.transfer)
+    check_port(config.router)
+    if config.cluster.address:
+        return  # a joined cluster may keep its models elsewhere than this machine does
+    entry = CATALOGUE.get(config.engine.model)
+    if entry is not None and not is_cached(entry, default_cache_dir()):
+        from cli.pull import pull
+
+        pull(entry.name, console)
+    resolve_model(config.engine.model)
+
+
+def check_transport(config: TransferConfig) -> None:
+    """Raises `ConfigError` for the transport that cannot leave a process: `serve` starts one for each worker."""
+    if config.transport == "memory":
+        raise ConfigError('transport = "memory" joins workers of one process only; choose "nixl" under [transfer]')
+
+
+def check_port(config: RouterConfig) -> None:
+    """Raises `ConfigError` where the router's port is taken: seconds before the router itself could."""
+    if config.port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with --port"
+            ) from error

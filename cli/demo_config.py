@@ -1,0 +1,15 @@
+"""What `tandem demo` starts. Apart from the demo itself, whose imports take a while."""
+
+from __future__ import annotations
+
+from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
+
+MODEL = "smollm2-135m"
+
+
+def demo_config() -> TandemConfig:
+    return TandemConfig(
+        engine=EngineConfig(model=MODEL, kv_memory_mb=256, max_context=2048),
+        router=RouterConfig(port=0, local_prefill_tokens=0),
+        cluster=ClusterConfig(max_workers=4),
+    )
