@@ -49,6 +49,10 @@ def test_a_mixed_batch_in_float32_gives_the_tokens_of_single_requests(model: str
 @pytest.mark.parametrize("model", MODELS)
 def test_bfloat16_log_probabilities_are_within_the_tolerance(model: str) -> None:
     native, plain = (top_tokens(build(model, kernels, "bfloat16")) for kernels in ("auto", "torch"))
+    assert_log_probabilities_agree(native, plain)
+
+
+def assert_log_probabilities_agree(native: list[SampledToken], plain: list[SampledToken]) -> None:
     for ours, theirs in zip(native, plain, strict=True):
         expected = dict(theirs.top_logprobs)
         shared = [(logprob, expected[token]) for token, logprob in ours.top_logprobs if token in expected]

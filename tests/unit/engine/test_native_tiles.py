@@ -19,6 +19,8 @@ from engine.native_linear import NativeLinear, OneDNNLinear
 from engine.native_tiles import take_tiles
 from engine.torch_runner import choose_linear_method
 from tests.unit.engine.native_cases import TOLERANCE, linear_differences
+from tests.unit.engine.test_native_runner import assert_log_probabilities_agree, top_tokens
+from tests.unit.engine.test_native_runner import build as build_runner
 
 AMX, VECTORS = TARGETS[0], TARGETS[1]
 EMULATED = f'-DTILE_INTRINSICS="{Path(__file__).parent / "emulated_tiles.h"}"'
@@ -86,6 +88,18 @@ def test_tiles_that_multiply_right_are_taken(
     assert kernels.bf16_linear is kernels.bf16_tiles
     assert num_products() > before, "they were tried"
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("model", ["mistral-tiny", "qwen3-tiny"])
+def test_a_model_says_by_tiles_what_it_says_on_plain_torch(
+    kernels: Kernels, num_products: Callable[[], int], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.setattr(torch_runner, "load_kernels", lambda *_: kernels)
+    tiles = build_runner(model, "auto", "bfloat16")
+    before = num_products()
+    by_tiles, plain = top_tokens(tiles), top_tokens(build_runner(model, "torch", "bfloat16"))
+    assert num_products() > before
+    assert_log_probabilities_agree(by_tiles, plain)
 
 
 def test_tiles_that_multiply_wrong_are_not(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
