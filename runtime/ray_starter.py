@@ -4,8 +4,8 @@
                  --> raylet --> its two agents
                             --> actors' processes, the first of them before anybody asks for one
 
-Of a head node's processes, the API server with its dashboard, the autoscaler's monitor and the log monitor are left out:
-each is an interpreter that imports Ray, and nothing here asks any of them.
+Of a head node's processes, the API server, the autoscaler's monitor and the log monitor are left out: each is an
+interpreter that imports Ray, and nothing here asks any of them.
 
 Whoever runs this closes its standard input, or dies, to end everything.
 """
