@@ -43,7 +43,11 @@ from kv_transfer.transports.ucp_memory import IN_PROGRESS, RemoteKey, UcpMemory,
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = {"POSIX_ERROR_HANDLING": "y", "SYSV_ERROR_HANDLING": "y"}
+# One side copies while the other hashes or plans, as far as the buffers between them reach: they are twice as large here.
+OPTIONS = {
+    **{f"{lane}_ERROR_HANDLING": "y" for lane in ("POSIX", "SYSV")},
+    **{f"{lane}_SEG_SIZE": "16k" for lane in ("POSIX", "SYSV")},
+}
 MAX_GETS_IN_FLIGHT = 64  # per read; a run is one get
 MAX_CONNECTIONS = 1024  # that others have made to us
 MAX_STEPS_PER_POLL = 64
@@ -84,7 +88,7 @@ class _Peer:
 class _Read:
     peer: _Peer
     runs: deque[Run]  # not started yet
-    gets: list[int] = field(default_factory=list)  # requests in flight
+    gets: deque[int] = field(default_factory=deque)  # requests in flight, oldest first
     broken: TransportError | None = None
     end_by: float = math.inf  # of a cancelled one
 
@@ -297,17 +301,14 @@ class UcxxTransport:
     def _has_ended(self, read: _Read) -> bool:
         """Nothing of it is in flight, and nothing is left to start."""
         assert self._memory is not None
-        in_flight = []
-        for request in read.gets:
-            status = self._memory.status(request)
-            if status == IN_PROGRESS:
-                in_flight.append(request)
-            elif status < 0:
+        # Only the oldest is asked: they end about in their order, and all have to.
+        while read.gets and (status := self._memory.status(read.gets[0])) != IN_PROGRESS:
+            read.gets.popleft()
+            if status < 0:
                 self._break(read, failure(status, f"read from {read.peer.address.name}"))
-        read.gets = in_flight
         if read.broken is not None:
             read.runs.clear()
-            if in_flight and time.monotonic() > read.end_by and not read.peer.gone:
+            if read.gets and time.monotonic() > read.end_by and not read.peer.gone:
                 self._hang_up(read.peer, "a cancelled read did not end")
         elif read.runs and read.peer.key is not None:
             self._start_gets(read)
