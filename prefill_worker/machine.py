@@ -110,15 +110,11 @@ class PrefillMachine:
             case DrainRequested():
                 self.core.draining = True
             case Tick():
-                actions += self._without_results(self.transfers.handle(event, now))
+                actions += self._absorb(self.transfers.handle(event, now))
                 for request_id in self.core.deadlines.expire(now):
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
-                decided = self.transfers.handle(event, now)
-                actions += self._without_results(decided)
-                for checked in decided:
-                    if isinstance(checked, CacheChecked):
-                        actions += self._on_checked(checked)
+                actions += self._absorb(self.transfers.handle(event, now))
         actions += self._next_step(now)
         return actions + self._unblock(now)
 
@@ -151,7 +147,7 @@ class PrefillMachine:
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1)
         try:
             self.core.scheduler.add(sequence)
-            actions = self._without_results(self.transfers.offer(event.transfer_id, event.reader, now))
+            actions = self._absorb(self.transfers.offer(event.transfer_id, event.reader, now))
         except TandemError:
             self.core.refuse(sequence)
             raise
@@ -199,7 +195,7 @@ class PrefillMachine:
                 call.num_admissions = call.sequence.num_preemptions + 1
                 if chunk.start:
                     cached = chunk.block_table[: chunk.start // self.core.scheduler.block_size]
-                    actions += self._without_results(self.transfers.check_cached(call.transfer_id, cached))
+                    actions += self._absorb(self.transfers.check_cached(call.transfer_id, cached))
         return actions
 
     def _on_checked(self, checked: CacheChecked) -> list[PrefillAction]:
@@ -227,9 +223,7 @@ class PrefillMachine:
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
         first_token_id = output.sampled[chunk.sequence_id].token_id if chunk.samples else None
         blocks = enumerate(chunk.block_table[:num_ready])
-        return self._without_results(
-            self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
-        )
+        return self._absorb(self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now))
 
     def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
         """End an open call without its token; the reader is told."""
@@ -239,7 +233,7 @@ class PrefillMachine:
         self.core.scheduler.abort(request_id, FinishReason.ERROR)
         self.core.dismiss(request_id)
         aborted = self.transfers.abort_offer(call.transfer_id, AbortReason.PREFILL_FAILED)
-        return [*self._without_results(aborted), PrefillFailed(request_id, error)]
+        return [*self._absorb(aborted), PrefillFailed(request_id, error)]
 
     # ---- blocks that wait for each other
 
@@ -258,7 +252,7 @@ class PrefillMachine:
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
                 aborted = self.transfers.abort_offer(withdrawn, AbortReason.OVERLOADED)
-                return [*self._without_results(aborted), *self._next_step(now)]
+                return [*self._absorb(aborted), *self._next_step(now)]
         return []
 
     def _least_useful_offer(self) -> TransferId | None:
@@ -270,9 +264,16 @@ class PrefillMachine:
         unfinished = [call.transfer_id for call in by_rank[1:] if self.transfers.num_leased(call.transfer_id)]
         return unfinished[-1] if unfinished else None
 
-    def _without_results(self, actions: list[TransferAction]) -> list[PrefillAction]:
-        """The end of an offer needs nothing of us: its blocks are back in the pool already."""
-        return [action for action in actions if not isinstance(action, TransferResult)]
+    def _absorb(self, decided: list[TransferAction]) -> list[PrefillAction]:
+        """What the transfers have decided, without what is for us; the end of an offer needs nothing, since its blocks
+        are back in the pool already."""
+        actions: list[PrefillAction] = []
+        for action in decided:
+            if isinstance(action, CacheChecked):
+                actions += self._on_checked(action)
+            elif not isinstance(action, TransferResult):
+                actions.append(action)
+        return actions
 
     def check(self) -> None:
         """Open calls and the scheduler's sequences are the same, but for those aborted while a step runs."""

@@ -25,12 +25,9 @@ import numpy as np
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
 from kv_transfer.plan import Runs
+from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
-# nixl does not tell whether it moved anything, as for a peer that reads from us over TCP. An empty poll is short,
-# unless the last one is so long ago that nixl has left the caches.
-EMPTY_POLL_S = 30e-6
-WARM_S = 0.002
 CLOSE_TIMEOUT_S = 0.5  # for reads under way
 
 _raise_exceptions = logging.raiseExceptions
@@ -71,7 +68,7 @@ class NixlTransport:
     def __init__(self, name: str) -> None:
         self.name = name
         self.busy = False
-        self._polled_at = 0.0
+        self._poll_time = PollTime()
         self._pool: PoolMemory | None = None
         self._memory = "DRAM"
         self._registered: Any = None
@@ -160,11 +157,9 @@ class NixlTransport:
     def poll(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []
         with _errors_mapped("take notifications"):
-            begun = time.perf_counter()
+            self._poll_time.begin()
             arrived = self._take_notifications()
-            ended = time.perf_counter()
-            warm, self._polled_at = begun - self._polled_at < WARM_S, ended
-            self.busy = bool(self._reads) or (warm and ended - begun > EMPTY_POLL_S)
+            self.busy = self._poll_time.end() or bool(self._reads)
         events += (Notification(peer, bytes(payload)) for peer, payloads in arrived.items() for payload in payloads)
         for handle, read in list(self._reads.items()):
             if self._has_ended(read):

@@ -27,8 +27,9 @@ import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
-from kv_transfer.plan import Run, Runs, runs_of_blocks
+from kv_transfer.plan import Runs, runs_of_blocks
 from kv_transfer.transports.host_address import HostAddresses, pick_address
+from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 _environment = dict(os.environ)
@@ -43,11 +44,9 @@ from kv_transfer.transports.ucp_memory import IN_PROGRESS, RemoteKey, UcpMemory,
 
 logger = logging.getLogger(__name__)
 
-# One side copies while the other hashes or plans, as far as the buffers between them reach: they are twice as large here.
-OPTIONS = {
-    **{f"{lane}_ERROR_HANDLING": "y" for lane in ("POSIX", "SYSV")},
-    **{f"{lane}_SEG_SIZE": "16k" for lane in ("POSIX", "SYSV")},
-}
+# Shared memory tells of errors, and what an owner copies for us comes in larger pieces, in no more memory than usual.
+_LANE_OPTIONS = {"ERROR_HANDLING": "y", "SEG_SIZE": "32k", "FIFO_SIZE": "64", "RX_BUFS_GROW": "128"}
+OPTIONS = {f"{lane}_{option}": value for lane in ("POSIX", "SYSV") for option, value in _LANE_OPTIONS.items()}
 MAX_GETS_IN_FLIGHT = 64  # per read; a run is one get
 MAX_CONNECTIONS = 1024  # that others have made to us
 MAX_STEPS_PER_POLL = 64
@@ -77,6 +76,7 @@ class _Peer:
     endpoint: Any
     tag: int
     packed_key: bytes
+    pool_bytes: int
     connect_by: float
     # Requests and their bytes, which UCX may still need, oldest first; the first of all is the hello.
     sends: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)
@@ -87,7 +87,7 @@ class _Peer:
 @dataclass(slots=True, eq=False)
 class _Read:
     peer: _Peer
-    runs: deque[Run]  # not started yet
+    runs: deque[tuple[int, int, int]]  # not started yet: source, target, length
     gets: deque[int] = field(default_factory=deque)  # requests in flight, oldest first
     broken: TransportError | None = None
     end_by: float = math.inf  # of a cancelled one
@@ -105,6 +105,7 @@ class UcxxTransport:
     def __init__(self, name: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         self.name = name
         self.busy = False
+        self._poll_time = PollTime()
         self._connect_timeout_s = connect_timeout_s
         self._addresses = HostAddresses.of_this_process()
         self._pool: PoolMemory | None = None
@@ -135,7 +136,8 @@ class UcxxTransport:
         with _errors_mapped(f"connect to {peer.name}"):
             endpoint = self._worker.create_endpoint_from_hostname(host, port, endpoint_error_handling=True)
         connect_by = time.monotonic() + self._connect_timeout_s
-        known = _Peer(peer, endpoint, secrets.randbits(64), key, connect_by)
+        pool_bytes = peer.num_blocks * peer.layout.block_bytes + peer.probe_bytes
+        known = _Peer(peer, endpoint, secrets.randbits(64), key, pool_bytes, connect_by)
         self._peers[peer.name] = known
         self._send(known, _HELLO + self.name.encode())
 
@@ -147,14 +149,16 @@ class UcxxTransport:
     def start_read(self, peer: str, runs: Runs) -> int:
         known = self._connected(peer)
         assert self._pool is not None
-        listed = [Run(*run) for run in runs]
-        size = known.address.num_blocks * known.address.layout.block_bytes + known.address.probe_bytes
-        if any(run.source < 0 or run.source + run.num_bytes > size for run in listed):
-            raise TransportError(f"a run is outside the pool of {peer}")
-        if any(run.target < 0 or run.target + run.num_bytes > self._pool.num_bytes for run in listed):
-            raise TransportError("a run is outside our pool")
+        theirs, ours, our_bytes = known.address.pool_base, self._pool.address, self._pool.num_bytes
+        gets: deque[tuple[int, int, int]] = deque()
+        for source, target, num_bytes in runs:
+            if not 0 <= source <= known.pool_bytes - num_bytes:
+                raise TransportError(f"a run is outside the pool of {peer}")
+            if not 0 <= target <= our_bytes - num_bytes:
+                raise TransportError("a run is outside our pool")
+            gets.append((theirs + source, ours + target, num_bytes))
         handle, self._next_handle = self._next_handle, self._next_handle + 1
-        read = self._reads[handle] = _Read(known, deque(listed))
+        read = self._reads[handle] = _Read(known, gets)
         if known.key is not None:
             self._start_gets(read)
         return handle
@@ -180,12 +184,13 @@ class UcxxTransport:
 
     def poll(self) -> list[TransportEvent]:
         num_steps = 0
+        self._poll_time.begin()
         with _errors_mapped("progress"):
             while num_steps < MAX_STEPS_PER_POLL and self._worker.progress_once():
                 num_steps += 1
-        self.busy = num_steps > 0
+        self.busy = self._poll_time.end() or num_steps > 0
         self._accept()
-        for peer in list(self._peers.values()):
+        for peer in [peer for peer in self._peers.values() if not peer.gone]:
             self._look_after(peer)
         events: list[TransportEvent] = []
         for handle, read in list(self._reads.items()):
@@ -250,8 +255,6 @@ class UcxxTransport:
 
     def _look_after(self, peer: _Peer) -> None:
         """Take note of what was sent, of the end of connecting, and of the end of the connection."""
-        if peer.gone:
-            return
         try:
             while peer.sends and peer.sends[0][0].completed:
                 peer.sends.popleft()[0].check_error()
@@ -283,15 +286,11 @@ class UcxxTransport:
     # ---- reads
 
     def _start_gets(self, read: _Read) -> None:
-        key, address = read.peer.key, read.peer.address
-        assert key is not None
+        assert read.peer.key is not None
         assert self._memory is not None
-        assert self._pool is not None
         while read.runs and len(read.gets) < MAX_GETS_IN_FLIGHT:
-            run = read.runs.popleft()
-            source, target = address.pool_base + run.source, self._pool.address + run.target
             try:
-                request = self._memory.get(key, source, target, run.num_bytes)
+                request = self._memory.get(read.peer.key, *read.runs.popleft())
             except TransportError as error:
                 self._break(read, error)
                 return

@@ -1,0 +1,27 @@
+"""Whether a poll of UCX moved anything, told by how long it took.
+
+Where our core copies for a peer that reads from us (over TCP, or through buffers in shared memory), UCX does not count
+it. An empty poll is short, unless the last one is so long ago that UCX has left the caches.
+"""
+
+from __future__ import annotations
+
+import time
+
+EMPTY_POLL_S = 30e-6
+WARM_S = 0.002
+
+
+class PollTime:
+    def __init__(self) -> None:
+        self._begun_at = self._ended_at = 0.0
+        self._warm = False
+
+    def begin(self) -> None:
+        self._begun_at = time.perf_counter()
+        self._warm = self._begun_at - self._ended_at < WARM_S
+
+    def end(self) -> bool:
+        """Whether the poll that began took longer than an empty one."""
+        self._ended_at = time.perf_counter()
+        return self._warm and self._ended_at - self._begun_at > EMPTY_POLL_S
