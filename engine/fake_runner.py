@@ -77,6 +77,9 @@ class FakeRunner:
     def pool_device(self) -> int | None:
         return None
 
+    def settle(self) -> None:
+        """Nothing is left to do."""
+
     def run(self, step: StepPlan) -> StepOutput:
         assert not self._closed, "the runner is closed"
         logits, sampling = [], []

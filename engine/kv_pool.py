@@ -2,8 +2,8 @@
 
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
 
-The first blocks are touched at start, since they are given out first, and the others by a thread once the model is
-there (`engine/first_touch.py`). On a CPU the pool is anonymous mapped memory, which torch, numpy and transports see
+The first blocks are touched at start, since they are given out first, and the others by a thread once the worker
+is there (`engine/first_touch.py`). On a CPU the pool is anonymous mapped memory, which torch, numpy and transports see
 without a copy. It is private: the kernel gives huge pages to shared mappings only where it was told to for all of them,
 and another process reads small pages by process_vm_readv at less than half the speed.
 """

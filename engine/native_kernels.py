@@ -70,6 +70,7 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
         None,
     ),
     "tandem_quantized_rows": ((_POINTER, _POINTER, _I64, _POINTER, ctypes.c_int), None),
+    "tandem_dequantize": ((_POINTER, _I64, ctypes.c_int, _POINTER, ctypes.c_int), None),
     "tandem_draw_scratch_bytes": ((_I64,), _I64),
     "tandem_draw_token": ((_POINTER, _I64, _F32, _I64, _F64, _F64, _F64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
@@ -101,6 +102,7 @@ class Kernels:
         self.add_rms_norm = loaded.tandem_add_rms_norm
         self.quantized_linear = loaded.tandem_quantized_linear
         self.quantized_rows = loaded.tandem_quantized_rows
+        self.dequantize = loaded.tandem_dequantize
         self.draw_scratch_bytes = loaded.tandem_draw_scratch_bytes
         self.draw_token = loaded.tandem_draw_token
         self.silu_and_multiply = loaded.tandem_silu_and_multiply

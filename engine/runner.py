@@ -32,6 +32,10 @@ class Runner(Protocol):
         """The CUDA device that holds the pool; None = host memory."""
         ...
 
+    def settle(self) -> None:
+        """Begin what may go on while requests come. To be called once, when everything else has started."""
+        ...
+
     def run(self, step: StepPlan) -> StepOutput:
         """Compute one step; blocks until it is done and its KV may be read. One call at a time, from any thread."""
         ...

@@ -19,6 +19,7 @@ from engine.linear import LinearMethod, PlainLinear
 from engine.model import Model
 from engine.model_config import ModelConfig
 from engine.model_source import describe, load_config, resolve_model
+from engine.model_weights import allocate_weights
 from engine.native_attention import NativeAttention
 from engine.native_kernels import Kernels, load_kernels
 from engine.native_linear import NativeLinear, OneDNNLinear
@@ -28,7 +29,7 @@ from engine.native_tiles import take_tiles
 from engine.ops import Ops, TorchOps
 from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
 from engine.sampling import sample
-from engine.weights import Progress, load_weights
+from engine.weights import Progress, fill_weights
 
 
 class TorchRunner:
@@ -58,15 +59,15 @@ class TorchRunner:
         )
         self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
         self._pool = KVPool(self.layout, self.num_blocks, device)
-        weights = load_weights(source, model_config, TORCH_DTYPES[dtype], device, on_progress, config.quantization)
         kernels = find_kernels(config, model_config, device, cache_dir)
+        weights = allocate_weights(model_config, TORCH_DTYPES[dtype], device, config.quantization)
+        fill_weights(weights, source, on_progress, kernels)
         attention, ops = choose_kernels(kernels, model_config, self._pool, num_threads)
         linear_method = choose_linear_method(config, kernels, device, num_threads)
         self._draw = None if kernels is None else NativeDraw(kernels)
         self._model: Model | None = Model(weights, attention, linear_method, ops)
         if device.type == "cpu":
             keep_freed_memory()  # not before: what loading needed is given back
-        self._pool.touch_rest()
 
     def pool_address(self) -> int:
         return self._pool.address()
@@ -77,6 +78,9 @@ class TorchRunner:
     def pool_device(self) -> int | None:
         device = self._pool.tensor.device
         return None if device.type == "cpu" else device.index or 0
+
+    def settle(self) -> None:
+        self._pool.touch_rest()
 
     def run(self, step: StepPlan) -> StepOutput:
         assert self._model is not None, "the runner is closed"

@@ -21,6 +21,8 @@ from engine.gguf_groups import exact_groups
 from engine.model_config import ModelConfig
 from engine.model_source import ModelSource, SourceKind, read_json
 from engine.model_weights import ModelWeights, Slot, allocate_weights
+from engine.native_dequantize import dequantize_into
+from engine.native_kernels import Kernels
 from engine.quantization import GroupedRows, MatrixSlot, quantize
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
@@ -52,8 +54,16 @@ def load_weights(
 ) -> ModelWeights:
     """The weights of `source` in `dtype` on `device`. Raises `ConfigError` naming the tensor that does not fit."""
     weights = allocate_weights(config, dtype, device, quantization)
+    fill_weights(weights, source, on_progress)
+    return weights
+
+
+def fill_weights(
+    weights: ModelWeights, source: ModelSource, on_progress: Progress | None = None, kernels: Kernels | None = None
+) -> None:
+    """As `load_weights`, into weights that are allocated; faster where there are kernels."""
     slots = weights.slots()
-    origin = open_weights(source, config, slots)
+    origin = open_weights(source, weights.config, slots, kernels)
     missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
     if missing:
         raise ConfigError(f"{source.name}: the checkpoint lacks {_listed(missing)}")
@@ -65,7 +75,6 @@ def load_weights(
             raise ConfigError(f"{source.name}: {name} is {list(found)}, the config asks for {list(slot.shape)}")
         if on_progress is not None:
             on_progress(count, len(slots))
-    return weights
 
 
 def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
@@ -89,13 +98,15 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def open_weights(source: ModelSource, config: ModelConfig, slots: dict[str, Slot]) -> WeightSource:
+def open_weights(
+    source: ModelSource, config: ModelConfig, slots: dict[str, Slot], kernels: Kernels | None = None
+) -> WeightSource:
     """The reader for the kind of `source`."""
     if source.kind is SourceKind.RANDOM:
         return RandomWeights(slots)
     assert source.path is not None, f"{source.kind} has no weights"
     if source.kind is SourceKind.GGUF:
-        return GGUFWeights(source.path, config)
+        return GGUFWeights(source.path, config, kernels)
     return SafetensorsWeights(source.path, config)
 
 
@@ -172,8 +183,9 @@ _ITEMS_AT_ONCE = 1 << 18
 class GGUFWeights:
     """A GGUF file's tensors. Architecture `llama` stores q and k for an interleaved rope; that is undone here."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: ModelConfig, kernels: Kernels | None = None) -> None:
         self._file = GGUFFile(path)
+        self._kernels = kernels
         self._gguf_name = {_hf_name(name): name for name in self._file.tensors if name not in _GGUF_DERIVED}
         self._num_heads: dict[str, int] = {}
         if self._file.field("general.architecture") == "llama":
@@ -195,6 +207,10 @@ class GGUFWeights:
         if shape != slot.shape or len(shape) != 2:
             return _copy(self.read(name), slot)
         order = self._row_order(gguf_name)
+        if self._kernels is not None:
+            kind, raw = self._file.raw_tensor(gguf_name)
+            if dequantize_into(slot, kind, raw if order is None else raw[order.numpy()], self._kernels):
+                return shape
         # A few rows at a time: their float32 stays in the cache, and no memory is touched that nobody keeps.
         num_rows = max(1, _ITEMS_AT_ONCE // shape[1])
         for start in range(0, shape[0], num_rows):

@@ -16,12 +16,14 @@ from core.errors import ConfigError
 from core.request import SamplingParams
 from core.step import ScheduledChunk, StepPlan
 from engine.builtin_configs import RANDOM_CONFIGS
+from engine.catalogue import default_cache_dir
 from engine.gguf_file import GGUFFile
 from engine.model_config import ModelConfig, config_from_gguf
 from engine.model_source import load_model_info, resolve_model
-from engine.model_weights import ModelWeights
+from engine.model_weights import ModelWeights, allocate_weights
+from engine.native_kernels import load_kernels
 from engine.torch_runner import TorchRunner
-from engine.weights import load_weights
+from engine.weights import fill_weights, load_weights
 
 CPU = torch.device("cpu")
 HF_CONFIG = {
@@ -158,6 +160,9 @@ def test_a_gguf_gives_the_model_it_was_written_from(tmp_path: Path, name: str) -
     loaded = load_weights(resolve_model(str(path)), config_from_gguf(GGUFFile(path)), torch.float32, CPU)
     for slot, view in loaded.slots().items():
         torch.testing.assert_close(view, weights.slots()[slot], atol=0.02, rtol=0)  # Q8_0's rounding
+    filled = allocate_weights(config, torch.float32, CPU)
+    fill_weights(filled, resolve_model(str(path)), kernels=load_kernels(64, default_cache_dir()))
+    assert all(torch.equal(view, loaded.slots()[slot]) for slot, view in filled.slots().items())
 
 
 def test_rope_factors_in_a_gguf_are_obeyed(tmp_path: Path) -> None:

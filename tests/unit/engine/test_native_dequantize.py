@@ -1,0 +1,55 @@
+"""The C kernel makes of GGUF's blocks, bit for bit, what the gguf package and torch make of them."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+
+from engine.catalogue import default_cache_dir
+from engine.native_dequantize import KINDS, dequantize_into
+from engine.native_kernels import Kernels, load_kernels
+
+ROWS, COLUMNS = 24, 96
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    found = load_kernels(64, default_cache_dir())
+    if found is None:
+        pytest.skip("no C compiler here")
+    return found
+
+
+def random_blocks(kind: str, seed: int) -> np.ndarray:
+    """Any bytes, with finite halves where scale and minimum stand: also zeros, subnormal and negative ones."""
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (ROWS, COLUMNS // 32, num_bytes), dtype=np.uint8)
+    num_halves = 2 if kind == "Q4_1" else 1
+    halves = blocks[..., : 2 * num_halves].copy().view(np.float16)
+    halves[~np.isfinite(halves)] = 0.0
+    halves[0], halves[1] = np.float16(-6e-8), np.float16(65504)
+    blocks[..., : 2 * num_halves] = halves.view(np.uint8)
+    return blocks.reshape(ROWS, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_is_what_the_reference_says(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    for seed in range(20):
+        raw = random_blocks(kind, seed)
+        slot = torch.empty(ROWS, COLUMNS, dtype=dtype)
+        assert dequantize_into(slot, kind, raw, kernels)
+        expected = torch.from_numpy(dequantize(raw, gguf.GGMLQuantizationType[kind])).to(dtype)
+        assert torch.equal(slot.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_what_has_no_kernel_is_left_to_others(kernels: Kernels) -> None:
+    raw = random_blocks("Q8_0", 0)
+    slot = torch.zeros(ROWS, COLUMNS, dtype=torch.float16)
+    assert not dequantize_into(slot, "Q8_0", raw, kernels)
+    assert not dequantize_into(slot.bfloat16(), "Q6_K", raw, kernels)
+    assert not slot.any()
