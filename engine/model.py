@@ -99,11 +99,11 @@ class Model:
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)
-            attended = step.attend(layer.project(normed), index)
-            update = layer.output(attended.flatten(1))
+            attended = step.attend(layer.project(normed), index).flatten(1)
+            if layer is self.layers[-1] and len(last_rows) < len(token_ids):
+                rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)
+                hidden, attended = hidden[rows], attended[rows]  # the others have left their KV: nobody asks for more
+            update = layer.output(attended)
             normed = self.ops.add_rms_norm(hidden, update, layer.feed_forward_norm, epsilon)
             update = layer.feed_forward(normed)
-        assert update is not None, "a model has layers"
-        rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)
-        normed = self.ops.add_rms_norm(hidden[rows], update[rows], self.final_norm, epsilon)
-        return self.head(normed)
+        return self.head(self.ops.add_rms_norm(hidden, update, self.final_norm, epsilon))
