@@ -15,7 +15,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self,
         hidden: torch.Tensor,  # [T, hidden], changed in place
-        update: torch.Tensor | None,  # [T, hidden]
+        update: torch.Tensor | None,  # [T, hidden], of no use afterwards: the norm may take its memory
         weight: torch.Tensor,  # [hidden]
         epsilon: float,
     ) -> torch.Tensor:  # [T, hidden]

@@ -42,7 +42,8 @@ INLINE void norm_row(void *row, const void *update, const void *weight, void *no
         store_one(normed, i, is_bf16, load_one(row, i, is_bf16) * factor * load_one(weight, i, is_bf16));
 }
 
-/* rows, update and normed: [num_rows, size]; weight: [size]. update may be NULL; else rows += update. */
+/* rows, update and normed: [num_rows, size]; weight: [size]. update may be NULL; else rows += update, and normed may be
+   its memory. */
 EXPORT void tandem_add_rms_norm(void *rows, const void *update, const void *weight, void *normed, int64_t num_rows,
                                 int64_t size, float epsilon, int is_bf16, int num_threads) {
     const size_t row_bytes = size * element_bytes(is_bf16);

@@ -124,7 +124,7 @@ def ops_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 
     for update in (None, tensor(rows, size)):
         hidden, weight = tensor(rows, size), tensor(size)
         ours, theirs = hidden.clone(), hidden.clone()
-        normed = native.add_rms_norm(ours, update, weight, 1e-5)
+        normed = native.add_rms_norm(ours, None if update is None else update.clone(), weight, 1e-5)
         expected = reference.add_rms_norm(theirs, update, weight, 1e-5)
         found += [(f"norm, {name}", largest_difference(normed, expected))]
         found += [(f"sum, {name}", largest_difference(ours, theirs))]
