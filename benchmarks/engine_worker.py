@@ -141,6 +141,9 @@ class Worker:
         return {"ms": (time.perf_counter() - begun) * 1e3}
 
     def floors(self) -> dict[str, Any]:
+        """Measured with the whole pool touched: a fresh page costs a prompt more than its KV does, and only once."""
+        if (touching := self.runner._pool.touch_rest()) is not None:
+            touching.join()
         return {"read_bytes_per_s": floors.read_bytes_per_s(), "flop_per_s": floors.flop_per_s()}
 
     def about(self) -> dict[str, Any]:
