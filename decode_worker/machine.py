@@ -128,7 +128,7 @@ class DecodeMachine:
             case _:
                 actions += self._absorb(self.transfers.handle(event, now), now)
         actions += self._start_pulls(now)
-        return [*actions, *self.core.next_step(now)]
+        return [*self.core.next_step(now), *actions]  # the model runs while the rest is acted upon
 
     def next_deadline(self) -> float | None:
         known = (self.core.deadlines.next(), self.transfers.next_deadline())

@@ -30,6 +30,10 @@ SPAN_OF_STAGE = {
     Stage.DECODE: SpanName.DECODE_COMPUTE,
 }
 
+# A step's tokens leave while the next one's model runs. Before that, its batch is built, in Python as all of this is:
+# writing to every stream at the same time would make the model begin later by all of it.
+EMIT_AFTER_S = 0.001
+
 # Bounded by the request itself: at most max_tokens entries and the end.
 Stream = asyncio.Queue[EmitTokens | DecodeDone | TandemError]
 
@@ -42,6 +46,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._default_timeout_s = default_timeout_s
         self._telemetry = telemetry
         self._calls: dict[str, Stream] = {}  # open calls, by request id
+        self._held_back: list[tuple[Stream, EmitTokens]] = []  # the last step's, for EMIT_AFTER_S
 
     def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
         self._driver = driver
@@ -79,15 +84,32 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
     def perform(self, action: object) -> bool:
         match action:
-            case EmitTokens(request_id=request_id) | DecodeDone(request_id=request_id):
+            case EmitTokens():
+                self._hold_back(action)
+            case DecodeDone(request_id=request_id):
+                self._emit()
                 self._put(request_id, action)
             case DecodeFailed(request_id, error):
+                self._emit()
                 self._put(request_id, error)
             case _:
                 return False
         return True
 
+    def _hold_back(self, emitted: EmitTokens) -> None:
+        if (stream := self._calls.get(emitted.request_id)) is None:
+            return
+        if not self._held_back:
+            asyncio.get_running_loop().call_later(EMIT_AFTER_S, self._emit)
+        self._held_back.append((stream, emitted))  # by its stream: another call may soon have the same id
+
+    def _emit(self) -> None:
+        held_back, self._held_back = self._held_back, []
+        for stream, emitted in held_back:
+            stream.put_nowait(emitted)
+
     def fail_all(self, error: TandemError) -> None:
+        self._emit()
         for request_id in self._calls:
             self._put(request_id, error)
 

@@ -27,7 +27,7 @@ class StepExecutor:
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
-        self._work: queue.Queue[tuple[StepPlan, StepDone] | None] = queue.Queue(maxsize=2)  # one step, and the end
+        self._work: queue.SimpleQueue[tuple[StepPlan, StepDone] | None] = queue.SimpleQueue()  # one step, and the end
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -41,14 +41,14 @@ class StepExecutor:
             assert not self._closed, "the executor is closed"
             assert not self._busy, "one step at a time"
             self._busy = True
-            self._work.put_nowait((plan, on_done))
+            self._work.put((plan, on_done))
 
     def close(self, timeout_s: float) -> bool:
         """Take no more steps and wait for the one in flight. False where it has not ended after `timeout_s`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._work.put_nowait(None)
+                self._work.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -98,12 +98,15 @@ class _Batch:
     """A `paged_batch` of some of the chunks, and the arrays it points to."""
 
     def __init__(self, rows: _Rows, chosen: np.ndarray) -> None:
+        self.struct = PagedBatchStruct(num_sequences=int(chosen.sum()))
+        if not self.struct.num_sequences:
+            return
         self._arrays = {
             name: np.ascontiguousarray(getattr(rows, name)[chosen])
             for name in ("first_block", "first_row", "num_tokens", "start")
         } | {"tables": rows.tables}
-        pointers = {name: array.ctypes.data for name, array in self._arrays.items()}
-        self.struct = PagedBatchStruct(num_sequences=int(chosen.sum()), **pointers)
+        for name, array in self._arrays.items():
+            setattr(self.struct, name, array.ctypes.data)
 
 
 class NativeStepAttention:
