@@ -13,8 +13,10 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from core.config import ClusterConfig
@@ -163,7 +165,7 @@ class Cluster:
     def __init__(self, address: str = "", head: RayHead | None = None) -> None:
         self._address = address  # empty: the head's
         self._head = head
-        self._joined = False
+        self._entered_ray = False
         self._supervisor: Any = None
         self._pending_news: Any = None
 
@@ -173,14 +175,15 @@ class Cluster:
 
         del ray
         try:
-            _join(self._head.address() if self._head is not None else self._address)
+            address = self._head.address() if self._head is not None else self._address
+            self._entered_ray = True  # also where it comes to nothing: Ray has threads then that must be ended first
+            _join(address)
         except RuntimeError as error:
             self.close()
             raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
         except BaseException:  # also Ctrl-C while it starts
             self.close()
             raise
-        self._joined = True
 
     async def start(self, spec: FleetSpec) -> None:
         """Begin to start everything; `news` says how it goes. Raises `ConfigError` where a fleet runs there already."""
@@ -231,7 +234,7 @@ class Cluster:
 
     def close(self) -> None:
         """Leave Ray, and end it where `begin` started it. May be called more than once."""
-        if self._joined:
+        if self._entered_ray:
             import ray
 
             ray.shutdown()
@@ -266,9 +269,23 @@ def _join(address: str) -> None:
     import ray
 
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        with _signals_left_alone():
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _signals_left_alone() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come at the end, for in the middle Ray crashes of them, and then mean what they did before."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    mask, handlers = signal.pthread_sigmask(signal.SIG_BLOCK, numbers), [signal.getsignal(n) for n in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _close_to_strangers() -> None:
