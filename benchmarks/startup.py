@@ -69,12 +69,13 @@ def start_fleet(model: str, kv_memory_mb: int) -> FleetStart:
 
 def settled_sizes(pid: int) -> list[int]:
     """Bytes of each process, the largest first, once they grow no more: the pools are touched while they serve."""
-    before, sizes = 0, [1]
-    while sum(sizes) > before + MB:
+    before = -MB
+    while True:
+        sizes = sorted((process.memory_full_info().pss for process in family(pid)), reverse=True)
+        if sum(sizes) <= before + MB:
+            return sizes
         before = sum(sizes)
         time.sleep(SETTLE_S)
-        sizes = sorted((process.memory_full_info().pss for process in family(pid)), reverse=True)
-    return sizes
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -101,6 +102,7 @@ def lines(starts: Sequence[FleetStart], config: EngineConfig, weight_bytes: int)
                "s", holds=first_token_s < MOST_START_S)  # fmt: skip
     allowed = weight_bytes + (config.kv_memory_mb + MOST_OVERHEAD_MB) * MB
     largest = max(start.worker_bytes)
+    assert largest > weight_bytes, "no worker was measured"
     yield Line("resident memory of a worker",
                f"under weights once ({weight_bytes / MB:.0f} MB) + KV pool ({config.kv_memory_mb} MB) + "
                f"{MOST_OVERHEAD_MB} MB", largest / MB, "MB", holds=largest < allowed)  # fmt: skip
