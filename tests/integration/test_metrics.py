@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import urllib.request
 from dataclasses import replace
 
@@ -15,12 +14,6 @@ from core.handoff import Abort, AbortReason
 from kv_transfer.transports.memory_transport import MemoryTransport
 from protos.handoff_codec import encode
 from tests.support.deployment import deploy, tiny_config
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -36,14 +29,13 @@ async def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
     return found
 
 
-async def test_requests_latencies_and_ledgers_are_on_the_page() -> None:
-    port = free_port()
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=port), local_prefill_tokens=4)
+async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int) -> None:
+    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port), local_prefill_tokens=4)
     async with deploy(config) as deployment:
         await deployment.generate(text="long enough for two workers", max_tokens=5)
         await deployment.generate(text="hey", max_tokens=5)
         await deployment.assert_pools_settle()
-        page = await scrape(port)
+        page = await scrape(metrics_port)
     by_path = {labels["path"]: value for labels, value in page["tandem_requests_total"]}
     assert by_path == {"disaggregated": 1, "local": 1}
     assert page["gen_ai_server_time_to_first_token_seconds_count"][0][1] == 2
@@ -55,9 +47,8 @@ async def test_requests_latencies_and_ledgers_are_on_the_page() -> None:
     assert page["tandem_transfer_bytes_total"][0][1] > 0
 
 
-async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page() -> None:
-    port = free_port()
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=port))
+async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metrics_port: int) -> None:
+    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port))
     config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
     async with deploy(config) as deployment:
         agent = deployment.prefill[0]._parts.agent
@@ -68,7 +59,7 @@ async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page() -> N
         stranger.notify(agent.address.name, encode(Abort(1, 2, 3, AbortReason.CANCELLED)))  # a message, for no transfer
         async with asyncio.timeout(10):
             while True:
-                page = await scrape(port)
+                page = await scrape(metrics_port)
                 dropped = {labels["role"]: value for labels, value in page["tandem_worker_dropped_messages"]}
                 if dropped["prefill"]:
                     break

@@ -12,7 +12,7 @@ from cli.paths import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.paths import Lane, PathState, PathStatus
 from protos import cluster_pb2
-from tests.integration.test_metrics import free_port, scrape
+from tests.integration.test_metrics import scrape
 from tests.integration.transfer_owner_process import real_transport
 from tests.support.deployment import Deployment, deploy, tiny_config
 
@@ -53,12 +53,11 @@ async def test_every_pair_is_connected_and_measured_before_the_first_request(tra
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])
 async def test_a_path_below_its_promise_is_in_the_log_in_status_and_on_the_metrics_page(
-    transport: str, caplog: pytest.LogCaptureFixture
+    transport: str, metrics_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    port = free_port()
-    async with deploy(config_of(transport, port, expected_bytes_per_s=1e15)) as deployment:
+    async with deploy(config_of(transport, metrics_port, expected_bytes_per_s=1e15)) as deployment:
         fleet, (path,) = await fleet_with_paths(deployment)
-        page = await scrape(port)
+        page = await scrape(metrics_port)
         reader = deployment.endpoints[id(deployment.decode[0])].service_id
     assert path.state is PathState.SLOW
     summary, line = path_lines(fleet)

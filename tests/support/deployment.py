@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
@@ -191,10 +191,6 @@ async def wait_until_met(deployment: Deployment) -> None:
     async with asyncio.timeout(SETTLE_TIMEOUT_S):
         while not all(met(worker) for worker in deployment.workers):
             await asyncio.sleep(0.005)
-
-
-def with_port(config: TandemConfig, port: int) -> TandemConfig:
-    return replace(config, router=replace(config.router, port=port))
 
 
 def place(ordinal: int) -> Placement:
