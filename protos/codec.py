@@ -25,7 +25,7 @@ ROLE_TO_WIRE = {
     WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
     WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
 }
-ROLE_FROM_WIRE = {wire: role for role, wire in ROLE_TO_WIRE.items()}
+ROLE_FROM_WIRE: dict[int, WorkerRole] = {wire: role for role, wire in ROLE_TO_WIRE.items()}
 
 STATE_TO_WIRE = {
     WorkerState.STARTING: worker_pb2.WORKER_STATE_STARTING,
@@ -40,7 +40,7 @@ FINISH_TO_WIRE = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
 }
-FINISH_FROM_WIRE = {wire: reason for reason, wire in FINISH_TO_WIRE.items()}
+FINISH_FROM_WIRE: dict[int, FinishReason | None] = {wire: reason for reason, wire in FINISH_TO_WIRE.items()}
 
 PATH_TO_WIRE = {
     Path.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
@@ -63,6 +63,19 @@ _LAYOUT_FIELDS = (
     "model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head",
     "quantization",
 )  # fmt: skip
+
+
+def decode_role(wire: int) -> WorkerRole:
+    if wire not in ROLE_FROM_WIRE:
+        raise InvalidRequest("role", f"{wire} is not a WorkerRole")
+    return ROLE_FROM_WIRE[wire]
+
+
+def decode_finish_reason(wire: int) -> FinishReason | None:
+    """None where the sequence goes on."""
+    if wire not in FINISH_FROM_WIRE:
+        raise InvalidRequest("finish_reason", f"{wire} is not a FinishReason")
+    return FINISH_FROM_WIRE[wire]
 
 
 def encode_layout(layout: KVLayout) -> worker_pb2.KVLayout:

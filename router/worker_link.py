@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 import grpc
 import grpc.aio
 
-from core.errors import InvalidRequest, LayoutMismatch, TandemError, Unauthenticated
+from core.errors import InvalidRequest, LayoutMismatch, TandemError, Unauthenticated, WorkerUnavailable
 from core.paths import PeerDismissed, PeerIntroduced
 from protos import codec, worker_pb2, worker_pb2_grpc
 from router import events
@@ -114,7 +114,7 @@ class WorkerLink:
             snapshot = report.snapshot
             return events.WorkerJoined(
                 worker_id=self.endpoint.service_id,
-                role=codec.ROLE_FROM_WIRE[snapshot.role],
+                role=codec.decode_role(snapshot.role),
                 agent=codec.decode_agent(snapshot.agent),
                 cached_blocks=tuple(snapshot.cached_blocks),
                 load=load,
@@ -189,6 +189,8 @@ class WorkerLink:
             result = _decode_prefill(answer)
         except grpc.aio.AioRpcError as error:
             result = error_from(error)
+        except InvalidRequest as error:
+            result = _nonsense(error)
         self._post(events.PrefillReturned(action.dispatch_id, result))
 
     async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
@@ -208,7 +210,14 @@ class WorkerLink:
                     self._post(events.DecodeTokens(action.dispatch_id, tokens))
         except grpc.aio.AioRpcError as error:
             result = error_from(error)
+        except InvalidRequest as error:
+            result = _nonsense(error)
         self._post(events.DecodeReturned(action.dispatch_id, result))
+
+
+def _nonsense(error: InvalidRequest) -> TandemError:
+    """A worker of another version, perhaps. It is no fault of the client's, and not the only worker."""
+    return WorkerUnavailable(f"the worker's answer cannot be read: {error}")
 
 
 def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
@@ -216,7 +225,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
     return events.PrefillResult(
         index=index,
         token=token,
-        finish_reason=codec.FINISH_FROM_WIRE[wire.finish_reason],
+        finish_reason=codec.decode_finish_reason(wire.finish_reason),
         cached_tokens=wire.cached_tokens,
         queue_s=wire.queue_ms / 1e3,
         prefill_s=wire.prefill_ms / 1e3,
@@ -224,7 +233,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
 
 
 def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | TandemError:
-    reason = codec.FINISH_FROM_WIRE[wire.finish_reason]
+    reason = codec.decode_finish_reason(wire.finish_reason)
     if reason is None:
         return TandemError("the decode worker finished without a reason")
     return events.DecodeResult(
