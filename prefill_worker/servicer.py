@@ -75,6 +75,8 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             raise
         finally:
             del self._calls[request.request_id]
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # where the machine failed on this very call, nobody has waited for its answer
 
     def perform(self, action: object) -> bool:
         match action:

@@ -45,6 +45,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._meet = meet
         self._subscribers: set[asyncio.Queue[worker_pb2.WorkerReport | None]] = set()
         self._changed = asyncio.Event()
+        self._closed = False
 
     def notice(self) -> None:
         """Something changed; a report goes out within `report_interval_s`."""
@@ -76,10 +77,14 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         queue.put_nowait(None)
 
     def close(self) -> None:
+        """End every stream, and begin none: a router must not take a worker that goes for one that has come back."""
+        self._closed = True
         for queue in list(self._subscribers):
             self._cut_off(queue)
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._closed:
+            await abort(context, WorkerUnavailable("this worker stops, or has failed"))
         queue: asyncio.Queue[worker_pb2.WorkerReport | None] = asyncio.Queue(MAX_REPORTS_BEHIND + 1)
         # Changes before this moment are in the snapshot; send them to the others before it is taken.
         self._publish()

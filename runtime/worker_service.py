@@ -137,6 +137,7 @@ class WorkerService:
         self._driver: Driver[Any, Any] | None = None
         self._step_started_at = 0.0  # of the step in flight, or the last one
         self._step_watch: asyncio.TimerHandle | None = None
+        self._stopping = False
 
     async def start(self) -> Endpoint:
         self._loop = asyncio.get_running_loop()
@@ -171,8 +172,9 @@ class WorkerService:
             logger.warning("%s still has work after draining for %g s", self._parts.worker_id, timeout_s)
 
     async def stop(self) -> None:
-        if self._driver is None or self._driver.stopped:
+        if self._driver is None or self._stopping:
             return
+        self._stopping = True  # a failure has stopped the driver alone
         self._driver.stop()
         if self._step_watch is not None:
             self._step_watch.cancel()

@@ -15,7 +15,7 @@ from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
 from runtime.worker_service import WorkerService
 from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
-from tests.support.faults import Gate, slow_down, transfers
+from tests.support.faults import Gate, slow_down, transfers, until
 from tests.support.reference import CoLocatedEngine
 
 PROMPT = tuple(range(1, 70))
@@ -157,6 +157,10 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         assert answer.indices == list(range(NUM_OUTPUT))
         assert answer.finished is not None
         assert serving(deployment, answer.finished.decode_worker) is not victim
+        shell = deployment.router._shell
+        assert shell is not None
+        lost = deployment.endpoints[id(victim)].service_id
+        await until(lambda: shell.machine.workers.get(lost) is None, "the router knows it no more")
         gate.open()
         deployment.decode.remove(victim)
         await deployment.assert_pools_settle()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from core.block_pool import Column
@@ -78,6 +80,36 @@ async def test_news_of_the_fleet_arrives_in_order() -> None:
     assert met == news
     with pytest.raises(InvalidRequest, match="one of owner, reader and gone"):
         codec.decode_change(worker_pb2.PeerChange())
+
+
+class Refused(Exception):
+    pass
+
+
+class Context:
+    """Of a Watch call: what was written to it. `abort` raises, as gRPC's does."""
+
+    def __init__(self) -> None:
+        self.written: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
+
+    async def write(self, report: worker_pb2.WorkerReport) -> None:
+        self.written.put_nowait(report)
+
+    async def abort(self, code: grpc.StatusCode, details: str, _: object) -> None:
+        raise Refused(code, details)
+
+
+async def test_a_feed_that_is_closed_ends_its_streams_and_begins_no_other() -> None:
+    """Or the router would take a worker that has failed for one that has just come."""
+    feed, context, request = feed_of(0, []), Context(), worker_pb2.WatchRequest(router_id="r")
+    watching = asyncio.create_task(feed.Watch(request, context))  # type: ignore[arg-type]
+    assert (await context.written.get()).HasField("snapshot")
+    feed.close()
+    with pytest.raises(Refused, match="UNAVAILABLE"):
+        await watching
+    with pytest.raises(Refused, match="UNAVAILABLE"):
+        await feed.Watch(request, context)  # type: ignore[arg-type]
+    assert context.written.empty()
 
 
 def agent(name: str) -> AgentAddress:
