@@ -1,0 +1,155 @@
+"""How the agent's thread divides its time: round after round while something moves, then longer and longer pauses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from core.config import TransferConfig
+from core.kv_layout import KVLayout
+from kv_transfer import agent as agent_module
+from kv_transfer.agent import FIRST_PAUSE_S, PAUSE_SHARE, SPIN_S, AgentIdentity, TransferAgent
+from kv_transfer.transports.poll_time import EMPTY_POLL_S, WARM_S, PollTime
+from kv_transfer.transports.transport import PoolMemory, TransportEvent
+
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=4)
+CONFIG = TransferConfig(idle_pump_s=0.02, active_pump_s=0.001)
+ROUND_S = 0.00002  # what each look at the transport takes here
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Wire:
+    """A transport on which things happen when the test has said so: at the times in `busy_at`, one round each."""
+
+    def __init__(self, clock: Clock, busy_at: tuple[float, ...] = ()) -> None:
+        self.clock, self.busy_at = clock, list(busy_at)
+        self.busy = False
+        self.polled_at: list[float] = []
+
+    def poll(self) -> list[TransportEvent]:
+        self.clock.now += ROUND_S
+        self.polled_at.append(self.clock.now)
+        self.busy = bool(self.busy_at) and self.clock.now >= self.busy_at[0]
+        if self.busy:
+            self.busy_at.pop(0)
+        return []
+
+
+class Wake:
+    """Stands for the agent's bell. Waiting takes no time but the clock's; `commands_at`: when somebody rings."""
+
+    def __init__(self, clock: Clock, commands_at: tuple[float, ...] = ()) -> None:
+        self.clock, self.commands_at = clock, list(commands_at)
+        self.pauses: list[tuple[float, float]] = []  # (when, for how long at most)
+
+    def wait(self, timeout: float) -> bool:
+        self.pauses.append((self.clock.now, timeout))
+        rung = bool(self.commands_at) and self.commands_at[0] <= self.clock.now + timeout
+        self.clock.now = max(self.clock.now, self.commands_at.pop(0)) if rung else self.clock.now + timeout
+        return rung
+
+    def clear(self) -> None:
+        pass
+
+    def set(self) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def pump(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: bool = False) -> None:
+    """The agent's thread at work for so long; nothing here waits."""
+    buffer = bytearray(4 * LAYOUT.block_bytes)
+    pool = PoolMemory(0, 4, LAYOUT, memoryview(buffer))
+    agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: cast(Any, wire), lambda _: None)
+    agent._wake = cast(Any, wake)
+    agent._active = active
+    end, poll = clock.now + seconds, wire.poll
+
+    def poll_until_the_end() -> list[TransportEvent]:
+        agent._closing = clock.now >= end
+        return poll()
+
+    wire.poll = poll_until_the_end  # type: ignore[method-assign]
+    agent._pump(cast(Any, wire))
+
+
+def test_it_does_not_sleep_at_once(clock: Clock) -> None:
+    begun, wire, wake = clock.now, Wire(clock), Wake(clock)
+    pump(clock, wire, wake, seconds=SPIN_S)
+    assert len(wire.polled_at) >= SPIN_S / ROUND_S - 1
+    assert all(when >= begun + SPIN_S for when, _ in wake.pauses)
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_pauses_grow_with_the_quiet_and_no_further_than_the_config_says(clock: Clock, active: bool) -> None:
+    begun, wire, wake = clock.now, Wire(clock), Wake(clock)
+    pump(clock, wire, wake, seconds=1.0, active=active)
+    longest = CONFIG.active_pump_s if active else CONFIG.idle_pump_s
+    lengths = [length for _, length in wake.pauses]
+    assert lengths[0] == FIRST_PAUSE_S
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == longest
+    for when, length in wake.pauses:
+        assert length == pytest.approx(min(max(PAUSE_SHARE * (when - begun), FIRST_PAUSE_S), longest))
+
+
+def test_whatever_moves_ends_the_pauses_for_a_while(clock: Clock) -> None:
+    moved_at = clock.now + 0.5
+    wire, wake = Wire(clock, busy_at=(moved_at,)), Wake(clock)
+    pump(clock, wire, wake, seconds=0.6)
+    seen_at = next(when for when in wire.polled_at if when >= moved_at)
+    assert seen_at - moved_at <= CONFIG.idle_pump_s + ROUND_S
+    after = [when for when, _ in wake.pauses if when > seen_at]
+    assert after[0] - seen_at >= SPIN_S
+    assert next(length for when, length in wake.pauses if when > seen_at) == FIRST_PAUSE_S
+
+
+def test_a_command_ends_the_pauses_for_a_while(clock: Clock) -> None:
+    rung_at = clock.now + 0.5
+    wire, wake = Wire(clock), Wake(clock, commands_at=(rung_at,))
+    pump(clock, wire, wake, seconds=0.6)
+    assert next(when for when in wire.polled_at if when > rung_at) == pytest.approx(rung_at + ROUND_S)
+    when, length = next(pause for pause in wake.pauses if pause[0] > rung_at)
+    assert when - rung_at >= SPIN_S
+    assert length == FIRST_PAUSE_S
+
+
+# ---- was a poll that UCX says nothing of an empty one?
+
+
+def polls(*times: tuple[float, float]) -> list[bool]:
+    """(pause before it, how long it took) of each poll -> whether it moved something."""
+    clock = Clock()
+    poll_time, found = PollTime(clock), []
+    for pause_s, took_s in times:
+        clock.now += pause_s
+        poll_time.begin()
+        clock.now += took_s
+        found.append(poll_time.end())
+    return found
+
+
+def test_a_poll_that_took_longer_than_an_empty_one_has_moved_something() -> None:
+    empty, copying = 0.9 * EMPTY_POLL_S, 1.1 * EMPTY_POLL_S
+    assert polls((0.0, empty), (0.0, empty), (0.0, copying), (0.0, empty)) == [False, False, True, False]
+
+
+def test_the_first_poll_after_a_while_is_long_of_itself() -> None:
+    copying = 10 * EMPTY_POLL_S
+    assert polls((0.0, copying), (0.9 * WARM_S, copying)) == [False, True], "nothing came before the first"
+    assert polls((0.0, 0.0), (1.1 * WARM_S, copying), (0.0, copying)) == [False, False, True]
