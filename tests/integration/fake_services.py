@@ -36,7 +36,8 @@ class FakeService:
 
     async def start(self) -> Endpoint:
         port = int(self._placement.address.rpartition(":")[2] or 0)
-        self._server = await asyncio.start_server(self._break, "127.0.0.1", port)
+        # Shared, so that a test may keep the port for whoever is started on it next (tests/support/ports.py).
+        self._server = await asyncio.start_server(self._break, "127.0.0.1", port, reuse_port=True)
         address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._say(
             "started",
@@ -127,6 +128,10 @@ class Journal(asyncio.DatagramProtocol):
         if message["event"] == "drained":
             self.drained.add(message["name"])
         self._messages.put_nowait(message)
+
+    async def start_of(self, name: str) -> dict[str, object]:
+        """The newest start of a service; waits for the first."""
+        return self.started.get(name) or await self.wait_for(name=name, event="started")
 
     async def wait_for(self, **wanted: object) -> dict[str, object]:
         """The next message with these fields; those before it are passed over."""

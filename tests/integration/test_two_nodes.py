@@ -9,13 +9,14 @@ import secrets
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.integration.fake_services import Journal
+from tests.support.ports import kept_port
 
 ROOT = Path(__file__).parents[2]
 HEAD_IP, PREFILL_IP, DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3"
@@ -53,18 +54,22 @@ async def wait_for_line(process: Process, wanted: str) -> None:
     raise AssertionError(f"it ended without saying {wanted!r}: {''.join(seen[-5:])}")
 
 
+@pytest.fixture
+def head_port() -> Iterator[int]:
+    with kept_port(HEAD_IP) as port:
+        yield port
+
+
 @pytest.mark.timeout(240)
-async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(tmp_path: Path, head_port: int) -> None:
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "PATH": path}
-    head = f"{HEAD_IP}:{unused_tcp_port}"
+    head = f"{HEAD_IP}:{head_port}"
     # One after the other: on one real machine two starts at the same time fight for socket names.
     async with (
-        machine("head.sh", environment=environment | {"NODE_IP": HEAD_IP, "PORT": str(unused_tcp_port)}),
+        machine("head.sh", environment=environment | {"NODE_IP": HEAD_IP, "PORT": str(head_port)}),
         machine("prefill.sh", head, environment=environment | {"NODE_IP": PREFILL_IP}),
         machine("decode.sh", head, environment=environment | {"NODE_IP": DECODE_IP}),
         Journal.open(tmp_path / "journal") as journal,
@@ -75,8 +80,8 @@ async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(
         )  # fmt: skip
         try:
             await wait_for_line(driver, "ready")
+            hosts = {name: (await journal.start_of(name))["host"] for name in ("router-0", "prefill-0", "decode-0")}
         finally:
-            hosts = {name: message["host"] for name, message in journal.started.items()}
             services = [psutil.Process(pid) for pid in journal.pids if psutil.pid_exists(pid)]
             driver.send_signal(signal.SIGKILL)
             await driver.communicate()
