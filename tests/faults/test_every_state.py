@@ -96,9 +96,11 @@ async def computing(scene: Scene, timeout_s: float) -> Stream:
 
 async def offered_in_part(scene: Scene, timeout_s: float) -> Stream:
     scene.gate.close(after=1)
+    counters = transfers(scene.deployment.decode[0]).counters
+    num_reads = counters.num_reads
     stream = scene.start(timeout_s)
     await scene.offers(OwnerState.OFFERED)
-    await until(lambda: transfers(scene.deployment.decode[0]).counters.num_reads >= 2, "its first chunk is read")
+    await until(lambda: counters.num_reads > num_reads, "its first chunk is read")
     await scene.pulls(PullerState.WANTING)
     return stream
 

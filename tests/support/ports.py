@@ -1,4 +1,4 @@
-"""TCP ports that stay a test's own. One that was probed and closed may be anybody's a moment later: fleets open dozens."""
+"""TCP ports that stay a test's own. One that was probed and closed may be anybody's a moment later."""
 
 from __future__ import annotations
 
