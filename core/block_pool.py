@@ -108,10 +108,6 @@ class BlockPool:
         """Sequence hashes of all blocks whose content the prefix cache knows."""
         return list(self._block_of_hash)
 
-    def num_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are CACHED, so that sharing them makes them unavailable to `allocate`."""
-        return sum(block in self._cached for block in blocks)
-
     def num_available_without(self, holds: Iterable[int]) -> int:
         """`num_available` as it would be if these holds ended; a block held twice among them is named twice."""
         ended = Counter(holds)

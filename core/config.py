@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from core.errors import ConfigError
 
 MIN_TOKEN_CHARS = 16
+MAX_TRANSFERS = 16_384  # one heartbeat lists all of them, and is one message
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 
@@ -98,6 +99,10 @@ class TransferConfig:
             "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",
             "idle_pump_s", "active_pump_s",
         )  # fmt: skip
+        _require(
+            self.max_transfers <= MAX_TRANSFERS,
+            f"max_transfers must be at most {MAX_TRANSFERS}, is {self.max_transfers}",
+        )
         _require(self.slow_path_share < 1, f"slow_path_share must be less than 1, is {self.slow_path_share}")
         _require(
             0 <= self.expected_path_bytes_per_s < math.inf,

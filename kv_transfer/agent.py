@@ -88,7 +88,6 @@ class TransferAgent:
         self.identity = identity
         self.pool = pool
         self.num_malformed = 0  # notifications that were no message; written by the agent's thread alone
-        self.num_unsent = 0  # messages to peers that are gone
         self._open_transport = open_transport
         self._on_events = on_events
         self._address: AgentAddress | None = None
@@ -273,13 +272,11 @@ class TransferAgent:
             self._notify(transport, peer, message)
 
     def _notify(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
-        if peer not in self._peers:  # its PeerLost is on the way to the machine
-            self.num_unsent += 1
-            return
+        if peer not in self._peers:
+            return  # its PeerLost is on the way to the machine
         try:
             transport.notify(peer, encode(message))
         except TransportError as error:
-            self.num_unsent += 1
             self._lose(transport, peer, str(error))
 
     def _start_read(self, transport: Transport, action: StartRead) -> None:

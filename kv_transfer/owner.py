@@ -106,7 +106,6 @@ class Owner:
             if position not in offer.leased and (offer.wanted is None or position in offer.wanted)
         }
         self.pool.lease(wanted.values())
-        self._peers.counters.num_blocks_leased += len(wanted)
         offer.leased |= wanted
         if wanted and offer.state is OwnerState.COMPUTING:
             offer.step(OwnerState.OFFERED)

@@ -38,6 +38,7 @@ from kv_transfer.events import PullCompleted, PullFailed, PullGivenUp, ReadFaile
 from kv_transfer.peers import Drop, Peers, TransferMessage, transfer_name
 from kv_transfer.plan import TransferPlan
 from kv_transfer.pull import Pull
+from protos.handoff_codec import MAX_POSITIONS
 
 MAX_UNANSWERED_HEARTBEATS = 3
 
@@ -87,7 +88,11 @@ class Puller:
         if num_tokens is not None:
             pull.wanted = pull.wanted.intersection(range(-(-num_tokens // pull.plan.piece_tokens)))
         pull.step(PullerState.WANTING)
-        self._send_want(pull, now)
+        if len(pull.wanted) > MAX_POSITIONS:
+            detail = f"{len(pull.wanted)} pieces, and a WANT lists at most {MAX_POSITIONS}"
+            self._fail(pull, AbortReason.READ_FAILED, detail, now)
+        else:
+            self._send_want(pull, now)
 
     def cancel(self, transfer_id: TransferId, reason: AbortReason, now: float) -> None:
         pull = self.pulls.get(transfer_id)

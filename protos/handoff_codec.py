@@ -1,7 +1,7 @@
 """Between core.handoff's messages and bytes. Nothing else knows both.
 
 Decoding trusts nothing: what is not exactly one well-formed message of this version, within the limits below, raises
-`MalformedMessage`. Encoding a message that decoding would refuse raises it, too, so a fault shows where it is made.
+`MalformedMessage`. So does encoding what is too large; it does not look at the rest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import operator
 
 from google.protobuf.message import DecodeError
 
+from core.config import MAX_TRANSFERS
 from core.errors import ErrorCode, TandemError
 from core.handoff import (
     PROTOCOL_VERSION,
@@ -29,7 +30,7 @@ from protos import handoff_pb2
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_POSITIONS = 1 << 16  # of a WANT or a READY: 1 M tokens in blocks of 16
-MAX_ENTRIES = 1 << 14  # of a heartbeat
+MAX_ENTRIES = MAX_TRANSFERS  # of a heartbeat
 MAX_DETAIL_CHARS = 1024
 _TRANSFER_ID_BYTES = 16
 

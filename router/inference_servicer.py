@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 from core.config import RouterConfig
-from core.errors import DeadlineExceeded, TandemError
+from core.errors import DeadlineExceeded, InvalidRequest, TandemError
 from core.request import MAX_SEED
 from engine.tokenizer import ModelTokenizer
 from protos import inference_pb2, inference_pb2_grpc
@@ -115,6 +115,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         try:
+            if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
+                raise InvalidRequest("token_ids", f"at most {MAX_DETOKENIZE_TOKENS}, are {len(request.token_ids)}")
             text = await asyncio.to_thread(self._tokenizer.decode, request.token_ids)
         except TandemError as error:
             await abort(context, error)

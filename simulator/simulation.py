@@ -37,7 +37,6 @@ class Simulation:
         self.network = Network(self.world, scenario.network)
         self.oracle = Oracle(self.world, scenario)
         self.fleet: dict[str, WorkerNode] = {}  # newest incarnation of each worker, dead or alive
-        self._specs = {spec.worker_id: spec for spec in scenario.workers}
         self._agents: dict[str, SimulatedAgent] = {}  # by name, all that ever lived
         self._ended: list[WorkerNode] = []
         self.router = RouterNode(self.world, self.network, scenario.router, self.oracle, self.fleet)

@@ -17,9 +17,6 @@ from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, Sampl
 from runtime.grpc_server import FIELD_KEY, RETRYABLE_KEY
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 
-CONTEXT = 512  # of fake:tiny
-VOCAB = 320
-
 
 @pytest.fixture
 async def deployment() -> AsyncIterator[Deployment]:
@@ -204,6 +201,8 @@ async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Depl
     assert back.text == sent
     with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary"):
         await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=5)
+    with pytest.raises(grpc.aio.AioRpcError, match="at most 1000000, are 1000001"):
+        await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001), timeout=5)
 
 
 async def test_get_model_says_what_is_served(deployment: Deployment) -> None:

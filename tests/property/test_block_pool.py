@@ -102,7 +102,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if len(blocks) < len(wanted):
             assert wanted[len(blocks)] not in self.pool.known_hashes()
         before = self.pool.num_available
-        lost = self.pool.num_evictable(set(blocks))
+        lost = sum(self.pool.column_of(block) is Column.CACHED for block in set(blocks))
         self.pool.share(blocks)
         assert self.pool.num_available == before - lost
         self.held.append(blocks)

@@ -144,7 +144,7 @@ def test_a_puller_that_gives_targets_back_before_its_reads_end_is_caught(monkeyp
         self: Puller, pull: Pull, reason: AbortReason, detail: str, _now: float, state: PullerState = PullerState.FAILED
     ) -> None:
         for read_id in list(pull.reads):
-            self.num_forgotten = pull.reads.pop(read_id)
+            del pull.reads[read_id]
             self._pull_of_read.pop(read_id)
         self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
 

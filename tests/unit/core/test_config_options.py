@@ -98,6 +98,7 @@ OUT_OF_RANGE = [
     (EngineConfig, {"max_context": -1}, "max_context"),
     (TransferConfig, {"transport": "pigeon"}, "transport"),
     (TransferConfig, {"slow_path_share": 1.0}, "slow_path_share"),
+    (TransferConfig, {"max_transfers": 16_385}, "max_transfers must be at most 16384"),
     (TransferConfig, {"expected_path_bytes_per_s": -1.0}, "expected_path_bytes_per_s"),
     (RouterConfig, {"port": -1}, "port"),
     (RouterConfig, {"port": 65536}, "port"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.config import MAX_TRANSFERS
 from core.handoff import (
     PROTOCOL_VERSION,
     Abort,
@@ -84,7 +85,7 @@ def test_the_good_envelope_is_good() -> None:
 
 READY = handoff_pb2.HandoffReady
 HEARTBEAT = handoff_pb2.HandoffHeartbeat
-ENTRY = handoff_pb2.HandoffHeartbeatEntry
+NAMELESS = handoff_pb2.HandoffHeartbeatEntry()
 
 
 @pytest.mark.parametrize(
@@ -105,14 +106,7 @@ ENTRY = handoff_pb2.HandoffHeartbeatEntry
         ({"release": None, "abort": handoff_pb2.HandoffAbort(reason=99)}, "reason"),  # type: ignore[arg-type]
         ({"release": None, "heartbeat": HEARTBEAT()}, "transfer_id"),
         ({"release": None, "heartbeat": HEARTBEAT(ack=0), "transfer_id": b""}, "ack"),
-        (
-            {
-                "release": None,
-                "heartbeat": HEARTBEAT(entries=[handoff_pb2.HandoffHeartbeatEntry()]),
-                "transfer_id": b"",
-            },
-            "transfer_id",
-        ),
+        ({"release": None, "heartbeat": HEARTBEAT(entries=[NAMELESS]), "transfer_id": b""}, "transfer_id"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(fields: dict[str, object], complaint: str) -> None:
@@ -126,6 +120,12 @@ def test_oversized_messages_are_refused_both_ways() -> None:
     blocks = OfferedBlocks.of([(2**32 - 1, 2**32 - 1, 2**64 - 1)] * 60_000)
     with pytest.raises(MalformedMessage, match="bytes"):
         encode(Ready(1, 1, 1, 1, 0, blocks, False))
+
+
+def test_a_heartbeat_for_as_many_transfers_as_can_be_configured_arrives() -> None:
+    entries = tuple(HeartbeatEntry(2**128 - 1 - number, 2**32 - 1) for number in range(MAX_TRANSFERS))
+    heartbeat = Heartbeat(2**64 - 1, 2**64 - 1, 2**64 - 1, entries)
+    assert decode(encode(heartbeat)) == heartbeat
 
 
 def test_a_long_detail_is_cut() -> None:

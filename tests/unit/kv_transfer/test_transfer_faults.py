@@ -20,6 +20,7 @@ from core.handoff import (
     Want,
 )
 from core.machine import Tick
+from kv_transfer import puller
 from kv_transfer.events import Connect, Disconnect, MessageReceived, PeerLost, PullCompleted, PullFailed, PullGivenUp
 from kv_transfer.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair, Side, address
@@ -235,6 +236,17 @@ def test_a_want_with_another_layout_is_answered_with_an_abort() -> None:
     assert_freed(pair, OwnerState.ABORTED, AbortReason.LAYOUT_MISMATCH)
     pair.deliver_all()
     assert_failed(pair, AbortReason.LAYOUT_MISMATCH)
+
+
+def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "MAX_POSITIONS", 2)
+    pair = Pair()
+    pair.offer([0, 1, 2])
+    targets = pair.pull([0, 1, 2])
+    assert len(targets) == 3
+    assert_failed(pair, AbortReason.READ_FAILED)
+    pair.deliver_all()
+    assert_freed(pair, OwnerState.RELEASED, AbortReason.READ_FAILED)
 
 
 # ---- leases
