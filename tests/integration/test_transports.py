@@ -1,67 +1,25 @@
-"""The laws of kv_transfer/transports/transport.py, for every transport, and what only some of them can show."""
+"""The laws of kv_transfer/transports/transport.py, for every transport."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress
 from kv_transfer.plan import Run
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
-from tests.integration.transfer_owner_process import (
-    LAYOUT,
-    NUM_BLOCKS,
-    address_of,
-    host_pool,
-    known_bytes,
-    real_transport,
-)
+from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, real_transport
+from tests.integration.transport_ends import SIZE, Ends, blocks
 
-SIZE = LAYOUT.block_bytes
 ROOT = Path(__file__).parents[2]
-OVER_SHARED_MEMORY = not os.environ.get("UCX_TLS", "").startswith("tcp")
-
-
-class Ends:
-    """Two connected transports and their pools; `a` owns known bytes, `b` reads."""
-
-    def __init__(self, open_transport: Callable[[str], Transport]) -> None:
-        self.a, self.b = open_transport("a"), open_transport("b")
-        self.bytes_a, pool_a = host_pool()
-        self.bytes_b, pool_b = host_pool()
-        for block in range(NUM_BLOCKS):
-            self.bytes_a[block] = known_bytes(block)
-        self.a.register(pool_a)
-        self.b.register(pool_b)
-        self.address_a, self.address_b = address_of(self.a, pool_a), address_of(self.b, pool_b)
-        self.a.connect(self.address_b)
-        self.b.connect(self.address_a)
-
-    def poll_until(self, enough: Callable[[list[TransportEvent]], bool], seconds: float = 5.0) -> list[TransportEvent]:
-        """What `b` reports, while both poll, until it is enough."""
-        events: list[TransportEvent] = []
-        deadline = time.monotonic() + seconds
-        while not enough(events):
-            assert time.monotonic() < deadline, f"not enough after {seconds} s: {events}"
-            self.a.poll()
-            events += self.b.poll()
-        return events
-
-    def read(self, runs: list[Run]) -> None:
-        handle = self.b.start_read("a", runs)
-        assert self.poll_until(bool) == [ReadDone(handle)]
 
 
 def opener(kind: str) -> Callable[[str], Transport]:
@@ -77,10 +35,6 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     yield both
     both.a.close()
     both.b.close()
-
-
-def blocks(pairs: list[tuple[int, int]]) -> list[Run]:
-    return [Run(source * SIZE, target * SIZE, SIZE) for source, target in pairs]
 
 
 class TestContract:
@@ -198,8 +152,9 @@ def test_the_contract_holds_over_tcp(kind: str) -> None:
     """UCX reads UCX_TLS once per process, so this takes another one."""
     real_transport(kind)
     which = f"{kind} and (TestContract or owner) and not shared_memory"
+    files = [__file__, ROOT / "tests/integration/test_transport_peers.py"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, __file__],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files],
         env=os.environ | {"UCX_TLS": "tcp,self"},
         cwd=ROOT,
         capture_output=True,
@@ -209,183 +164,3 @@ def test_the_contract_holds_over_tcp(kind: str) -> None:
     )
     assert result.returncode == 0, result.stdout
     assert "19 passed" in result.stdout
-
-
-# ---- the death of a peer
-
-
-@dataclass(frozen=True)
-class OwnerProcess:
-    kind: str
-    process: subprocess.Popen[str]
-    address: AgentAddress
-
-
-@pytest.fixture(params=["nixl", "ucxx"])
-def owner(request: pytest.FixtureRequest) -> Iterator[OwnerProcess]:
-    real_transport(request.param)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.transfer_owner_process", request.param],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    fields = json.loads(process.stdout.readline())
-    address = AgentAddress(**fields | {"metadata": bytes.fromhex(fields["metadata"]), "layout": LAYOUT})
-    yield OwnerProcess(request.param, process, address)
-    process.kill()
-    process.wait(5)
-    process.stdout.close()
-
-
-def poll_for(transport: Transport, seconds: float) -> list[TransportEvent]:
-    events: list[TransportEvent] = []
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        events += transport.poll()
-    return events
-
-
-def wait_for_end(transport: Transport, seconds: float) -> TransportEvent:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for event in transport.poll():
-            return event
-    raise AssertionError(f"the read did not end within {seconds} s")
-
-
-def read_until_it_breaks(transport: Transport, peer: str, seconds: float) -> None:
-    """The first reads after a death may still succeed. Raises what the broken one says."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        transport.start_block_read(peer, (5,), (5,))
-        event = wait_for_end(transport, seconds)
-        if isinstance(event, ReadBroken):
-            raise event.error
-
-
-def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
-    """A transport that has read from the owner already, and its pool."""
-    array, pool = host_pool()
-    transport = real_transport(owner.kind)("reader")
-    transport.register(pool)
-    transport.connect(owner.address)
-    handle = transport.start_read(owner.address.name, blocks([(3, 0), (60, 1)]))
-    assert wait_for_end(transport, 5.0) == ReadDone(handle)
-    assert [int(block[0]) for block in array[:2]] == [known_bytes(3), known_bytes(60)]
-    return transport, array
-
-
-@pytest.mark.parametrize("owner", ["nixl"], indirect=True)
-def test_over_shared_memory_nixl_has_copied_when_start_read_returns(owner: OwnerProcess) -> None:
-    """What makes hashing a slice cheap: without it each slice would wait for a poll."""
-    transport, array = reader_of(owner)
-    for block in range(8, 40):
-        assert transport.take_ended(transport.start_block_read(owner.address.name, (block,), (block,)))
-        assert (array[block] == known_bytes(block)).all()
-    transport.close()
-
-
-def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None:
-    transport, _ = reader_of(owner)
-    owner.process.send_signal(signal.SIGKILL)
-    assert owner.process.wait(5) == -signal.SIGKILL
-    with pytest.raises(PeerDisconnected):
-        read_until_it_breaks(transport, owner.address.name, 2.0)
-    transport.disconnect(owner.address.name)
-    transport.close()
-
-
-def test_a_read_from_a_frozen_owner_ends_by_itself_or_can_be_cancelled_for_good(owner: OwnerProcess) -> None:
-    transport, array = reader_of(owner)
-    owner.process.send_signal(signal.SIGSTOP)
-    wanted = range(8, 40)
-    handle = transport.start_block_read(owner.address.name, wanted, wanted)
-    if owner.kind == "nixl" and OVER_SHARED_MEMORY:  # process_vm_readv needs nothing of a process that stands still
-        assert wait_for_end(transport, 3.0) == ReadDone(handle)
-        assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
-        transport.close()
-        return
-    assert poll_for(transport, 0.2) == [], "the owner's help was needed, and could not have come"
-    transport.cancel(handle)
-    events = poll_for(transport, 1.0)
-    if owner.kind == "nixl":  # cannot take it back, and does not say so
-        assert events == []
-        owner.process.send_signal(signal.SIGCONT)
-        events = [wait_for_end(transport, 3.0)]
-    (event,) = events
-    assert isinstance(event, ReadBroken)
-    assert event.handle == handle
-    array[8:40] = 0
-    owner.process.send_signal(signal.SIGCONT)
-    assert poll_for(transport, 0.5) == []
-    assert not array[8:40].any(), "nothing is written after the end"
-    transport.disconnect(owner.address.name)
-    transport.connect(owner.address)
-    handle = transport.start_block_read(owner.address.name, wanted, wanted)
-    assert wait_for_end(transport, 5.0) == ReadDone(handle)
-    assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
-    transport.close()
-
-
-# ---- the faults of the fake
-
-
-@pytest.fixture
-def faulty() -> tuple[MemoryFabric, Ends]:
-    fabric = MemoryFabric()
-    return fabric, Ends(lambda name: MemoryTransport(name, fabric))
-
-
-def test_the_fake_drops_doubles_and_delays(faulty: tuple[MemoryFabric, Ends]) -> None:
-    fabric, ends = faulty
-    fates: list[tuple[int, ...]] = [(), (0, 0), (2,), (0,)]
-    fabric.fate = lambda _sender, _receiver, payload: fates[payload[0]]
-    for number in range(4):
-        ends.a.notify("b", bytes([number]))
-    arrived = [[event.payload[0] for event in ends.b.poll()] for _ in range(3)]  # type: ignore[union-attr]
-    assert arrived == [[1, 1, 3], [], [2]]
-    assert fabric.faults_done["fate"] == 3
-
-
-def test_the_fake_fails_the_operation_it_is_told_to(faulty: tuple[MemoryFabric, Ends]) -> None:
-    fabric, ends = faulty
-    fabric.fail_operation(2, TransportError("as told"))
-    ends.b.notify("a", b"1")
-    with pytest.raises(TransportError, match="as told"):
-        ends.b.start_read("a", blocks([(0, 0)]))
-    ends.read(blocks([(0, 0)]))
-    assert fabric.faults_done["fail"] == 1
-
-
-def test_the_fake_flips_one_bit(faulty: tuple[MemoryFabric, Ends]) -> None:
-    fabric, ends = faulty
-    fabric.flip_byte_in_read(1)
-    ends.read(blocks([(1, 1)]))
-    assert np.count_nonzero(ends.bytes_b[1] != ends.bytes_a[1]) == 1
-    assert fabric.faults_done["flip"] == 1
-
-
-def test_the_fake_stalls_a_read_until_it_is_cancelled(faulty: tuple[MemoryFabric, Ends]) -> None:
-    fabric, ends = faulty
-    fabric.stall_reads = True
-    handle = ends.b.start_read("a", blocks([(1, 1)]))
-    assert ends.b.poll() == []
-    assert fabric.faults_done["stall"] == 1
-    ends.b.cancel(handle)
-    (event,) = ends.b.poll()
-    assert isinstance(event, ReadBroken)
-    assert not ends.bytes_b.any()
-
-
-def test_the_fake_lets_a_peer_die(faulty: tuple[MemoryFabric, Ends]) -> None:
-    fabric, ends = faulty
-    handle = ends.b.start_read("a", blocks([(1, 1)]))
-    fabric.kill("a")
-    (event,) = ends.b.poll()
-    assert isinstance(event, ReadBroken)
-    assert (event.handle, type(event.error)) == (handle, PeerDisconnected)
-    with pytest.raises(PeerDisconnected):
-        ends.b.notify("a", b"")
-    assert fabric.faults_done["kill"] == 1

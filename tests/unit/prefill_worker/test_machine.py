@@ -6,44 +6,12 @@ import pytest
 
 from core.config import SchedulerConfig
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
-from core.handoff import Abort, AbortReason, Ready, Release, Want
+from core.handoff import Abort, AbortReason, Ready
 from core.lifecycle import FinishReason, Stage, WorkerState
-from core.request import Request
 from core.worker import DrainRequested
-from kv_transfer.events import BlocksChecked, CheckBlocks, KeepDigests
-from prefill_worker.machine import (
-    MAX_STALL_S,
-    PrefillArrived,
-    PrefillCancelled,
-    PrefillDone,
-    PrefillFailed,
-    PrefillMachine,
-)
-from tests.support.driven_worker import EOS, LAYOUT, LEASE_S, DrivenWorker, request
-
-
-class Prefill(DrivenWorker):
-    def __init__(self, num_blocks: int = 16, scheduler: SchedulerConfig | None = None) -> None:
-        super().__init__(PrefillMachine, num_blocks, scheduler)
-
-    def arrive(self, arriving: Request, ticket: int = 1, timeout_s: float = 60.0) -> list[object]:
-        return self.post(PrefillArrived(arriving, ticket, self.peer, self.now + timeout_s))
-
-    def want(self, *positions: int, ticket: int = 1) -> list[object]:
-        return self.hear(lambda i, c: Want(ticket, i, c, LAYOUT.fingerprint(), positions))
-
-    def release(self, ticket: int = 1, reason: AbortReason | None = None) -> list[object]:
-        return self.hear(lambda i, c: Release(ticket, i, c, reason))
-
-    def check_cached(self, *spoilt: int) -> list[object]:
-        """The agent's answer to the check that was asked for last."""
-        asked = self.of(CheckBlocks)[-1]
-        return self.post(BlocksChecked(asked.transfer_id, tuple(pair for pair in asked.blocks if pair[0] in spoilt)))
-
-    def offered(self) -> list[int]:
-        """Positions announced so far, in order."""
-        return [block.position for ready in self.sent(Ready) for block in ready.blocks]
-
+from prefill_worker.machine import MAX_STALL_S, PrefillCancelled, PrefillDone, PrefillFailed
+from tests.support.driven_worker import EOS, LEASE_S, request
+from tests.unit.prefill_worker.driven_prefill import Prefill
 
 # ---- offers
 
@@ -128,104 +96,6 @@ def test_a_cached_prefix_is_offered_with_the_rest_and_counted() -> None:
     assert worker.offered()[2:] == [0, 1, 2]
     worker.check_cached()
     assert worker.of(PrefillDone)[1].cached_tokens == 8
-
-
-# ---- blocks from the cache
-
-
-def after_a_cached_prefix() -> Prefill:
-    """ "b" begins with two blocks that "a" has left in the cache, and is being computed."""
-    worker = Prefill()
-    worker.arrive(request("a", 8))
-    worker.want(0, 1)
-    worker.finish_step()
-    worker.release()
-    worker.arrive(request("b", 12), ticket=2)
-    worker.want(0, 1, 2, ticket=2)
-    assert worker.chunks() == [("b", 8, 4)]
-    return worker
-
-
-def test_what_was_computed_is_noted_once_and_checked_when_it_is_used_again() -> None:
-    worker = after_a_cached_prefix()
-    computed = worker.of(KeepDigests)[0].blocks
-    check = worker.only(CheckBlocks)
-    assert (check.transfer_id, [block for block, _ in check.blocks]) == (2, list(computed))
-    worker.finish_step()
-    assert not set(worker.of(KeepDigests)[1].blocks) & set(computed)
-
-
-def test_the_first_token_waits_for_the_check_of_the_blocks_it_was_computed_from() -> None:
-    worker = after_a_cached_prefix()
-    worker.finish_step()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a"]
-    assert not worker.machine.idle
-    worker.check_cached()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
-
-
-def test_a_check_that_is_back_first_costs_nothing() -> None:
-    worker = after_a_cached_prefix()
-    worker.check_cached()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a"]
-    worker.finish_step()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
-
-
-@pytest.mark.parametrize("step_first", [True, False])
-def test_spoilt_blocks_end_the_call_and_nobody_finds_them_or_what_came_of_them(step_first: bool) -> None:
-    worker = after_a_cached_prefix()
-    (spoilt, *_) = worker.only(CheckBlocks).blocks
-    if step_first:
-        worker.finish_step()
-    worker.check_cached(spoilt[0])
-    failed = worker.only(PrefillFailed)
-    assert (failed.request_id, type(failed.error)) == ("b", TransferFailed)
-    assert worker.sent(Abort)[-1].reason is AbortReason.DIGEST_MISMATCH
-    if not step_first:
-        worker.finish_step()
-    worker.release(ticket=2, reason=AbortReason.DIGEST_MISMATCH)
-    assert worker.machine.idle
-    assert worker.ledger == {}
-    assert not worker.pool.known_hashes(), "the second block was not spoilt, but is distrusted with its sequence"
-    worker.arrive(request("c", 12), ticket=3)
-    assert worker.chunks() == [("c", 0, 8)], "computed from the beginning"
-    assert len(worker.of(PrefillDone)) == 1
-
-
-def test_a_call_that_is_cancelled_while_it_waits_for_its_check_ends_once() -> None:
-    worker = after_a_cached_prefix()
-    worker.finish_step()
-    worker.post(PrefillCancelled("b"))
-    assert type(worker.only(PrefillFailed).error) is RequestCancelled
-    worker.check_cached()
-    assert len(worker.of(PrefillDone)) == 1
-
-
-def test_the_deadline_ends_a_call_that_waits_for_its_check() -> None:
-    worker = after_a_cached_prefix()
-    worker.finish_step()
-    worker.pass_time(61.0)
-    assert type(worker.only(PrefillFailed).error) is DeadlineExceeded
-
-
-def test_a_preempted_prompt_goes_on_offering_where_it_was() -> None:
-    worker = Prefill(num_blocks=6)
-    worker.arrive(request("x", 8, first=30), ticket=2)
-    worker.run_until_idle()
-    worker.arrive(request("a", 20))
-    worker.want(0, 1, 2, 3, 4)
-    worker.run_until_idle()
-    assert worker.offered() == [0, 1, 2, 3], "the last block is missing: x's reader keeps two"
-    sequence = worker.core.scheduler.get("a")
-    assert sequence is not None
-    worker.core.scheduler._preempt(sequence)
-    assert worker.ledger == {"leased": 6}, "what was announced stays readable"
-    worker.release(ticket=2)
-    assert worker.chunks() == [("a", 16, 4)], "its own leased blocks are its cached prefix"
-    worker.finish_step()
-    assert worker.offered() == [0, 1, 2, 3, 4], "each position once"
-    assert worker.sent(Ready)[-1].last
 
 
 # ---- ends

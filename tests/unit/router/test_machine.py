@@ -6,22 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from core.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    LayoutMismatch,
-    QueueFull,
-    RequestCancelled,
-    TandemError,
-    TransferFailed,
-    WorkerUnavailable,
-)
+from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, QueueFull, RequestCancelled, WorkerUnavailable
 from core.lifecycle import FinishReason, Path, Stage, WorkerRole, WorkerState
 from core.step import SampledToken
 from router import events
-from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, agent, request
+from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, agent, request
 
 LOST = WorkerUnavailable("connection reset")
+
 
 # ---- two calls
 
@@ -163,128 +155,6 @@ def test_a_long_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -
     router.post(events.WorkerReported("D", router.machine.workers.chosen("D").load, tuple((h, True) for h in hashes)))
     router.arrive(prompt)
     assert router.dispatches() == [("r#1", None, "D")]
-
-
-# ---- failures
-
-
-def test_a_dead_prefill_worker_is_replaced_by_another_pair_and_the_old_calls_end() -> None:
-    router = DrivenRouter(prefill=("P1", "P2"))
-    router.arrive()
-    assert router.dispatches() == [("r#1", "P1", "D")]
-    router.post(events.WorkerLost("P1", "its process has ended"))
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
-    assert router.dispatches()[1:] == [("r#2", "P2", "D")]
-
-
-def test_a_dead_prefill_worker_does_not_matter_once_its_work_has_arrived() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.tokens(0, 11)
-    router.post(events.WorkerLost("P", "its process has ended"))
-    router.tokens(1, 12, 13, 14)
-    router.decoded()
-    assert router.delivered() == [11, 12, 13, 14]
-    assert router.only(events.Finish).outcome.attempts == 1
-
-
-def test_when_the_decode_worker_dies_in_mid_stream_another_goes_on_at_the_next_index() -> None:
-    router = DrivenRouter(decode=("D1", "D2"))
-    router.arrive()
-    router.first_token(11)
-    router.tokens(1, 12)
-    router.post(events.WorkerLost("D1", "its process has ended"))
-    again = router.of(events.StartDecode)[1]
-    assert again.worker_id == "D2"
-    assert again.request.token_ids == (*range(1, 9), 11, 12)
-    assert again.request.num_prompt_tokens == 8
-    router.tokens(2, 66, dispatch="r#1")
-    router.tokens(2, 13, 14, dispatch="r#2")
-    router.first_token(13, dispatch="r#2", index=2)
-    router.decoded("r#2")
-    assert router.delivered() == [11, 12, 13, 14], "what the dead worker still said does not count"
-    outcome = router.only(events.Finish).outcome
-    assert (outcome.path, outcome.attempts) == (Path.RECOMPUTED, 2)
-
-
-def test_a_worker_that_dies_after_the_last_token_but_before_its_last_word_ends_the_request_well() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive(request("by_length", max_tokens=2))
-    router.arrive(request("by_eos"))
-    router.tokens(0, 11, 12, dispatch="by_length#1")
-    router.tokens(0, 11, EOS, dispatch="by_eos#1")
-    router.post(events.WorkerLost("D", "its process has ended"))
-    reasons = {action.request_id: action.outcome.finish_reason for action in router.of(events.Finish)}
-    assert reasons == {"by_length": FinishReason.LENGTH, "by_eos": FinishReason.STOP}
-
-
-def test_a_decode_worker_that_is_done_may_die_while_the_first_token_is_on_its_way() -> None:
-    router = DrivenRouter()
-    router.arrive(request(num_logprobs=0, max_tokens=1))
-    router.decoded()
-    router.post(events.WorkerLost("D", "its process has ended"))
-    result = events.PrefillResult(0, SampledToken(10, logprob=-1.0), None, 0, 0.0, 0.0)
-    router.post(events.PrefillReturned("r#1", result))
-    assert router.only(events.Finish).outcome.attempts == 1
-
-
-def test_after_a_failed_hand_off_both_workers_are_avoided_where_there_are_others() -> None:
-    router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
-    router.arrive()
-    router.decode_fails(TransferFailed("lease expired"))
-    assert router.dispatches() == [("r#1", "P1", "D1"), ("r#2", "P2", "D2")]
-
-
-def test_after_a_failed_hand_off_of_the_only_pair_the_prompt_is_recomputed_where_it_is_decoded() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.decode_fails(TransferFailed("lease expired"))
-    assert router.dispatches() == [("r#1", "P", "D"), ("r#2", None, "D")]
-
-
-def test_a_request_fails_with_its_last_error_after_max_attempts() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    for attempt in (1, 2, 3):
-        router.decode_fails(WorkerUnavailable(f"fault {attempt}"), f"r#{attempt}")
-        router.report("D")
-        router.pass_time(CONFIG.retry_pause_s)
-    assert str(router.only(events.Fail).error) == "fault 3"
-    assert len(router.dispatches()) == 3
-
-
-def test_an_error_that_another_attempt_cannot_mend_ends_the_request() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.prefill_fails(TandemError("the step failed"))
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
-    assert str(router.only(events.Fail).error) == "the step failed"
-
-
-def test_a_worker_with_a_full_queue_gets_nothing_until_it_reports_again() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    router.decode_fails(QueueFull("256 sequences wait already"))
-    assert router.machine.num_queued == 1
-    router.report("D")
-    assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
-
-
-def test_a_worker_started_anew_under_its_name_has_lost_what_it_was_doing() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    router.join("D", WorkerRole.DECODE, incarnation=2)
-    assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
-
-
-def test_a_fresh_snapshot_of_the_same_process_changes_nothing_that_is_under_way() -> None:
-    router = DrivenRouter(prefill=())
-    router.arrive()
-    assert router.join("D", WorkerRole.DECODE) == []
-    router.tokens(0, 11, 12, 13, 14)
-    router.decoded()
-    assert router.delivered() == [11, 12, 13, 14]
 
 
 # ---- deadlines

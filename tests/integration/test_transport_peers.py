@@ -1,0 +1,140 @@
+"""A transport whose peer is killed or frozen: a process of its own, over real UCX."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core.errors import PeerDisconnected
+from core.handoff import AgentAddress
+from kv_transfer.transports.transport import ReadBroken, ReadDone, Transport, TransportEvent
+from tests.integration.transfer_owner_process import LAYOUT, host_pool, known_bytes, real_transport
+from tests.integration.transport_ends import blocks
+
+ROOT = Path(__file__).parents[2]
+OVER_SHARED_MEMORY = not os.environ.get("UCX_TLS", "").startswith("tcp")
+
+
+@dataclass(frozen=True)
+class OwnerProcess:
+    kind: str
+    process: subprocess.Popen[str]
+    address: AgentAddress
+
+
+@pytest.fixture(params=["nixl", "ucxx"])
+def owner(request: pytest.FixtureRequest) -> Iterator[OwnerProcess]:
+    real_transport(request.param)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.transfer_owner_process", request.param],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    fields = json.loads(process.stdout.readline())
+    address = AgentAddress(**fields | {"metadata": bytes.fromhex(fields["metadata"]), "layout": LAYOUT})
+    yield OwnerProcess(request.param, process, address)
+    process.kill()
+    process.wait(5)
+    process.stdout.close()
+
+
+def poll_for(transport: Transport, seconds: float) -> list[TransportEvent]:
+    events: list[TransportEvent] = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        events += transport.poll()
+    return events
+
+
+def wait_for_end(transport: Transport, seconds: float) -> TransportEvent:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for event in transport.poll():
+            return event
+    raise AssertionError(f"the read did not end within {seconds} s")
+
+
+def read_until_it_breaks(transport: Transport, peer: str, seconds: float) -> None:
+    """The first reads after a death may still succeed. Raises what the broken one says."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        transport.start_block_read(peer, (5,), (5,))
+        event = wait_for_end(transport, seconds)
+        if isinstance(event, ReadBroken):
+            raise event.error
+
+
+def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
+    """A transport that has read from the owner already, and its pool."""
+    array, pool = host_pool()
+    transport = real_transport(owner.kind)("reader")
+    transport.register(pool)
+    transport.connect(owner.address)
+    handle = transport.start_read(owner.address.name, blocks([(3, 0), (60, 1)]))
+    assert wait_for_end(transport, 5.0) == ReadDone(handle)
+    assert [int(block[0]) for block in array[:2]] == [known_bytes(3), known_bytes(60)]
+    return transport, array
+
+
+@pytest.mark.parametrize("owner", ["nixl"], indirect=True)
+def test_over_shared_memory_nixl_has_copied_when_start_read_returns(owner: OwnerProcess) -> None:
+    """What makes hashing a slice cheap: without it each slice would wait for a poll."""
+    transport, array = reader_of(owner)
+    for block in range(8, 40):
+        assert transport.take_ended(transport.start_block_read(owner.address.name, (block,), (block,)))
+        assert (array[block] == known_bytes(block)).all()
+    transport.close()
+
+
+def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None:
+    transport, _ = reader_of(owner)
+    owner.process.send_signal(signal.SIGKILL)
+    assert owner.process.wait(5) == -signal.SIGKILL
+    with pytest.raises(PeerDisconnected):
+        read_until_it_breaks(transport, owner.address.name, 2.0)
+    transport.disconnect(owner.address.name)
+    transport.close()
+
+
+def test_a_read_from_a_frozen_owner_ends_by_itself_or_can_be_cancelled_for_good(owner: OwnerProcess) -> None:
+    transport, array = reader_of(owner)
+    owner.process.send_signal(signal.SIGSTOP)
+    wanted = range(8, 40)
+    handle = transport.start_block_read(owner.address.name, wanted, wanted)
+    if owner.kind == "nixl" and OVER_SHARED_MEMORY:  # process_vm_readv needs nothing of a process that stands still
+        assert wait_for_end(transport, 3.0) == ReadDone(handle)
+        assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
+        transport.close()
+        return
+    assert poll_for(transport, 0.2) == [], "the owner's help was needed, and could not have come"
+    transport.cancel(handle)
+    events = poll_for(transport, 1.0)
+    if owner.kind == "nixl":  # cannot take it back, and does not say so
+        assert events == []
+        owner.process.send_signal(signal.SIGCONT)
+        events = [wait_for_end(transport, 3.0)]
+    (event,) = events
+    assert isinstance(event, ReadBroken)
+    assert event.handle == handle
+    array[8:40] = 0
+    owner.process.send_signal(signal.SIGCONT)
+    assert poll_for(transport, 0.5) == []
+    assert not array[8:40].any(), "nothing is written after the end"
+    transport.disconnect(owner.address.name)
+    transport.connect(owner.address)
+    handle = transport.start_block_read(owner.address.name, wanted, wanted)
+    assert wait_for_end(transport, 5.0) == ReadDone(handle)
+    assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
+    transport.close()

@@ -1,0 +1,46 @@
+"""Two transports that are connected, in the hands of a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kv_transfer.plan import Run
+from kv_transfer.transports.transport import ReadDone, Transport, TransportEvent
+from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, address_of, host_pool, known_bytes
+
+SIZE = LAYOUT.block_bytes
+
+
+class Ends:
+    """Two connected transports and their pools; `a` owns known bytes, `b` reads."""
+
+    def __init__(self, open_transport: Callable[[str], Transport]) -> None:
+        self.a, self.b = open_transport("a"), open_transport("b")
+        self.bytes_a, pool_a = host_pool()
+        self.bytes_b, pool_b = host_pool()
+        for block in range(NUM_BLOCKS):
+            self.bytes_a[block] = known_bytes(block)
+        self.a.register(pool_a)
+        self.b.register(pool_b)
+        self.address_a, self.address_b = address_of(self.a, pool_a), address_of(self.b, pool_b)
+        self.a.connect(self.address_b)
+        self.b.connect(self.address_a)
+
+    def poll_until(self, enough: Callable[[list[TransportEvent]], bool], seconds: float = 5.0) -> list[TransportEvent]:
+        """What `b` reports, while both poll, until it is enough."""
+        events: list[TransportEvent] = []
+        deadline = time.monotonic() + seconds
+        while not enough(events):
+            assert time.monotonic() < deadline, f"not enough after {seconds} s: {events}"
+            self.a.poll()
+            events += self.b.poll()
+        return events
+
+    def read(self, runs: list[Run]) -> None:
+        handle = self.b.start_read("a", runs)
+        assert self.poll_until(bool) == [ReadDone(handle)]
+
+
+def blocks(pairs: list[tuple[int, int]]) -> list[Run]:
+    return [Run(source * SIZE, target * SIZE, SIZE) for source, target in pairs]

@@ -1,0 +1,58 @@
+"""A decode worker's machine in the hands of a test."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from core.config import SchedulerConfig
+from core.handoff import OfferedBlocks, Ready, Want
+from core.request import Request
+from decode_worker.machine import DecodeArrived, DecodeMachine, EmitTokens
+from kv_transfer.events import ReadFinished, StartRead
+from tests.support.driven_worker import DrivenWorker
+
+
+class Decode(DrivenWorker):
+    def __init__(
+        self, num_blocks: int = 16, max_pulls_waiting: int = 4, scheduler: SchedulerConfig | None = None
+    ) -> None:
+        super().__init__(partial(DecodeMachine, max_pulls_waiting=max_pulls_waiting), num_blocks, scheduler)
+
+    def arrive(self, arriving: Request, ticket: int = 1, timeout_s: float = 60.0) -> list[object]:
+        return self.post(DecodeArrived(arriving, (ticket, self.peer), self.now + timeout_s))
+
+    def arrive_alone(self, arriving: Request, timeout_s: float = 60.0) -> list[object]:
+        return self.post(DecodeArrived(arriving, None, self.now + timeout_s))
+
+    def wanted(self, ticket: int = 1) -> tuple[int, ...]:
+        """Positions that the newest WANT asks for."""
+        return next(want.positions for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
+
+    def ready(self, *positions: int, ticket: int = 1, first_block: int = 0, token: int | None = None) -> list[object]:
+        """The owner announces positions; with a `token` they are the last. It keeps position p in its block p."""
+        ack = next(want.counter for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
+        blocks = OfferedBlocks.of((position, position, 0) for position in positions)
+        return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, token is not None, token))
+
+    def finish_reads(self) -> None:
+        ended = getattr(self, "_reads_ended", 0)
+        reads = self.of(StartRead)[ended:]
+        self._reads_ended = ended + len(reads)
+        for read in reads:
+            self.post(ReadFinished(read.read_id, ()))
+
+    def pull(self, ticket: int = 1, token: int = 20) -> None:
+        """The whole hand-off."""
+        self.ready(*self.wanted(ticket), ticket=ticket, token=token)
+        self.finish_reads()
+
+    def emitted(self, name: str) -> list[int]:
+        """Token ids of a call, after checking that indices are without a gap."""
+        tokens: list[int] = []
+        first = None
+        for action in self.of(EmitTokens):
+            if action.request_id == name:
+                first = action.index if first is None else first
+                assert action.index == first + len(tokens)
+                tokens += [token.token_id for token in action.tokens]
+        return tokens

@@ -1,0 +1,166 @@
+"""A decode worker's calls: computed here, cancelled, late, refused, or drained. How KV comes is in test_machine.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.block_pool import Column
+from core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    QueueFull,
+    RequestCancelled,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from core.handoff import AbortReason, Release, Want
+from core.kv_layout import KVLayout
+from core.lifecycle import Stage, WorkerState
+from core.worker import DrainRequested
+from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
+from tests.support.driven_worker import LAYOUT, address, request
+from tests.unit.decode_worker.driven_decode import Decode
+
+# ---- the prompt computed here
+
+
+def test_without_a_source_the_prompt_is_computed_here() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 10, max_tokens=3))
+    assert worker.chunks() == [("a", 0, 8)]
+    worker.run_until_idle()
+    assert worker.emitted("a") == [10, 11, 12]
+    done = worker.only(DecodeDone)
+    assert done.pull is None
+    assert [stage for stage, _, _ in done.timeline.history] == [Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
+
+
+def test_decoding_goes_on_while_a_prompt_is_computed_in_chunks() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 4, max_tokens=8))
+    worker.finish_step()
+    worker.arrive_alone(request("b", 16, first=30))
+    worker.finish_step()
+    assert worker.chunks() == [("a", 5 + 0, 1), ("b", 0, 7)]
+
+
+def test_a_failed_step_ends_the_calls_in_it() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 4))
+    worker.fail_step()
+    assert worker.only(DecodeFailed).request_id == "a"
+    assert worker.ledger == {}
+    worker.arrive_alone(request("b", 4, max_tokens=1))
+    worker.run_until_idle()
+    assert worker.only(DecodeDone).request_id == "b"
+
+
+# ---- cancellation and deadlines
+
+
+def test_a_call_cancelled_while_it_waits_for_blocks_leaves_the_others_their_turn() -> None:
+    worker = Decode(num_blocks=4)
+    worker.arrive(request("a", 12), ticket=1)
+    worker.arrive(request("b", 12, first=30), ticket=2)
+    worker.arrive(request("c", 4, first=50), ticket=3)
+    worker.post(DecodeCancelled("b"))
+    assert isinstance(worker.only(DecodeFailed).error, RequestCancelled)
+    assert worker.sent(Release)[-1].transfer_id == 2
+    assert [want.transfer_id for want in worker.sent(Want)] == [1, 3]
+
+
+def test_a_call_cancelled_during_its_reads_keeps_their_targets_until_they_have_ended() -> None:
+    worker = Decode()
+    worker.arrive(request("a", 8))
+    worker.ready(0, 1, token=20)
+    worker.post(DecodeCancelled("a"))
+    assert worker.only(DecodeFailed).request_id == "a"
+    assert worker.ledger == {"incoming": 2}
+    assert worker.sent(Release) == []
+    assert not worker.machine.idle
+    worker.finish_reads()
+    assert worker.ledger == {}
+    assert worker.sent(Release)[-1].reason is AbortReason.CANCELLED
+    assert worker.emitted("a") == []
+    assert worker.machine.idle
+
+
+def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_has_ended() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 4))
+    worker.post(DecodeCancelled("a"))
+    assert worker.ledger == {"held": 1}
+    worker.finish_step()
+    assert worker.ledger == {}
+    assert worker.emitted("a") == []
+
+
+def test_a_call_cancelled_in_mid_stream_says_nothing_more() -> None:
+    worker = Decode()
+    worker.arrive(request("a", 6, max_tokens=8))
+    worker.pull()
+    worker.finish_step()
+    worker.post(DecodeCancelled("a"))
+    worker.run_until_idle()
+    assert worker.emitted("a") == [20, 7]
+    assert len(worker.of(DecodeFailed)) == 1
+    assert worker.of(DecodeDone) == []
+    assert worker.post(DecodeCancelled("a")) == []
+
+
+@pytest.mark.parametrize("stage", ["queue", "transfer", "prefill", "decode"])
+def test_the_deadline_ends_a_call_in_every_stage_and_says_in_which(stage: str) -> None:
+    worker = Decode(num_blocks=4)
+    if stage == "queue":
+        worker.arrive(request("before", 16, max_tokens=1, first=30), ticket=9)
+    if stage == "prefill":
+        worker.arrive_alone(request("a", 12), timeout_s=3.0)
+    else:
+        worker.arrive(request("a", 8), timeout_s=3.0)
+    if stage == "decode":
+        worker.pull()
+    worker.pass_time(2.9)
+    assert worker.of(DecodeFailed) == []
+    worker.pass_time(0.2)
+    (failed,) = worker.of(DecodeFailed)
+    assert isinstance(failed.error, DeadlineExceeded)
+    assert f"in stage {stage}" in str(failed.error)
+    worker.run_until_idle()
+    assert worker.pool.ledger()[Column.HELD] == 0
+
+
+# ---- refusals
+
+
+def test_what_cannot_be_taken_is_refused_without_a_trace() -> None:
+    worker = Decode(num_blocks=4, max_pulls_waiting=1)
+    other = KVLayout("m", "bfloat16", 1, 1, LAYOUT.block_size, 1)
+    with pytest.raises(InvalidRequest, match="KV blocks"):
+        worker.arrive(request("large", 14, max_tokens=4), ticket=5)
+    with pytest.raises(LayoutMismatch, match="dtype"):
+        worker.post(DecodeArrived(request("a", 4), (6, address("other", layout=other)), worker.now + 9))
+    worker.arrive(request("a", 13), ticket=1)
+    with pytest.raises(InvalidRequest, match="served already"):
+        worker.arrive(request("a", 4), ticket=7)
+    with pytest.raises(TransferFailed, match="pulled before"):
+        worker.arrive(request("b", 4), ticket=1)
+    worker.arrive(request("c", 4), ticket=2)
+    with pytest.raises(QueueFull, match="max_pulls_waiting"):
+        worker.arrive(request("d", 4), ticket=3)
+    worker.machine.check()
+    assert worker.of(DecodeFailed) == []
+    assert worker.machine.load().num_pulls_waiting == 1
+
+
+def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
+    worker = Decode()
+    worker.arrive(request("a", 6, max_tokens=2))
+    worker.post(DrainRequested())
+    assert worker.machine.load().state is WorkerState.DRAINING
+    with pytest.raises(WorkerUnavailable, match="draining"):
+        worker.arrive_alone(request("b", 4))
+    worker.pull()
+    worker.run_until_idle()
+    assert worker.only(DecodeDone).request_id == "a"
+    assert worker.machine.idle

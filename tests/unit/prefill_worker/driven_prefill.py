@@ -1,0 +1,33 @@
+"""A prefill worker's machine in the hands of a test."""
+
+from __future__ import annotations
+
+from core.config import SchedulerConfig
+from core.handoff import AbortReason, Ready, Release, Want
+from core.request import Request
+from kv_transfer.events import BlocksChecked, CheckBlocks
+from prefill_worker.machine import PrefillArrived, PrefillMachine
+from tests.support.driven_worker import LAYOUT, DrivenWorker
+
+
+class Prefill(DrivenWorker):
+    def __init__(self, num_blocks: int = 16, scheduler: SchedulerConfig | None = None) -> None:
+        super().__init__(PrefillMachine, num_blocks, scheduler)
+
+    def arrive(self, arriving: Request, ticket: int = 1, timeout_s: float = 60.0) -> list[object]:
+        return self.post(PrefillArrived(arriving, ticket, self.peer, self.now + timeout_s))
+
+    def want(self, *positions: int, ticket: int = 1) -> list[object]:
+        return self.hear(lambda i, c: Want(ticket, i, c, LAYOUT.fingerprint(), positions))
+
+    def release(self, ticket: int = 1, reason: AbortReason | None = None) -> list[object]:
+        return self.hear(lambda i, c: Release(ticket, i, c, reason))
+
+    def check_cached(self, *spoilt: int) -> list[object]:
+        """The agent's answer to the check that was asked for last."""
+        asked = self.of(CheckBlocks)[-1]
+        return self.post(BlocksChecked(asked.transfer_id, tuple(pair for pair in asked.blocks if pair[0] in spoilt)))
+
+    def offered(self) -> list[int]:
+        """Positions announced so far, in order."""
+        return [block.position for ready in self.sent(Ready) for block in ready.blocks]
