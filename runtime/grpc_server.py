@@ -42,6 +42,11 @@ FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", 
 TRANSFER_KEY = "tandem-transfer-failed"  # it shares its status with a lost worker, but not whom it blames
 
 
+# Calls that have arrived and were not looked at yet. Beyond it (its own is 1,000) gRPC ends some at random,
+# as CANCELLED, where the router would say RESOURCE_EXHAUSTED and when to come back: it shall have time for that.
+MAX_PENDING_CALLS = 20_000
+
+
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     """Keepalive finds a peer that vanished without a word; every channel and server uses the same."""
     return [
@@ -54,6 +59,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a coin toss
         ("grpc.max_metadata_size", 64 * 1024),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ]
 
 
@@ -120,10 +127,10 @@ class GrpcServer:
         self._names.append(full_name)
 
     async def start(self) -> str:
-        """Bind and serve. Returns host:port. Raises `ConfigError` where the port is taken."""
+        """Bind and serve. Returns host:port. Raises `ConfigError` where that cannot be."""
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        where = f"{self._host}:{self._port}"
         try:
-            where = f"{self._host}:{self._port}"
             bound = (
                 self._server.add_insecure_port(where)
                 if self._tls is None
@@ -132,7 +139,7 @@ class GrpcServer:
         except RuntimeError:
             bound = 0
         if bound == 0:
-            raise ConfigError(f"cannot listen on {self._host}:{self._port}: is it in use? Choose another with --port")
+            raise ConfigError(f"cannot listen on {where}: the port is taken, or this machine has no such address")
         await self._server.start()
         await self.set_serving(True)
         return f"{self._host}:{bound}"
