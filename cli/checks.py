@@ -6,7 +6,7 @@ import socket
 
 from rich.console import Console
 
-from core.config import RouterConfig, TandemConfig, TransferConfig
+from core.config import RouterConfig, SecurityConfig, TandemConfig, TransferConfig
 from core.errors import ConfigError
 from engine.catalogue import CATALOGUE, default_cache_dir, is_cached
 from engine.model_source import resolve_model
@@ -16,6 +16,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     """Raises `TandemError`. A model of the catalogue that is not here yet is fetched."""
     check_transport(config.transfer)
     check_port(config.router)
+    check_credentials(config.security)
     if config.cluster.address:
         return  # a joined cluster may keep its models elsewhere than this machine does
     entry = CATALOGUE.get(config.engine.model)
@@ -30,6 +31,14 @@ def check_transport(config: TransferConfig) -> None:
     """Raises `ConfigError` for the transport that cannot leave a process: `serve` starts one for each worker."""
     if config.transport == "memory":
         raise ConfigError('transport = "memory" joins workers of one process only; choose "nixl" under [transfer]')
+
+
+def check_credentials(config: SecurityConfig) -> None:
+    """Raises `ConfigError` where a file of [security] cannot be used on this machine."""
+    if config.tls_cert or config.cluster_token_file:
+        from runtime.security import load_credentials
+
+        load_credentials(config)
 
 
 def check_port(config: RouterConfig) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from cli import client, compose
 from cli.credentials import left_for_this_user, with_cluster_token
 from cli.pull import pull_if_named
-from core.config import TandemConfig
+from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.fleet import DRAIN_GRACE_S, LAST_DRAIN_S
 from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
@@ -65,8 +65,16 @@ async def bring_up(cluster: Cluster, spec: FleetSpec, tell: Tell) -> Endpoint:
     except TimeoutError:
         raise WorkerUnavailable(
             f"not everything serves after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
-            "does each worker find a machine with its resource? See `ray status`"
+            + why_it_takes_long(spec.config, cluster.log_dir)
         ) from None
+
+
+def why_it_takes_long(config: ClusterConfig, log_dir: str) -> str:
+    """What to look at. A Ray of our own has room for every worker, and nothing that would answer `ray status`."""
+    if not config.address:
+        return f"a large model on this machine may need longer; the logs are in {log_dir}"
+    resources = " or ".join(repr(name) for name in dict.fromkeys((config.prefill_resource, config.decode_resource)))
+    return f"is there a machine with a free {resources} for each worker? `ray status` on the head tells"
 
 
 async def take_down(cluster: Cluster, spec: FleetSpec, tell: Tell) -> None:

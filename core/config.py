@@ -14,12 +14,18 @@ from core.errors import ConfigError
 
 MIN_TOKEN_CHARS = 16
 MAX_TRANSFERS = 16_384  # one heartbeat lists all of them, and is one message
+MAX_THREADS = 4096  # a typing error shall not exhaust the machine's threads
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _require_given(config: object, *names: str) -> None:
+    for name in names:
+        _require(bool(getattr(config, name).strip()), f"{name} must not be empty")
 
 
 def _require_positive(config: object, *names: str) -> None:
@@ -57,6 +63,7 @@ class EngineConfig:
     kernels: str = "auto"  # auto | torch; auto = the C kernels on a CPU where they can be compiled
 
     def __post_init__(self) -> None:
+        _require_given(self, "model")
         _require_positive(self, "block_size", "kv_memory_mb")
         dtypes = ("auto", "float32", "bfloat16")
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
@@ -64,7 +71,10 @@ class EngineConfig:
         _require(self.quantization in formats, f"quantization must be none, int8 or int4: {self.quantization}")
         _require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda: {self.device}")
         _require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
-        _require(self.num_threads >= 0, f"num_threads must be 0 (share the cores) or more, is {self.num_threads}")
+        _require(
+            0 <= self.num_threads <= MAX_THREADS,
+            f"num_threads must be in [0, {MAX_THREADS}] (0 = share the cores), is {self.num_threads}",
+        )
         _require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
 
 
@@ -134,6 +144,7 @@ class WorkerConfig:
             self, "report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting",
             "default_timeout_s", "step_timeout_s",
         )  # fmt: skip
+        _require_given(self, "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +165,17 @@ class RouterConfig:
     drain_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        _require_given(self, "host")
         _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
         _require_positive(
             self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "report_stale_s",
             "retry_pause_s", "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars",
             "drain_timeout_s",
         )  # fmt: skip
-        _require(self.local_prefill_tokens >= 0, "local_prefill_tokens must be 0 (never) or more")
+        _require(
+            self.local_prefill_tokens >= 0,
+            f"local_prefill_tokens must be 0 (never) or more, is {self.local_prefill_tokens}",
+        )
 
     def pause_after(self, num_attempts: int) -> float:
         """Seconds until a request is tried again that has failed so often; at most a second, or `retry_pause_s`."""
@@ -182,6 +197,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")
+        _require_given(self, "prefill_resource", "decode_resource")
         for name in ("num_prefill", "num_decode"):
             value = getattr(self, name)
             _require(0 <= value <= self.max_workers, f"{name} must be in [0, {self.max_workers}], is {value}")
@@ -258,5 +274,8 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
             ):
                 found = repr(value) if known[name].repr else "something else"  # a secret is not repeated
                 raise ConfigError(f"[{table}] {name} must be {wanted.__name__}, is {found}")
-        parts[table] = part(**options)
+        try:
+            parts[table] = part(**options)
+        except ConfigError as error:
+            raise ConfigError(f"[{table}] {error}") from error
     return TandemConfig(**parts)  # type: ignore[arg-type]

@@ -165,20 +165,19 @@ class FleetMachine:
                 self._start(slot, now)
             elif slot.state is _State.STARTING:
                 self._actions.append(KillService(slot.member))
-                reason = f"nothing heard for {self._config.start_timeout_s:g} s (no free {self._resource(slot)}?)"
+                reason = f"nothing heard for {self._config.start_timeout_s:g} s{self._missing(slot)}"
                 self._fail(slot, "did not start", reason, now)
             elif slot.state is _State.DRAINING:
                 self._actions.append(KillService(slot.member))
                 self._actions.append(Notice(f"{slot.member.name} had not drained in time and was killed"))
                 self._forget(slot)
 
-    def _resource(self, slot: _Slot) -> str:
-        resources = {
-            WorkerRole.PREFILL: f"{self._config.prefill_resource!r} resource",
-            WorkerRole.DECODE: f"{self._config.decode_resource!r} resource",
-            None: "place",
-        }
-        return resources[slot.member.role]
+    def _missing(self, slot: _Slot) -> str:
+        """What may be missing: a Ray of our own has room for all, and a router needs none."""
+        resources = {WorkerRole.PREFILL: self._config.prefill_resource, WorkerRole.DECODE: self._config.decode_resource}
+        if not self._config.address or slot.member.role is None:
+            return ""
+        return f" (no machine with a free {resources[slot.member.role]!r}?)"
 
     def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
         if slot.state is _State.SERVING and now - slot.since >= STABLE_S:

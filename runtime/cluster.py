@@ -170,7 +170,7 @@ class Cluster:
         self._pending_news: Any = None
 
     def join(self) -> None:
-        """Wait for Ray and become one of its drivers. Raises `ConfigError` where it does not start, and closes."""
+        """Wait for Ray and become one of its drivers. Raises `ConfigError` where it does not start; `close` it then."""
         import ray  # while it starts
 
         del ray
@@ -179,11 +179,7 @@ class Cluster:
             self._entered_ray = True  # also where it comes to nothing: Ray has threads then that must be ended first
             _join(address)
         except RuntimeError as error:
-            self.close()
             raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
-        except BaseException:  # also Ctrl-C while it starts
-            self.close()
-            raise
 
     async def start(self, spec: FleetSpec) -> None:
         """Begin to start everything; `news` says how it goes. Raises `ConfigError` where a fleet runs there already."""
@@ -212,6 +208,11 @@ class Cluster:
         """Where the router answers; None before its first start."""
         endpoint: Endpoint | None = await self._ask(self._supervisor.router.remote())
         return endpoint
+
+    @property
+    def log_dir(self) -> str:
+        """Of everything that runs in it, on this machine."""
+        return _log_dir()
 
     async def shutdown(self) -> None:
         """Begin to drain everything; `FleetStopped` is the last of the news."""
@@ -259,9 +260,13 @@ def begin(config: ClusterConfig) -> Cluster:
 
 
 def connect(config: ClusterConfig) -> Cluster:
-    """`begin` and `join`."""
+    """`begin` and `join`, and `close` where that fails."""
     cluster = begin(config)
-    cluster.join()
+    try:
+        cluster.join()
+    except BaseException:  # also Ctrl-C while it starts
+        cluster.close()
+        raise
     return cluster
 
 

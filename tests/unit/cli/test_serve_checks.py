@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
-from cli.checks import check_port, check_transport
-from core.config import RouterConfig, TransferConfig
+from cli.checks import check_credentials, check_port, check_transport
+from cli.serve import why_it_takes_long
+from core.config import ClusterConfig, RouterConfig, SecurityConfig, TransferConfig
 from core.errors import ConfigError
 
 
@@ -25,3 +26,24 @@ def test_a_taken_port_is_named_with_the_option_that_changes_it() -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .* --port"):
             check_port(RouterConfig(port=port))
     check_port(RouterConfig(port=0))
+
+
+def test_credentials_that_cannot_be_read_are_named_with_their_option() -> None:
+    with pytest.raises(ConfigError, match=r"\[security\] cluster_token_file: cannot read /no/token"):
+        check_credentials(SecurityConfig(cluster_token_file="/no/token"))
+    with pytest.raises(ConfigError, match=r"\[security\] tls_cert: cannot read /no/host.pem"):
+        check_credentials(SecurityConfig(tls_cert="/no/host.pem", tls_key="/no/host.key", tls_ca="/no/ca.pem"))
+    check_credentials(SecurityConfig())
+
+
+@pytest.mark.parametrize(
+    ("address", "says", "says_not"),
+    [
+        ("", "the logs are in /tmp/session/logs", "ray status"),
+        ("10.0.0.1:6379", "a free 'prefill' or 'decode' for each worker? `ray status` on the head", "/tmp/session"),
+    ],
+)
+def test_a_start_that_takes_too_long_says_where_to_look(address: str, says: str, says_not: str) -> None:
+    said = why_it_takes_long(ClusterConfig(address=address), "/tmp/session/logs")
+    assert says in said
+    assert says_not not in said

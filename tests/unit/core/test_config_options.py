@@ -61,7 +61,13 @@ REFUSED = [
     ({"transfer": {"lease_s": True}}, r"lease_s must be float, is True"),
     ({"transfer": {"lease_s": "20"}}, r"lease_s must be float"),
     ({"engine": {"model": 7}}, r"model must be str"),
-    ({"transfer": {"lease_s": math.nan}}, r"lease_s must be more than 0"),
+    ({"transfer": {"lease_s": math.nan}}, r"^\[transfer\] lease_s must be more than 0 and finite, is nan$"),
+    ({"worker": {"drain_timeout_s": 0}}, r"^\[worker\] drain_timeout_s must be more than 0"),
+    ({"router": {"drain_timeout_s": 0}}, r"^\[router\] drain_timeout_s must be more than 0"),
+    ({"router": {"host": ""}}, r"^\[router\] host must not be empty$"),
+    ({"worker": {"host": " "}}, r"^\[worker\] host must not be empty$"),
+    ({"engine": {"model": ""}}, r"^\[engine\] model must not be empty$"),
+    ({"cluster": {"decode_resource": ""}}, r"^\[cluster\] decode_resource must not be empty$"),
     ({"transfer": {"lease_s": math.inf}}, r"lease_s must be .*finite"),
 ]
 
@@ -95,6 +101,7 @@ OUT_OF_RANGE = [
     (EngineConfig, {"dtype": "int8"}, "dtype"),
     (EngineConfig, {"device": "tpu"}, "device"),
     (EngineConfig, {"num_threads": -1}, "num_threads"),
+    (EngineConfig, {"num_threads": 100_000}, r"num_threads must be in \[0, 4096\] .*is 100000"),
     (EngineConfig, {"max_context": -1}, "max_context"),
     (TransferConfig, {"transport": "pigeon"}, "transport"),
     (TransferConfig, {"slow_path_share": 1.0}, "slow_path_share"),
