@@ -26,6 +26,7 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from core.config import TelemetryConfig
+from core.errors import ConfigError
 from core.lifecycle import Stage, Timeline
 
 EXPORT_DELAY_MS = 500.0  # spans wait at most this long in their process
@@ -83,25 +84,34 @@ class JsonLinesExporter(SpanExporter):
     """Appends each span to a file as one JSON line; several processes may share the file."""
 
     def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` where spans could not be written: later nobody would hear of it."""
         self._path = path
         self._lock = threading.Lock()
+        try:
+            self._append(b"")
+        except OSError as error:
+            raise ConfigError(f"[telemetry] trace_file: cannot write {path}: {error.strerror}") from error
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = "".join(json.dumps(json.loads(span.to_json(indent=None))) + "\n" for span in spans)
         with self._lock:
-            # O_APPEND makes each write land whole at the end, whoever else writes.
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(handle, lines.encode())
-            finally:
-                os.close(handle)
+            self._append(lines.encode())
         return SpanExportResult.SUCCESS
+
+    def _append(self, content: bytes) -> None:
+        # O_APPEND makes each write land whole at the end, whoever else writes.
+        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, content)
+        finally:
+            os.close(handle)
 
 
 class Telemetry:
     """One process's tracer. Without an endpoint or a file, spans are not recorded and cost next to nothing."""
 
     def __init__(self, config: TelemetryConfig, service_name: str) -> None:
+        """Raises `ConfigError` where the trace file cannot be written."""
         self.enabled = bool(config.otlp_endpoint or config.trace_file)
         resource = Resource.create({"service.name": service_name, "service.namespace": config.service_namespace})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
