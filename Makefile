@@ -16,6 +16,8 @@ setup: $(INSTALLED)  ## Create .venv with the pinned dependencies
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet 'pip==26.3'
+	@# setuptools tells of every editable installation whose packages lie in the root, as ours are meant to
+	PYTHONWARNINGS='ignore:Editable installation' \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ucxx]'
 	@touch $@
 
