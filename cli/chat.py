@@ -8,6 +8,7 @@ import sys
 from rich.console import Console
 
 from cli.client import Client, Connection
+from core.errors import TandemError
 from protos import inference_pb2
 
 HELP = "Ctrl-C stops the answer, twice quits; /new starts over."
@@ -86,3 +87,8 @@ def _converse(runner: asyncio.Runner, client: Client, conversation: Conversation
                 return
             interrupted = True
             console.print(f"\n[dim]{HELP}[/dim]")
+        except TandemError as error:
+            if not sys.stdin.isatty():  # a script wants the exit code
+                raise
+            # The conversation is still there: a lost worker comes back, and one that is too long can start over.
+            console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import grpc
 import grpc.aio
 
-from core.errors import DeadlineExceeded, TandemError, Unauthenticated, WorkerUnavailable
+from core.errors import DeadlineExceeded, InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
 from runtime.grpc_server import RETRYABLE_KEY, error_from, open_channel
 from runtime.security import OPEN, Credentials
@@ -99,6 +99,8 @@ class Client:
             return Unauthenticated(
                 f"the router at {self.address} wants its cluster's token; name it in the [security] table of --config"
             )
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not answered:
+            return TandemError(f"too large a message for {self.address} (router.max_message_bytes): {error.details()}")
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return TandemError(f"what answers at {self.address} is no router of this version: {error.details()}")
         return error_from(error)
@@ -109,6 +111,10 @@ Connection = AbstractAsyncContextManager[Client]
 
 @asynccontextmanager
 async def connect(address: str, credentials: Credentials = OPEN) -> AsyncIterator[Client]:
+    """Raises `InvalidRequest` for what is no address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InvalidRequest("router", f"must be host:port, is {address!r}")
     channel = open_channel(address, MAX_MESSAGE_BYTES, credentials)
     try:
         yield Client(address, channel, credentials)

@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
+from google.protobuf.descriptor import FieldDescriptor
 
 from cli.config_file import FLAGS
 from core.errors import InvalidRequest
 from protos import inference_pb2
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# What an integer field can hold at all; the router knows the narrower limits.
+INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,5 +114,8 @@ def fill_request(request: inference_pb2.GenerateRequest, flags: dict[str, Any]) 
                 getattr(message, name).extend(value)
             else:
                 setattr(message, name, value)
+        except UnicodeError:  # a ValueError, too, but not about a number
+            raise
         except ValueError as error:
-            raise InvalidRequest(flag.field, f"cannot be {value}") from error
+            low, high = INTEGERS[message.DESCRIPTOR.fields_by_name[name].cpp_type]
+            raise InvalidRequest(name, f"must be in [{low}, {high}], is {value}") from error

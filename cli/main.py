@@ -26,10 +26,10 @@ console = Console()
 
 Router = Annotated[str, typer.Option("--router", help="host:port of the router.")]
 Security = Annotated[
-    Path | None, typer.Option("--config", help="TOML file; its [security] table has the cluster's credentials.")
+    Path | None, typer.Option("--config", help=r"TOML file; its \[security] table has the cluster's credentials.")
 ]
 System = Annotated[str, typer.Option("--system", help="A system message before the conversation.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds the whole answer may take.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.001, max=1e6, help="Seconds the whole answer may take.")]
 
 
 def run() -> None:
@@ -40,6 +40,11 @@ def run() -> None:
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except UnicodeError:
+        if "--debug" in sys.argv:
+            raise
+        print("error: what was given as text is not UTF-8", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

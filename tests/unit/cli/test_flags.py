@@ -31,9 +31,17 @@ def test_flags_that_are_not_given_leave_their_fields_unset() -> None:
     assert request == inference_pb2.GenerateRequest()
 
 
-def test_a_number_that_its_field_cannot_hold_names_the_field() -> None:
-    with pytest.raises(InvalidRequest, match=r"sampling.seed: cannot be -1"):
-        fill_request(inference_pb2.GenerateRequest(), {"seed": -1})
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("seed", -1, r"^seed: must be in \[0, 18446744073709551615\], is -1$"),
+        ("max_tokens", 2**32, r"^max_tokens: must be in \[0, 4294967295\], is 4294967296$"),
+        ("priority", 2**31, r"^priority: must be in \[-2147483648, 2147483647\], is 2147483648$"),
+    ],
+)
+def test_a_number_that_its_field_cannot_hold_names_field_and_limit(flag: str, value: int, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        fill_request(inference_pb2.GenerateRequest(), {flag: value})
 
 
 def test_the_table_is_the_command_line() -> None:
@@ -59,3 +67,4 @@ def test_every_command_and_each_of_its_options_is_explained(command: str) -> Non
         assert parameter.help, parameter.name
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0, result.output
+    assert "[security]" in result.output or command not in ("generate", "chat", "status", "scale"), "taken for markup"

@@ -1,0 +1,85 @@
+"""What somebody may type or pipe by mistake is one line and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from cli.chat import Conversation, chat
+from cli.client import connect
+from cli.main import run
+from core.errors import InvalidRequest, WorkerUnavailable
+from protos import inference_pb2
+
+
+@pytest.mark.parametrize("address", ["", "foo", "foo:", ":50051", "host:port"])
+async def test_an_address_without_host_or_port_is_refused_as_such(address: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^router: must be host:port, is "):
+        async with connect(address):
+            pass
+
+
+@pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])
+def test_text_that_is_not_utf_8_is_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", *command])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: what was given as text is not UTF-8\n"
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
+def test_a_time_limit_that_is_none_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "generate", "x", "--timeout", seconds])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2
+
+
+class LosingClient:
+    """Loses its worker at the first question and has it back at the second."""
+
+    address = "router:1"
+    num_asked = 0
+
+    async def model(self) -> inference_pb2.GetModelResponse:
+        return inference_pb2.GetModelResponse(name="fake")
+
+    async def generate(self, _: inference_pb2.GenerateRequest, __: float):  # type: ignore[no-untyped-def]
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise WorkerUnavailable("the decode worker is gone")
+        yield inference_pb2.GenerateResponse(tokens=inference_pb2.TokenChunk(text="here"))
+        yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def talk(stdin: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> tuple[Conversation, str]:
+    """The conversation and what its terminal shows."""
+    monkeypatch.setattr(sys, "stdin", stdin)
+    conversation, console = Conversation(inference_pb2.GenerateRequest(), "", 5.0), Console(file=io.StringIO())
+    chat(contextlib.nullcontext(LosingClient()), conversation, console)  # type: ignore[arg-type]
+    return conversation, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_question_that_fails_does_not_end_the_conversation_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation, shown = talk(Terminal("one\ntwo\n"), monkeypatch)
+    assert "error: the decode worker is gone" in shown
+    assert [(message.role, message.content) for message in conversation.messages] == [
+        ("user", "two"), ("assistant", "here"),
+    ]  # fmt: skip
+
+
+def test_a_question_that_fails_ends_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerUnavailable):
+        talk(io.StringIO("one\ntwo\n"), monkeypatch)
