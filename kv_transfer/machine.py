@@ -96,7 +96,8 @@ class TransferMachine:
         """Offer `blocks`, (position, block id) each, which their sequence holds and nobody writes to any more.
 
         `last` ends the list, and `first_token_id` goes with it. A position offered before is passed over, so a sequence
-        that was preempted and recomputed may offer all its blocks again. Does nothing once the offer has ended.
+        that was preempted and recomputed may offer all its blocks again. Once the offer has ended, digests are kept of
+        them for the prefix cache, and nothing else is done.
         """
         self._owner.add_ready(transfer_id, blocks, last, first_token_id, now)
         return self._peers.take_actions()

@@ -16,7 +16,6 @@ class Offer:
     heard_at: float  # last sign of life of the puller; the lease runs from here
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
-    computed: dict[int, int] = field(default_factory=dict)  # block -> content: all of its sequence, wanted or not
     parts: int = 1  # pieces that each of our blocks has for the puller; a WANT and a READY count those
     wanted_pieces: frozenset[int] = frozenset()
     wanted: frozenset[int] | None = None  # positions; None until the WANT has come

@@ -94,12 +94,12 @@ class Owner:
         first_token_id: int | None,
         now: float,
     ) -> None:
+        listed = list(blocks)
+        if self.config.verify_digests:
+            self._keep_digests(transfer_id, [block for _, block in listed])
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
             return
-        listed = list(blocks)
-        if self.config.verify_digests:
-            self._keep_digests(offer, [block for _, block in listed])
         wanted = {
             position: block
             for position, block in listed
@@ -142,10 +142,9 @@ class Owner:
         if spoilt:
             self._peers.counters.num_spoilt_blocks += len(spoilt)
             self.pool.distrust(spoilt)
-            offer = self.offers.get(event.transfer_id)
-            if offer is not None:
-                self.pool.distrust(self._contents.current(offer.computed.items()))
+            self.pool.distrust(self._contents.computed_for(event.transfer_id))
             self.abort(event.transfer_id, AbortReason.DIGEST_MISMATCH, "cached blocks are not what was computed")
+        self._forget_computed(event.transfer_id)
         self._peers.act(CacheChecked(event.transfer_id, len(spoilt)))
 
     # ---- told by the puller
@@ -300,12 +299,17 @@ class Owner:
             self._peers.counters.num_ready_repeated += 1
             self._announce(offer, min(num_heard, offer.num_announced), now)
 
-    def _keep_digests(self, offer: Offer, blocks: list[int]) -> None:
-        """Of all blocks of the sequence: those its reader has already may be in our cache for the next one."""
-        offer.computed |= self._contents.with_content(blocks)
-        fresh = self._contents.keep(blocks)
+    def _keep_digests(self, transfer_id: TransferId, blocks: list[int]) -> None:
+        """Of all blocks of the sequence: those that no reader wants, or wants any more, may be cached for the next."""
+        fresh = self._contents.keep(transfer_id, blocks)
         if fresh:
             self._peers.act(KeepDigests(fresh))
+        self._forget_computed(transfer_id)
+
+    def _forget_computed(self, transfer_id: TransferId) -> None:
+        """Where the offer has ended, unless a check of what its sequence began with is still under way."""
+        if transfer_id not in self.offers and self._contents.is_checked(transfer_id):
+            self._contents.forget_computed(transfer_id)
 
     def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
         self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
@@ -318,6 +322,7 @@ class Owner:
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
+        self._forget_computed(offer.transfer_id)
         self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
         while len(self._ended) > self.config.max_transfers:
             self._ended.popitem(last=False)
@@ -339,6 +344,7 @@ class Owner:
                 assert {piece // offer.parts: block for piece, block in announced} == offer.leased
         for block in range(self.pool.num_blocks):
             assert self.pool.num_leases(block) == leases[block], f"block {block}"
+        assert not any(self._contents.is_checked(other) for other in self._contents.followed - self.offers.keys())
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()
         assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers

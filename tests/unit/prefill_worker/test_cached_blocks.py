@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from core.block_hash import sequence_hashes
 from core.errors import DeadlineExceeded, RequestCancelled, TransferFailed
 from core.handoff import Abort, AbortReason, Ready
 from kv_transfer.events import CheckBlocks, KeepDigests
 from prefill_worker.machine import PrefillCancelled, PrefillDone, PrefillFailed
-from tests.support.driven_worker import request
+from tests.support.driven_worker import BLOCK_SIZE, request
 from tests.unit.prefill_worker.driven_prefill import Prefill
 
 
-def after_a_cached_prefix() -> Prefill:
+def after_a_cached_prefix(wanted: bool = True) -> Prefill:
     """ "b" begins with two blocks that "a" has left in the cache, and is being computed."""
     worker = Prefill()
     worker.arrive(request("a", 8))
@@ -20,7 +23,8 @@ def after_a_cached_prefix() -> Prefill:
     worker.finish_step()
     worker.release()
     worker.arrive(request("b", 12), ticket=2)
-    worker.want(0, 1, 2, ticket=2)
+    if wanted:
+        worker.want(0, 1, 2, ticket=2)
     assert worker.chunks() == [("b", 8, 4)]
     return worker
 
@@ -70,6 +74,45 @@ def test_spoilt_blocks_end_the_call_and_nobody_finds_them_or_what_came_of_them(s
     worker.arrive(request("c", 12), ticket=3)
     assert worker.chunks() == [("c", 0, 8)], "computed from the beginning"
     assert len(worker.of(PrefillDone)) == 1
+
+
+def test_blocks_whose_reader_has_given_up_are_noted_all_the_same() -> None:
+    """They are in the cache for the next request, and a byte of theirs may change as well as any other."""
+    worker = Prefill()
+    worker.arrive(request("a", 12))
+    worker.want(0, 1, 2)
+    worker.release(reason=AbortReason.CANCELLED)
+    worker.run_until_idle()
+    assert sum(len(keep.blocks) for keep in worker.of(KeepDigests)) == 3
+    worker.arrive(request("b", 16), ticket=2)
+    assert len(worker.only(CheckBlocks).blocks) == 3
+
+
+def reader_gives_up(worker: Prefill) -> None:
+    worker.release(ticket=2, reason=AbortReason.CANCELLED)
+
+
+def call_is_cancelled(worker: Prefill) -> None:
+    worker.post(PrefillCancelled("b"))
+
+
+@pytest.mark.parametrize("end", [reader_gives_up, call_is_cancelled])
+@pytest.mark.parametrize("step_first", [True, False])
+def test_what_came_of_spoilt_blocks_is_not_found_though_its_hand_off_had_ended(
+    end: Callable[[Prefill], None], step_first: bool
+) -> None:
+    worker = after_a_cached_prefix(wanted=False)
+    (spoilt, *_) = worker.only(CheckBlocks).blocks
+    if step_first:
+        worker.finish_step()
+    end(worker)
+    if not step_first:
+        worker.finish_step()
+    worker.check_cached(spoilt[0])
+    assert worker.machine.idle
+    assert len(worker.of(PrefillDone)) == 1
+    left = request("c", 12)  # what "b" computed is its last block
+    assert sequence_hashes(left.token_ids, BLOCK_SIZE)[2] not in worker.pool.known_hashes()
 
 
 def test_a_call_that_is_cancelled_while_it_waits_for_its_check_ends_once() -> None:
