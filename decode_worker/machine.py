@@ -188,7 +188,7 @@ class DecodeMachine:
         """Give waiting hand-offs their target blocks, in order of arrival, until one finds too few."""
         actions: list[DecodeAction] = []
         for pull in list(self._pulls.values()):
-            if pull.targets is not None or pull.call_ended:
+            if pull.targets is not None:
                 continue
             targets = self._reserve_targets(pull.sequence)
             if targets is None:
@@ -239,12 +239,10 @@ class DecodeMachine:
         pull = self._pulls.pop(done.transfer_id)
         sequence = pull.sequence
         assert pull.targets is not None
+        assert not pull.call_ended, "a pull whose call has ended was cancelled, or had failed"
         self.core.pool.arrive(pull.targets.values())
         sequence.block_table += pull.targets.values()
         sequence.num_computed_tokens = sequence.num_tokens
-        if pull.call_ended:
-            self.core.scheduler.drop_blocks(sequence)
-            return []
         if done.first_token_id is None:
             self.core.scheduler.drop_blocks(sequence)
             return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off came without its first token"))
@@ -257,11 +255,7 @@ class DecodeMachine:
         if finish_reason is not None:
             self.core.scheduler.drop_blocks(sequence)
             return [emitted, self._finish_call(sequence.sequence_id, finish_reason, now)]
-        try:
-            self.core.scheduler.add(sequence)
-        except TandemError as error:
-            self.core.scheduler.drop_blocks(sequence)
-            return self._fail_call(sequence.sequence_id, error)
+        self.core.scheduler.add(sequence)  # its size was looked at when it came, and it waited in a queue of its own
         return [emitted]
 
     def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
@@ -324,5 +318,6 @@ class DecodeMachine:
         pulled = {pull.sequence.sequence_id for pull in self._pulls.values() if not pull.call_ended}
         for request_id in self._calls:
             assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)
+        assert all(pull.targets is not None for pull in self._pulls.values() if pull.call_ended)
         incoming = sum(len(pull.targets or ()) for pull in self._pulls.values())
         assert incoming == self.core.pool.ledger()[Column.INCOMING]

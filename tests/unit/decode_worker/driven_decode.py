@@ -28,11 +28,13 @@ class Decode(DrivenWorker):
         """Positions that the newest WANT asks for."""
         return next(want.positions for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
 
-    def ready(self, *positions: int, ticket: int = 1, first_block: int = 0, token: int | None = None) -> list[object]:
+    def ready(
+        self, *positions: int, ticket: int = 1, first_block: int = 0, token: int | None = None, last: bool = False
+    ) -> list[object]:
         """The owner announces positions; with a `token` they are the last. It keeps position p in its block p."""
         ack = next(want.counter for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
         blocks = OfferedBlocks.of((position, position, 0) for position in positions)
-        return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, token is not None, token))
+        return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, last or token is not None, token))
 
     def finish_reads(self) -> None:
         ended = getattr(self, "_reads_ended", 0)

@@ -1,0 +1,104 @@
+"""Hand-offs that wait for blocks, and ends that leave nothing behind: no block, no clock, no name."""
+
+from __future__ import annotations
+
+from core.config import SchedulerConfig
+from core.errors import TransferFailed
+from core.handoff import AbortReason, Want
+from decode_worker.machine import DecodeDone, DecodeFailed
+from kv_transfer.events import ReadFailed, StartRead
+from tests.support.driven_worker import request
+from tests.unit.decode_worker.driven_decode import Decode
+
+
+def with_a_cached_prompt(num_blocks: int = 16) -> Decode:
+    """Two blocks of a prompt are in its cache."""
+    worker = Decode(num_blocks)
+    worker.arrive_alone(request("before", 9, max_tokens=1))
+    worker.run_until_idle()
+    assert worker.ledger == {}
+    return worker
+
+
+# ---- whom a hand-off lets go first
+
+
+def test_a_hand_off_does_not_wait_for_a_prompt_that_came_after_it() -> None:
+    worker = Decode(num_blocks=6, scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1))
+    worker.arrive_alone(request("runs", 16, max_tokens=1))
+    worker.arrive(request("a", 14, first=30))
+    worker.arrive_alone(request("later", 8, first=50))
+    while worker.chunks()[0][0] == "runs":
+        assert not worker.sent(Want), "no room yet"
+        worker.finish_step()
+    assert worker.wanted() == (0, 1, 2, 3)
+    assert worker.chunks() == [("later", 0, 8)]
+
+
+def test_a_hand_off_does_not_wait_for_a_prompt_before_it_that_has_its_blocks() -> None:
+    worker = Decode()
+    worker.arrive(request("pulled", 6), ticket=1)
+    worker.arrive_alone(request("runs", 8))
+    assert worker.plan is not None, "a step is in flight: what is pulled now waits for the next"
+    worker.pull(ticket=1)
+    assert [waiting.sequence_id for waiting in worker.core.scheduler.waiting] == ["pulled"]
+    worker.arrive(request("a", 6, first=30), ticket=2)
+    assert worker.wanted(ticket=2) == (0, 1)
+
+
+def test_a_hand_off_that_finds_too_little_room_keeps_not_even_its_cached_blocks() -> None:
+    worker = with_a_cached_prompt(num_blocks=6)
+    worker.arrive_alone(request("runs", 12, first=40, max_tokens=2))
+    assert worker.ledger == {"held": 2}
+    worker.arrive(request("a", 14))
+    assert worker.ledger == {"held": 2}
+    assert worker.machine.load().num_pulls_waiting == 1
+    worker.run_until_idle()
+    assert worker.wanted() == (2, 3), "the cached ones were still there when its turn came"
+
+
+# ---- ends
+
+
+def test_a_hand_off_that_fails_gives_its_cached_blocks_back_too() -> None:
+    worker = with_a_cached_prompt()
+    worker.arrive(request("a", 14))
+    assert worker.ledger == {"held": 2, "incoming": 2}
+    worker.ready(2)
+    worker.post(ReadFailed(worker.only(StartRead).read_id, AbortReason.READ_FAILED, "broken"))
+    assert worker.ledger == {}
+
+
+def test_a_hand_off_without_its_first_token_fails_and_gives_its_blocks_back() -> None:
+    worker = with_a_cached_prompt()
+    worker.arrive(request("a", 14))
+    worker.ready(*worker.wanted(), last=True)
+    worker.finish_reads()
+    failed = worker.only(DecodeFailed)
+    assert isinstance(failed.error, TransferFailed)
+    assert "without its first token" in str(failed.error)
+    assert worker.ledger == {}
+
+
+def test_a_worker_is_idle_when_calls_pulls_and_reads_have_ended_and_no_sooner() -> None:
+    worker = Decode()
+    assert worker.machine.idle
+    worker.arrive_alone(request("local", 4, max_tokens=2))
+    assert not worker.machine.idle
+    worker.run_until_idle()
+    assert worker.machine.idle
+    worker.arrive(request("pulled", 4, max_tokens=2))
+    assert not worker.machine.idle
+    worker.pull()
+    assert not worker.machine.idle
+    worker.run_until_idle()
+    assert worker.machine.idle
+
+
+def test_a_call_that_has_ended_leaves_no_clock_and_its_name_may_be_used_again() -> None:
+    worker = Decode()
+    for _ in range(2):
+        worker.arrive_alone(request("a", 4, max_tokens=2))
+        worker.run_until_idle()
+        assert worker.machine.next_deadline() is None
+    assert [done.request_id for done in worker.of(DecodeDone)] == ["a", "a"]

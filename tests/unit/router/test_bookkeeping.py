@@ -1,0 +1,129 @@
+"""What the router keeps of a request while it lives: its place, its clocks, its share of a worker; nothing after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.errors import QueueFull, TransferFailed, WorkerUnavailable
+from core.lifecycle import Stage, WorkerRole, WorkerState
+from core.step import SampledToken
+from router import events
+from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
+
+LOST = WorkerUnavailable("connection reset")
+
+
+def test_a_request_that_is_tried_again_keeps_its_place_before_those_that_came_later() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive(request("first"))
+    router.report("D", WorkerState.DRAINING)
+    router.arrive(request("second"))
+    router.decode_fails(LOST, "first#1")
+    router.report("D")
+    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["first#1", "first#2", "second#1"]
+
+
+def test_a_request_that_is_computed_does_not_wait_for_a_worker_any_more() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.report("D", WorkerState.DRAINING)
+    for _ in range(25):
+        router.now += 1.0
+        router.report("P")
+        router.report("D", WorkerState.DRAINING)
+        router.pass_time(0.0)
+    assert router.now > 100.0 + CONFIG.worker_wait_s
+    assert not router.of(events.Fail)
+
+
+def test_a_request_that_waits_for_room_waits_anew_for_a_worker_when_the_last_one_goes() -> None:
+    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1, worker_lost_s=100.0), prefill=())
+    router.arrive(request("runs", max_tokens=99), timeout_s=1000.0)
+    router.arrive(request("waits"), timeout_s=1000.0)
+    router.pass_time(2.5 * CONFIG.worker_wait_s)
+    assert not router.of(events.Fail)
+    router.post(events.WorkerLost("D", "it was taken away"))
+    router.pass_time(CONFIG.worker_wait_s + 0.1)
+    errors = {failed.request_id: str(failed.error) for failed in router.of(events.Fail)}
+    assert errors.keys() == {"runs", "waits"}
+    assert "the last attempt failed: worker D was lost" in errors["runs"]
+
+
+def test_a_prefill_worker_that_has_answered_has_room_for_the_next_prompt() -> None:
+    for answer in (lambda r: r.first_token(11, "a#1"), lambda r: r.prefill_fails(LOST, "a#1")):
+        router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), decode=("D1", "D2"))
+        router.arrive(request("a"))
+        router.tokens(0, 11, dispatch="a#1")  # it needs nothing more from there
+        router.arrive(request("b"))
+        assert router.machine.num_queued == 1
+        answer(router)
+        router.report("P")
+        assert [(dispatch, worker) for dispatch, worker, _ in router.dispatches()] == [("a#1", "P"), ("b#1", "P")]
+
+
+def test_calls_end_with_their_request_whichever_of_them_is_open() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.decoded()
+    router.post(events.ClientCancelled("r"))
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1", "the prefill call"
+
+
+def test_the_outcome_tells_what_the_prefill_worker_found_in_its_cache() -> None:
+    router = DrivenRouter()
+    router.arrive(request(max_tokens=2))
+    found = events.PrefillResult(0, SampledToken(11), None, 4, 0.25, 0.5)
+    router.post(events.PrefillReturned("r#1", found))
+    router.tokens(1, 12)
+    router.decoded()
+    outcome = router.only(events.Finish).outcome
+    assert outcome.prefill == found
+    assert outcome.cached_tokens == 4
+    assert [stage for stage, _, _ in outcome.timeline.history] == [
+        Stage.TOKENIZE, Stage.QUEUE, Stage.ROUTE, Stage.PREFILL, Stage.DECODE,
+    ]  # fmt: skip
+
+
+def test_a_retry_is_routed_by_what_it_has_grown_to() -> None:
+    """Its tokens so far are part of the prompt now, and whoever has them cached has less to compute."""
+    router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
+    router.arrive(request(prompt=range(1, 9), max_tokens=20))
+    router.first_token(9)
+    router.tokens(1, 10, 11, 12)
+    whole = router.machine.workers.hashes(request(prompt=range(1, 13)))
+    assert len(whole) == 3
+    for block in whole:
+        router.post(events.WorkerReported("P2", router.machine.workers.chosen("P2").load, ((block, True),)))
+        if block is not whole[2]:
+            router.post(events.WorkerReported("P1", router.machine.workers.chosen("P1").load, ((block, True),)))
+    router.decode_fails(QueueFull("no room"))
+    assert router.dispatches()[-1][1] == "P2"
+
+
+def test_a_request_that_has_ended_leaves_no_clock_running() -> None:
+    def finish(router: DrivenRouter) -> None:
+        router.first_token(11)
+        router.tokens(1, 12)
+        router.decoded()
+
+    def fail(router: DrivenRouter) -> None:
+        router.decode_fails(TransferFailed("once"))
+        router.post(events.ClientCancelled("r"))
+
+    def leave_the_queue(router: DrivenRouter) -> None:
+        router.post(events.ClientCancelled("r"))
+
+    for end in (finish, fail, leave_the_queue):
+        router = DrivenRouter(decode=() if end is leave_the_queue else ("D",))
+        before = len(router.machine._deadlines)
+        router.arrive(request(max_tokens=2))
+        end(router)
+        router.pass_time(1.0)  # of a retry
+        assert len(router.machine._deadlines) == before
+
+
+def test_a_worker_that_is_lost_has_no_clock_either() -> None:
+    router = DrivenRouter(prefill=(), decode=())
+    router.join("D", WorkerRole.DECODE)
+    router.post(events.WorkerLost("D", "gone"))
+    assert router.machine.next_deadline() is None
