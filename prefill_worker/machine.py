@@ -189,8 +189,8 @@ class PrefillMachine:
         for step in self.core.next_step(now):
             actions.append(step)
             for chunk in step.plan.chunks:
-                call = self._calls.get(chunk.sequence_id)
-                if call is None or call.num_admissions > call.sequence.num_preemptions:
+                call = self._calls[chunk.sequence_id]
+                if call.num_admissions > call.sequence.num_preemptions:
                     continue
                 call.num_admissions = call.sequence.num_preemptions + 1
                 if chunk.start:

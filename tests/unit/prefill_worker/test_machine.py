@@ -232,6 +232,7 @@ def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
     with pytest.raises(WorkerUnavailable, match="draining"):
         worker.arrive(request("b", 6), ticket=2)
     worker.want(0, 1)
+    assert not worker.machine.idle, "it is being computed"
     worker.finish_step()
     assert worker.only(PrefillDone).request_id == "a"
     assert not worker.machine.idle, "its blocks are still to be read"
@@ -274,6 +275,24 @@ def test_a_reader_that_finds_room_in_time_keeps_its_offer() -> None:
     worker.release()
     worker.run_until_idle()
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
+
+
+def test_each_stall_gets_its_own_patience() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.pass_time(MAX_STALL_S / 2)
+    worker.release()
+    worker.run_until_idle()
+    worker.release(ticket=2)
+    worker.pass_time(5 * MAX_STALL_S)
+    worker.arrive(request("c", 16, first=60), ticket=3)
+    worker.run_until_idle()
+    worker.arrive(request("d", 16, first=90), ticket=4)
+    worker.want(0, 1, 2, 3, ticket=4)
+    worker.run_until_idle()
+    worker.pass_time(0.9 * MAX_STALL_S)
+    assert worker.sent(Abort) == []
+    worker.pass_time(0.2 * MAX_STALL_S)
+    assert [abort.transfer_id for abort in worker.sent(Abort)] == [3]
 
 
 def test_offers_wait_as_long_as_they_like_while_no_reader_waits_for_a_prompt() -> None:
