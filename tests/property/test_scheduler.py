@@ -24,13 +24,13 @@ from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.sequence import Sequence
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from tests.property.shadow_memory import Content, ShadowMemory, contents
 
 BLOCK_SIZE = 4
 EOS = 0
 TOKENS = (1, 2, 1, 2, 1, 2, EOS)  # few, so that prefixes meet; drawn with equal chances
 SHARED = (1, 2, 1, 1, 2, 2, 1, 2, 1, 2, 2, 2, 1, 1)  # what prompts begin with
 
-Content = int  # names a cache salt and all tokens up to a position
 picks = st.integers(0, 10_000)
 prompts = st.builds(
     lambda shared, own: (*SHARED[:shared], *own) or (1,),
@@ -72,26 +72,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting)
         self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
-        self.memory: list[list[Content | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.memory = ShadowMemory(num_blocks, BLOCK_SIZE)
         self.sequences: dict[str, Sequence] = {}  # handed to the scheduler and not ended
         self.pulls: list[Pull] = []
         self.leases: list[Lease] = []
         self.num_born = 0
-
-    # ---- the shadow
-
-    @staticmethod
-    def contents(sequence: Sequence, start: int, end: int) -> list[Content]:
-        """What the slots of positions [start, end) must hold for `sequence`."""
-        salt, tokens = sequence.request.cache_salt, tuple(sequence.token_ids)
-        return [hash((salt, tokens[: position + 1])) for position in range(start, end)]
-
-    def slots(self, block_table: list[int], start: int, end: int) -> list[Content | None]:
-        return [self.memory[block_table[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(start, end)]
-
-    def write(self, block_table: list[int], start: int, contents: list[Content]) -> None:
-        for position, content in enumerate(contents, start):
-            self.memory[block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = content
 
     def holders(self) -> Counter[int]:
         tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
@@ -162,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         start, end = sequence.num_computed_tokens, len(sequence.token_ids)
         sequence.block_table += pull.reserved
-        self.write(sequence.block_table, start, self.contents(sequence, start, end))
+        self.memory.write(sequence, start, end)
         self.pool.arrive(pull.reserved)
         sequence.num_computed_tokens = end
         sequence.token_ids.append(token_id)
@@ -182,8 +167,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def lease(self, sequence: Sequence, num_tokens: int) -> None:
         blocks = sequence.block_table[: -(-num_tokens // BLOCK_SIZE)]
-        contents = self.contents(sequence, 0, num_tokens)
-        expected = [contents[at : at + BLOCK_SIZE] for at in range(0, num_tokens, BLOCK_SIZE)]
+        offered = contents(sequence, 0, num_tokens)
+        expected = [offered[at : at + BLOCK_SIZE] for at in range(0, num_tokens, BLOCK_SIZE)]
         self.pool.lease(blocks)
         self.leases.append(Lease(list(blocks), expected))
 
@@ -192,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def unlease(self, pick: int) -> None:
         lease = self.leases.pop(pick % len(self.leases))
         for block, expected in zip(lease.blocks, lease.expected, strict=True):
-            assert self.memory[block][: len(expected)] == expected, f"leased block {block} was overwritten"
+            assert self.memory.blocks[block][: len(expected)] == expected, f"leased block {block} was overwritten"
         self.pool.unlease(lease.blocks)
 
     # ---- steps
@@ -239,8 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not written & (findable | leased | incoming), "writes a block that others may read"
 
     def assert_readable(self, sequence: Sequence, end: int) -> None:
-        found = self.slots(sequence.block_table, 0, end)
-        assert found == self.contents(sequence, 0, end), f"{sequence.sequence_id} reads what is not its own prefix"
+        found = self.memory.slots(sequence.block_table, 0, end)
+        assert found == contents(sequence, 0, end), f"{sequence.sequence_id} reads what is not its own prefix"
 
     def execute(self, plan: StepPlan) -> None:
         """What a runner does; late, so that all that came between is given a chance to do harm."""
@@ -248,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
             end = chunk.start + chunk.num_tokens
-            self.write(sequence.block_table, chunk.start, self.contents(sequence, chunk.start, end))
+            self.memory.write(sequence, chunk.start, end)
         for chunk in plan.chunks:
             self.assert_readable(self.sequences[chunk.sequence_id], chunk.start + chunk.num_tokens)
 
@@ -333,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not sequence.block_table:
                 found = self.pool.match_prefix(sequence.full_block_hashes(BLOCK_SIZE))
                 end = len(found) * BLOCK_SIZE
-                assert self.slots(found, 0, end) == self.contents(sequence, 0, end)
+                assert self.memory.slots(found, 0, end) == contents(sequence, 0, end)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler") or sys.exc_info()[0] is not None:

@@ -1,0 +1,28 @@
+"""The KV memory of a pool as a test remembers it: for every slot the prefix that its KV was computed from."""
+
+from __future__ import annotations
+
+from core.sequence import Sequence
+
+Content = int  # names a cache salt and all tokens up to a position
+
+
+def contents(sequence: Sequence, start: int, end: int) -> list[Content]:
+    """What the slots of positions [start, end) must hold for `sequence`."""
+    salt, tokens = sequence.request.cache_salt, tuple(sequence.token_ids)
+    return [hash((salt, tokens[: position + 1])) for position in range(start, end)]
+
+
+class ShadowMemory:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def slots(self, block_table: list[int], start: int, end: int) -> list[Content | None]:
+        size = self.block_size
+        return [self.blocks[block_table[p // size]][p % size] for p in range(start, end)]
+
+    def write(self, sequence: Sequence, start: int, end: int) -> None:
+        """What `sequence` computes at positions [start, end), or a peer has computed for it."""
+        for position, content in enumerate(contents(sequence, start, end), start):
+            self.blocks[sequence.block_table[position // self.block_size]][position % self.block_size] = content
