@@ -11,11 +11,16 @@ themselves after up to a minute, and the actors. It adopts those whose parent di
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 STARTER = Path(__file__).with_name("ray_starter.py")
 START_TIMEOUT_S = 60.0
@@ -62,4 +67,14 @@ class RayHead:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.returncode != 0:  # it was killed, and could end nothing
+            _kill_session(self._process.pid)
         self._process.stdout.close()
+
+
+def _kill_session(session: int) -> None:
+    """Kill every process of a session: all that the starter began is in the one that it was given."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,42 @@
+"""Nothing of a Ray of our own outlives the command, also where the process that keeps it was killed itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime import ray_head
+from runtime.ray_head import RayHead
+
+# Says the id of its child in place of an address.
+STARTER = """
+import json, subprocess, sys
+child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0)
+print(json.dumps({"address": str(child.pid)}), flush=True)
+sys.stdin.read()
+child.kill()
+"""
+PATIENCE_S = 10.0
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_the_starter_began_ends_with_it_however_it_ends(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = tmp_path / "starter.py"
+    starter.write_text(STARTER)
+    monkeypatch.setattr(ray_head, "STARTER", starter)
+    head = RayHead(1, {}, 0)
+    child = psutil.Process(int(head.address()))
+    if is_killed:
+        (keeper,) = [parent for parent in child.parents() if str(starter) in parent.cmdline()]
+        os.kill(keeper.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)  # dead, and still to be noticed
+        assert child.is_running(), "else there was nothing left to end"
+    head.close()
+    psutil.wait_procs([child], PATIENCE_S)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
