@@ -37,10 +37,14 @@ class Client:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Raises `TandemError`. Leaving the loop early cancels the request everywhere."""
         call = self._inference.Generate(request, timeout=timeout_s)
+        begun = False
         try:
             async for response in call:
+                begun = True
                 yield response
         except grpc.aio.AioRpcError as error:
+            if begun and error.code() is grpc.StatusCode.UNAVAILABLE and not _is_answer(error):
+                raise WorkerUnavailable(f"the router at {self.address} went away in the middle; ask again") from error
             raise self._explain(error, timeout_s) from error
         finally:
             call.cancel()
@@ -85,8 +89,7 @@ class Client:
             raise self._explain(error, CALL_TIMEOUT_S) from error
 
     def _explain(self, error: grpc.aio.AioRpcError, timeout_s: float) -> TandemError:
-        trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
-        answered = RETRYABLE_KEY in dict(trailers)  # a router's own statuses carry it
+        answered = _is_answer(error)
         if error.code() is grpc.StatusCode.UNAVAILABLE and not answered:
             if "refused" in (error.details() or ""):
                 return WorkerUnavailable(f"no router at {self.address}; start one with `tandem serve`")
@@ -104,6 +107,12 @@ class Client:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return TandemError(f"what answers at {self.address} is no router of this version: {error.details()}")
         return error_from(error)
+
+
+def _is_answer(error: grpc.aio.AioRpcError) -> bool:
+    """Did a router say this, or gRPC?"""
+    trailers = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+    return RETRYABLE_KEY in dict(trailers)
 
 
 Connection = AbstractAsyncContextManager[Client]

@@ -134,7 +134,8 @@ async def ports() -> list[Finding]:
             model, fleet = await client.model(), await client.fleet()
         return [Finding(subject, Health.OK, f"a router serves {model.name} here"), *paths(fleet)]
     except TandemError:
-        return [Finding(subject, Health.WARN, "taken by another program", "choose another with `tandem serve --port`")]
+        text = "taken by another program, or by a router with TLS"
+        return [Finding(subject, Health.WARN, text, "choose another with `tandem serve --port`")]
 
 
 def paths(fleet: cluster_pb2.GetFleetResponse) -> list[Finding]:

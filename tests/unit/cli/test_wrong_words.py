@@ -6,6 +6,8 @@ import contextlib
 import io
 import sys
 
+import grpc
+import grpc.aio
 import pytest
 from rich.console import Console
 
@@ -21,6 +23,39 @@ async def test_an_address_without_host_or_port_is_refused_as_such(address: str) 
     with pytest.raises(InvalidRequest, match=r"^router: must be host:port, is "):
         async with connect(address):
             pass
+
+
+class VanishingRouter:
+    """Sends so many messages, then its connection breaks."""
+
+    def __init__(self, num_messages: int) -> None:
+        self._left = num_messages
+
+    def __call__(self, _: object, **__: float) -> VanishingRouter:
+        return self
+
+    def cancel(self) -> None: ...
+
+    def __aiter__(self) -> VanishingRouter:
+        return self
+
+    async def __anext__(self) -> inference_pb2.GenerateResponse:
+        if self._left == 0:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
+        self._left -= 1
+        return inference_pb2.GenerateResponse()
+
+
+@pytest.mark.parametrize(
+    ("num_messages", "says"), [(0, "it is out of reach"), (1, "went away in the middle; ask again")]
+)
+async def test_a_router_that_goes_away_is_told_from_one_that_was_never_there(num_messages: int, says: str) -> None:
+    async with connect("127.0.0.1:9") as client:
+        client._inference.Generate = VanishingRouter(num_messages)
+        with pytest.raises(WorkerUnavailable, match=says):
+            async for _ in client.generate(inference_pb2.GenerateRequest(), 5.0):
+                pass
 
 
 @pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])
