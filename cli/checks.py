@@ -6,10 +6,12 @@ import socket
 
 from rich.console import Console
 
-from core.config import RouterConfig, SecurityConfig, TandemConfig, TransferConfig
+from core.config import RouterConfig, SecurityConfig, TandemConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from engine.catalogue import CATALOGUE, default_cache_dir, is_cached
 from engine.model_source import resolve_model
+
+COLLECTOR_TIMEOUT_S = 1.0
 
 
 def check_before_start(config: TandemConfig, console: Console) -> None:
@@ -17,6 +19,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     check_transport(config.transfer)
     check_port(config.router)
     check_credentials(config.security)
+    tell_of_silent_collector(config.telemetry, console)
     if config.cluster.address:
         return  # a joined cluster may keep its models elsewhere than this machine does
     entry = CATALOGUE.get(config.engine.model)
@@ -31,6 +34,20 @@ def check_transport(config: TransferConfig) -> None:
     """Raises `ConfigError` for the transport that cannot leave a process: `serve` starts one for each worker."""
     if config.transport == "memory":
         raise ConfigError('transport = "memory" joins workers of one process only; choose "nixl" under [transfer]')
+
+
+def tell_of_silent_collector(config: TelemetryConfig, console: Console) -> None:
+    """It may come later, and traces are worth no refusal; but spans are dropped until then, and nobody else says so."""
+    if not config.otlp_endpoint:
+        return
+    host, _, port = config.otlp_endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), COLLECTOR_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        console.print(
+            f"nothing answers at {config.otlp_endpoint} ({error}): traces are dropped until something does",
+            style="yellow", highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def check_credentials(config: SecurityConfig) -> None:

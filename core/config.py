@@ -7,6 +7,7 @@ class (`[scheduler]`, `[transfer]`, ...).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -211,6 +212,10 @@ class TelemetryConfig:
     service_namespace: str = "tandem"
 
     def __post_init__(self) -> None:
+        _require(
+            re.fullmatch(r"((https?://)?[^/\s]+:\d+/?)?", self.otlp_endpoint) is not None,
+            f"otlp_endpoint must be http://host:port or https://host:port, is {self.otlp_endpoint!r}",
+        )
         _require(0 <= self.metrics_port <= 65535, f"metrics_port must be in [0, 65535], is {self.metrics_port}")
 
 

@@ -29,6 +29,7 @@ from core.config import TelemetryConfig
 from core.errors import ConfigError
 from core.lifecycle import Stage, Timeline
 
+CLOSE_TIMEOUT_S = 1.0
 EXPORT_DELAY_MS = 500.0  # spans wait at most this long in their process
 
 AttributeValue = str | int | float | bool | Sequence[str]
@@ -168,8 +169,11 @@ class Telemetry:
                 self.draw(names[stage], parent, start, end, attributes)
 
     def close(self) -> None:
-        """Export what is still buffered."""
-        self._provider.shutdown()
+        """Export what is still buffered, as far as that takes no longer than `CLOSE_TIMEOUT_S`."""
+        # A collector that does not answer is asked again for 10 s; what is left then ends with the process.
+        closing = threading.Thread(target=self._provider.shutdown, name="telemetry", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT_S)
 
 
 def context_of(span: Span) -> Context:

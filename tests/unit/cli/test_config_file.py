@@ -32,7 +32,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path)
 
 
 def test_every_flag_sets_the_option_it_names() -> None:
-    other = {"dtype": "float32", "device": "cpu", "quantization": "int4"}
+    other = {"dtype": "float32", "device": "cpu", "quantization": "int4", "otlp_endpoint": "http://somewhere:4317"}
     for flag in FLAGS:
         value = other.get(flag.option, flag.default + 1000 if isinstance(flag.default, int) else "/somewhere")
         if flag.option in ("num_prefill", "num_decode"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import socket
 
 import pytest
+from rich.console import Console
 
-from cli.checks import check_credentials, check_port, check_transport
+from cli.checks import check_credentials, check_port, check_transport, tell_of_silent_collector
 from cli.serve import why_it_takes_long
-from core.config import ClusterConfig, RouterConfig, SecurityConfig, TransferConfig
+from core.config import ClusterConfig, RouterConfig, SecurityConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 
 
@@ -47,3 +49,23 @@ def test_a_start_that_takes_too_long_says_where_to_look(address: str, says: str,
     said = why_it_takes_long(ClusterConfig(address=address), "/tmp/session/logs")
     assert says in said
     assert says_not not in said
+
+
+def test_a_collector_that_is_not_there_is_said_and_refuses_nothing() -> None:
+    said = Console(file=io.StringIO())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens
+        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
+        tell_of_silent_collector(TelemetryConfig(otlp_endpoint=endpoint), said)
+    assert f"nothing answers at {endpoint} " in said.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_collector_that_is_there_is_not_worth_a_word() -> None:
+    said = Console(file=io.StringIO())
+    with socket.socket() as collector:
+        collector.bind(("127.0.0.1", 0))
+        collector.listen()
+        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
+        tell_of_silent_collector(TelemetryConfig(otlp_endpoint=endpoint), said)
+    tell_of_silent_collector(TelemetryConfig(), said)
+    assert not said.file.getvalue()  # type: ignore[attr-defined]

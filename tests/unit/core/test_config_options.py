@@ -113,6 +113,9 @@ OUT_OF_RANGE = [
     (ClusterConfig, {"num_prefill": -1}, "num_prefill"),
     (ClusterConfig, {"num_decode": 257}, "num_decode"),
     (TelemetryConfig, {"metrics_port": 65536}, "metrics_port"),
+    (TelemetryConfig, {"otlp_endpoint": "collector"}, "otlp_endpoint must be http://host:port .*'collector'"),
+    (TelemetryConfig, {"otlp_endpoint": "ftp://collector:4317"}, "otlp_endpoint"),
+    (TelemetryConfig, {"otlp_endpoint": "http://collector"}, "otlp_endpoint"),
     (SchedulerConfig, {"max_batched_tokens": 63, "max_running": 64}, "max_batched_tokens"),
 ]
 
@@ -125,3 +128,8 @@ def test_values_out_of_range_are_refused_by_name(part: type, options: dict[str, 
 
 def test_a_lease_is_renewed_six_times_in_its_length() -> None:
     assert TransferConfig(lease_s=30.0).heartbeat_s == 5.0
+
+
+@pytest.mark.parametrize("endpoint", ["http://localhost:4317", "https://[::1]:4317/", "localhost:4317", ""])
+def test_a_collector_is_named_by_host_and_port(endpoint: str) -> None:
+    assert TelemetryConfig(otlp_endpoint=endpoint).otlp_endpoint == endpoint
