@@ -107,7 +107,12 @@ def _worker_parts(
         from engine.executor import StepExecutor
         from engine.factory import build_runner
 
-        engine = replace(config.engine, num_threads=config.engine.num_threads or placement.num_threads)
+        own_size = config.engine.prefill_block_size if role is WorkerRole.PREFILL else 0
+        engine = replace(
+            config.engine,
+            num_threads=config.engine.num_threads or placement.num_threads,
+            block_size=own_size or config.engine.block_size,
+        )
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading, too, leaves the other workers' cores alone
             runner = build_runner(engine, cache_dir)

@@ -57,6 +57,7 @@ class EngineConfig:
     quantization: str = "none"  # none | int8 | int4: bits of a weight; the same on every worker
     device: str = "auto"  # auto | cpu | cuda
     block_size: int = 16  # tokens per KV block
+    prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
     kv_memory_mb: int = 512  # size of the KV pool
     num_threads: int = 0  # compute threads; 0 = the machine's cores divided among its workers
     pin_threads: bool = True  # keep them on the worker's share of the cores, if num_threads asks for no more
@@ -66,6 +67,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _require_given(self, "model")
         _require_positive(self, "block_size", "kv_memory_mb")
+        small, large = sorted((self.block_size, self.prefill_block_size or self.block_size))
+        _require(
+            small > 0 and large % small == 0,
+            f"prefill_block_size must be 0 (as block_size) or a multiple or divisor of block_size ({self.block_size}), "
+            f"is {self.prefill_block_size}",
+        )
         dtypes = ("auto", "float32", "bfloat16")
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
         formats = ("none", "int8", "int4")

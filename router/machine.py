@@ -106,7 +106,7 @@ class RouterMachine:
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
         routed.timeline.enter(Stage.QUEUE, now)
-        routed.hashes = []
+        routed.hashes = {}
         insort(self._queue, routed, key=lambda queued: queued.rank)
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
 

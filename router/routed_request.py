@@ -11,6 +11,7 @@ from core.sequence import Sequence
 from core.step import SampledToken
 from router.events import DecodeResult, IndexedTokens, Outcome, PrefillResult
 from router.policy import Candidate
+from router.workers import PrefixHashes
 
 
 def dispatch_id_of(request_id: str, attempt: int) -> str:
@@ -40,7 +41,7 @@ class RoutedRequest:
     arrived_at: float
     deadline: float
     timeline: Timeline
-    hashes: list[int] = field(default_factory=list)  # of the full blocks of resumed(); filled when first needed
+    hashes: PrefixHashes = field(default_factory=dict)  # of resumed(); filled when first needed
     delivered: list[SampledToken] = field(default_factory=list)  # by output index
     early: dict[int, SampledToken] = field(default_factory=dict)  # output index -> token that came before its turn
     dispatch: Dispatch | None = None  # the current attempt; None while queued

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.block_hash import root_hash, sequence_hashes
@@ -14,6 +14,8 @@ from core.request import Request
 from core.worker import WorkerLoad
 from router.policy import Candidate, WorkerView, candidates
 from router.prefix_index import PrefixIndex
+
+PrefixHashes = Mapping[int, Sequence[int]]  # block size of a pool -> sequence hashes of a request's full blocks
 
 
 @dataclass(slots=True)
@@ -46,8 +48,13 @@ class WorkerTable:
         self.index.replace(record.worker_id, cached_blocks)
 
     def refuse_layout(self, record: WorkerRecord) -> None:
+        """The block size may differ between the pools, one a multiple of the other; nothing else may."""
+        ours = record.agent.layout
         for other in self._records.values():
-            differences = other.agent.layout.differences(record.agent.layout)
+            differences = other.agent.layout.differences(ours)
+            small, large = sorted((ours.block_size, other.agent.layout.block_size))
+            if other.role is not record.role and large % small == 0:
+                differences.pop("block_size", None)
             if differences and other.worker_id != record.worker_id:
                 raise LayoutMismatch(differences)
 
@@ -76,10 +83,9 @@ class WorkerTable:
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self._records.values())
 
-    @property
-    def block_size(self) -> int | None:
-        """Tokens per block, the same everywhere; None while there is no worker."""
-        return next((record.agent.layout.block_size for record in self._records.values()), None)
+    def block_size(self, role: WorkerRole) -> int | None:
+        """Tokens per block, the same in a whole pool; None while no worker of it is here."""
+        return next((r.agent.layout.block_size for r in self._records.values() if r.role is role), None)
 
     def has_role(self, role: WorkerRole, avoid: frozenset[str] = frozenset()) -> bool:
         """Is a worker of this role, other than those to `avoid`, alive and not draining?"""
@@ -88,9 +94,9 @@ class WorkerTable:
             for record in self._records.values()
         )
 
-    def views(self, role: WorkerRole, hashes: list[int], avoid: frozenset[str], now: float) -> list[WorkerView]:
+    def views(self, role: WorkerRole, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[WorkerView]:
         """Workers of this role that can take a request now, those to `avoid` only where there are no others."""
-        matched = self.index.match(hashes)
+        matched = self.index.match(hashes.get(self.block_size(role) or 0, ()))
         usable = [record for record in self._records.values() if record.role is role and self._usable(record, now)]
         preferred = [record for record in usable if record.worker_id not in avoid]
         return [self._view(record, matched.get(record.worker_id, 0)) for record in preferred or usable]
@@ -115,7 +121,7 @@ class WorkerTable:
     def refuse_oversized(self, request: Request) -> None:
         """Raise `InvalidRequest` where no decode worker's whole pool would hold the request to its end."""
         pools = [r.agent.num_blocks for r in self._records.values() if r.role is WorkerRole.DECODE]
-        block_size = self.block_size or 1
+        block_size = self.block_size(WorkerRole.DECODE) or 1
         # The last token is only ever sampled, never computed, so it needs no slot.
         if pools and request.max_total_tokens - 1 > max(pools) * block_size:
             raise InvalidRequest(
@@ -124,14 +130,15 @@ class WorkerTable:
                 f"{max(pools) * block_size}",
             )
 
-    def hashes(self, request: Request) -> list[int]:
-        """Sequence hashes of the full blocks of a request; none while no worker has said how long a block is."""
-        block_size = self.block_size
-        return sequence_hashes(request.token_ids, block_size, root_hash(request.cache_salt)) if block_size else []
+    def hashes(self, request: Request) -> PrefixHashes:
+        """Of the full blocks of a request; empty while no worker has said how long a block is."""
+        sizes = sorted({record.agent.layout.block_size for record in self._records.values()})
+        root = root_hash(request.cache_salt)
+        return {size: sequence_hashes(request.token_ids, size, root) for size in sizes}
 
-    def candidates(self, num_tokens: int, hashes: list[int], avoid: frozenset[str], now: float) -> list[Candidate]:
+    def candidates(self, num_tokens: int, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """Every way a request of `num_tokens` may go now, cheapest first."""
-        block_size = self.block_size
+        block_size = self.block_size(WorkerRole.DECODE)
         if block_size is None:
             return []
         decode = self.views(WorkerRole.DECODE, hashes, avoid, now)

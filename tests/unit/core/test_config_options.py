@@ -100,6 +100,8 @@ def test_limits_and_durations_are_more_than_0(part: type, option: str, value: in
 OUT_OF_RANGE = [
     (EngineConfig, {"dtype": "int8"}, "dtype"),
     (EngineConfig, {"device": "tpu"}, "device"),
+    (EngineConfig, {"prefill_block_size": 24}, r"prefill_block_size must be .* of block_size \(16\), is 24"),
+    (EngineConfig, {"prefill_block_size": -16}, "prefill_block_size"),
     (EngineConfig, {"num_threads": -1}, "num_threads"),
     (EngineConfig, {"num_threads": 100_000}, r"num_threads must be in \[0, 4096\] .*is 100000"),
     (EngineConfig, {"max_context": -1}, "max_context"),

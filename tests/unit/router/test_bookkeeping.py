@@ -8,7 +8,7 @@ from core.errors import QueueFull, TransferFailed, WorkerUnavailable
 from core.lifecycle import Stage, WorkerRole, WorkerState
 from core.step import SampledToken
 from router import events
-from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
+from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, request
 
 LOST = WorkerUnavailable("connection reset")
 
@@ -90,7 +90,7 @@ def test_a_retry_is_routed_by_what_it_has_grown_to() -> None:
     router.arrive(request(prompt=range(1, 9), max_tokens=20))
     router.first_token(9)
     router.tokens(1, 10, 11, 12)
-    whole = router.machine.workers.hashes(request(prompt=range(1, 13)))
+    whole = router.machine.workers.hashes(request(prompt=range(1, 13)))[LAYOUT.block_size]
     assert len(whole) == 3
     for block in whole:
         router.post(events.WorkerReported("P2", router.machine.workers.chosen("P2").load, ((block, True),)))

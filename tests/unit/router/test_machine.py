@@ -151,7 +151,7 @@ def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:
 def test_a_long_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -> None:
     router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
     prompt = request(prompt=range(1, 18))
-    hashes = router.machine.workers.hashes(prompt)
+    hashes = router.machine.workers.hashes(prompt)[LAYOUT.block_size]
     router.post(events.WorkerReported("D", router.machine.workers.chosen("D").load, tuple((h, True) for h in hashes)))
     router.arrive(prompt)
     assert router.dispatches() == [("r#1", None, "D")]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.config import RouterConfig
-from core.errors import LayoutMismatch
+from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import WorkerRole, WorkerState
 from core.worker import WorkerLoad
 from router.workers import WorkerRecord, WorkerTable
@@ -29,7 +29,7 @@ def table(*records: WorkerRecord) -> WorkerTable:
 
 
 def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = frozenset()) -> list[str]:
-    return [view.worker_id for view in workers.views(WorkerRole.DECODE, [], avoid, now)]
+    return [view.worker_id for view in workers.views(WorkerRole.DECODE, {}, avoid, now)]
 
 
 def test_a_worker_is_asked_while_its_reports_are_fresh() -> None:
@@ -59,10 +59,10 @@ def test_workers_to_avoid_are_asked_only_where_there_are_no_others() -> None:
 
 def test_load_is_the_larger_of_the_report_and_our_own_count() -> None:
     workers = table(record("d", load=replace(SERVING, num_queued_tokens=40, num_running=1)))
-    (view,) = workers.views(WorkerRole.DECODE, [], frozenset(), 0.0)
+    (view,) = workers.views(WorkerRole.DECODE, {}, frozenset(), 0.0)
     assert (view.num_queued_tokens, view.num_sequences) == (40, 1)
     workers.chosen("d").dispatched = {"x#1": 60}
-    (view,) = workers.views(WorkerRole.DECODE, [], frozenset(), 0.0)
+    (view,) = workers.views(WorkerRole.DECODE, {}, frozenset(), 0.0)
     assert (view.num_queued_tokens, view.num_sequences) == (60, 1)
 
 
@@ -71,7 +71,7 @@ def test_cached_tokens_follow_the_snapshot() -> None:
     joining = record("d")
     workers.join(joining, ())
     hashes = workers.hashes(request(prompt=range(1, 13)))
-    workers.join(joining, hashes[:2])
+    workers.join(joining, hashes[LAYOUT.block_size][:2])
     (view,) = workers.views(WorkerRole.DECODE, hashes, frozenset(), 0.0)
     assert view.cached_tokens == 8
 
@@ -106,10 +106,10 @@ def test_a_worker_that_leaves_takes_its_blocks_from_the_index() -> None:
 
 def test_hashes_are_unknown_until_some_worker_says_how_long_a_block_is() -> None:
     workers = WorkerTable(CONFIG)
-    assert workers.hashes(request()) == []
-    assert workers.candidates(8, [], frozenset(), 0.0) == []
+    assert workers.hashes(request()) == {}
+    assert workers.candidates(8, {}, frozenset(), 0.0) == []
     workers.join(record("d"), ())
-    assert len(workers.hashes(request(prompt=range(1, 10)))) == 2
+    assert len(workers.hashes(request(prompt=range(1, 10)))[LAYOUT.block_size]) == 2
 
 
 def test_a_role_is_there_while_one_that_is_not_avoided_serves() -> None:
@@ -117,3 +117,44 @@ def test_a_role_is_there_while_one_that_is_not_avoided_serves() -> None:
     assert workers.has_role(WorkerRole.PREFILL)
     assert not workers.has_role(WorkerRole.PREFILL, avoid=frozenset({"p"}))
     assert not workers.has_role(WorkerRole.DECODE)
+
+
+WIDE = replace(LAYOUT, block_size=2 * LAYOUT.block_size)
+
+
+def wide_prefill(**fields: object) -> WorkerRecord:
+    return replace(record("p"), role=WorkerRole.PREFILL, agent=agent("p", layout=replace(WIDE, **fields)))  # type: ignore[arg-type]
+
+
+def test_the_pools_may_have_blocks_of_two_sizes_and_each_worker_is_matched_by_its_own() -> None:
+    workers = table(record("d"))
+    workers.join(wide_prefill(), ())
+    hashes = workers.hashes(request(prompt=range(1, 14)))  # 13 tokens
+    assert {size: len(found) for size, found in hashes.items()} == {4: 3, 8: 1}
+    workers.join(record("d"), hashes[4])
+    workers.join(wide_prefill(), hashes[8])
+    (decode,) = workers.views(WorkerRole.DECODE, hashes, frozenset(), 0.0)
+    (prefill,) = workers.views(WorkerRole.PREFILL, hashes, frozenset(), 0.0)
+    assert (decode.cached_tokens, prefill.cached_tokens) == (12, 8)
+    (found,) = workers.candidates(13, hashes, frozenset(), 0.0)[:1]
+    assert found.transfer_blocks in (0, 1), "counted in the decode worker's blocks, of which it lacks the last"
+
+
+def test_blocks_of_two_sizes_in_one_pool_or_without_a_common_measure_are_refused() -> None:
+    workers = table(record("d"))
+    with pytest.raises(LayoutMismatch, match="block_size"):
+        workers.join(replace(record("e"), agent=agent("e", layout=WIDE)), ())
+    with pytest.raises(LayoutMismatch, match="block_size"):
+        workers.join(wide_prefill(block_size=6), ())
+    with pytest.raises(LayoutMismatch, match="dtype"):
+        workers.join(wide_prefill(dtype="bfloat16"), ())
+
+
+def test_what_fits_the_decode_pool_is_counted_in_its_own_blocks() -> None:
+    workers = WorkerTable(CONFIG)
+    workers.join(wide_prefill(), ())
+    workers.join(record("d"), ())
+    room = workers.chosen("d").agent.num_blocks * LAYOUT.block_size
+    workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=1))
+    with pytest.raises(InvalidRequest, match=f"holds {room}$"):
+        workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=2))

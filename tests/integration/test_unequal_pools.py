@@ -1,0 +1,74 @@
+"""Pools with blocks of different sizes serve as one: the same tokens, cached prefixes are found, no block is left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from core.config import EngineConfig
+from core.request import Request, SamplingParams
+from protos import inference_pb2
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.reference import CoLocatedEngine
+
+BLOCK = 16
+NUM_OUTPUT = 12
+MODELS = ["fake:tiny", "random:llama-tiny"]
+PREFILL_SIZES = [BLOCK // 4, BLOCK * 2]
+PROMPT = tuple(range(1, 7 * BLOCK + 4))  # ends in the middle of a block of each size
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[CoLocatedEngine]:
+    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(params=PREFILL_SIZES)
+async def deployment(model: str, request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    config = tiny_config(model, transport="nixl")
+    config = replace(config, engine=replace(config.engine, block_size=BLOCK, prefill_block_size=request.param))
+    async with deploy(config) as deployment:
+        yield deployment
+
+
+def expected(engine: CoLocatedEngine, prompt: tuple[int, ...]) -> list[int]:
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT)
+    return engine.generate(Request("reference", prompt, len(prompt), sampling))
+
+
+async def test_every_token_is_that_of_one_engine_and_prefixes_are_found_on_either_side(
+    deployment: Deployment, engine: CoLocatedEngine
+) -> None:
+    sizes = [worker._parts.agent.address.layout.block_size for worker in deployment.workers]  # type: ignore[union-attr]
+    assert sizes[0] != sizes[1] == BLOCK
+    longer = (*PROMPT, *range(200, 240))
+    for prompt, least_cached in ((PROMPT, 0), (PROMPT, 6 * BLOCK), (longer, 6 * BLOCK), (PROMPT[:BLOCK], 0)):
+        answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT)
+        assert answer.token_ids == expected(engine, prompt)
+        assert answer.finished is not None
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        assert answer.finished.attempts == 1
+        assert answer.finished.usage.cached_tokens >= least_cached
+    await deployment.assert_pools_settle()
+
+
+async def test_with_the_decode_worker_s_cache_gone_the_whole_prompt_moves_again(
+    deployment: Deployment, engine: CoLocatedEngine
+) -> None:
+    first = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+    await deployment.assert_pools_settle()
+    deployment.drop_caches(deployment.decode)
+    again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+    assert again.token_ids == expected(engine, PROMPT)
+    assert first.finished is not None
+    assert again.finished is not None
+    assert again.finished.transferred_bytes == first.finished.transferred_bytes > 0
