@@ -9,10 +9,11 @@
 
 #ifdef __AVX512BF16__
 #include "bf16_panels.h"
+#include "threads.h"
 
 #define TILE_ROWS 12     /* times two vectors of sums: 24 of the 32 registers */
 #define BLOCK_ROWS 480   /* of inputs that pass by a panel before the next is taken: they stay in the second cache */
-#define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, where each is used but once */
+#define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, where it is used but once: past the 2nd cache */
 #define LINE_BYTES 64
 
 /* `rows` (a constant) input rows from `row` on by a panel. Meanwhile the bytes [ahead, ahead + ahead_bytes) are
@@ -25,8 +26,8 @@ INLINE void multiply_tile(const struct product *product, int64_t row, int64_t pa
     for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < num_pairs; pair++, weights += 2 * PANEL) {
         if (ahead == NULL) {
-            _mm_prefetch((const char *)weights + AHEAD_BYTES, _MM_HINT_T0);
-            _mm_prefetch((const char *)weights + AHEAD_BYTES + LINE_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)weights + AHEAD_BYTES, _MM_HINT_NTA);
+            _mm_prefetch((const char *)weights + AHEAD_BYTES + LINE_BYTES, _MM_HINT_NTA);
         } else if (pair * LINE_BYTES < ahead_bytes) {
             _mm_prefetch(ahead + pair * LINE_BYTES, _MM_HINT_T1);
         }
@@ -70,8 +71,7 @@ EXPORT void tandem_bf16_linear(const uint16_t *inputs, const uint16_t *weight, c
     const struct product product = {inputs, weight, bias, out, num_rows, out_size, in_size, (enum ending)ending};
     for (int64_t from = 0; from < num_rows; from += BLOCK_ROWS) {
         const int64_t until = from + BLOCK_ROWS < num_rows ? from + BLOCK_ROWS : num_rows;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1) schedule(static)
-        for (int64_t panel = 0; panel < num_panels(&product); panel++) multiply_panel(&product, from, until, panel);
+        FOR_EACH(panel, num_panels(&product), num_threads, multiply_panel(&product, from, until, panel););
     }
 }
 #endif

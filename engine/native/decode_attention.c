@@ -125,35 +125,58 @@ void tandem_fetch_first_tile(const struct kv_cache *cache, const struct paged_ba
     for (int p = 0; p < tile.count; p++) fetch_while_adding(&first, p, 0, row_bytes);
 }
 
+/* One layer of a batch, in tasks of some KV heads of a sequence each. */
+struct decode {
+    const struct kv_cache *cache;
+    const struct paged_batch *batch;
+    const void *queries;
+    int64_t query_stride;
+    void *out;
+    size_t layer_offset;
+    int64_t splits; /* tasks of a sequence */
+    int heads_per_task;
+};
+
+INLINE void attend_task(const struct decode *decode, int64_t task, int is_bf16, float *scratch) {
+    const int first_head = (int)(task % decode->splits) * decode->heads_per_task;
+    const int left = decode->cache->num_kv_heads - first_head;
+    attend_sequence(decode->cache, decode->batch, task / decode->splits, decode->queries, decode->query_stride,
+                    decode->out, decode->layer_offset, first_head,
+                    left < decode->heads_per_task ? left : decode->heads_per_task, is_bf16, scratch);
+}
+
+/* The tasks that fall to this thread: all of them outside of a parallel region. Returns 1 where there is no memory. */
+static int attend_tasks(const struct decode *decode) {
+    const struct kv_cache *cache = decode->cache;
+    const size_t scratch_floats = (size_t)cache->num_heads * (2 * cache->head_dim + LANES + 1);
+    const int64_t num_tasks = decode->batch->num_sequences * decode->splits;
+    float *scratch = aligned_alloc(64, (scratch_floats * sizeof(float) + 63) / 64 * 64);
+    const int failed = scratch == NULL;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < num_tasks; task++) {
+        if (failed) continue;
+        if (cache->is_bf16)
+            attend_task(decode, task, 1, scratch);
+        else
+            attend_task(decode, task, 0, scratch);
+    }
+    free(scratch);
+    return failed;
+}
+
 int tandem_decode_attention(const struct kv_cache *cache, const struct paged_batch *batch, const void *queries,
-                                   int64_t query_stride, void *out, int64_t layer) {
+                            int64_t query_stride, void *out, int64_t layer) {
     /* Whole sequences where there are enough of them to go round, else runs of KV heads. */
     int64_t splits = (cache->num_threads + batch->num_sequences - 1) / batch->num_sequences;
     if (splits > cache->num_kv_heads) splits = cache->num_kv_heads;
     const int heads_per_task = (int)((cache->num_kv_heads + splits - 1) / splits);
     splits = (cache->num_kv_heads + heads_per_task - 1) / heads_per_task;
-    const int64_t num_tasks = batch->num_sequences * splits;
-    const size_t scratch_floats = (size_t)cache->num_heads * (2 * cache->head_dim + LANES + 1);
+    const struct decode decode = {
+        cache, batch, queries, query_stride, out, layer * cache->layer_stride, splits, heads_per_task,
+    };
+    if (cache->num_threads == 1 || batch->num_sequences * splits == 1) return attend_tasks(&decode);
     int failed = 0;
-#pragma omp parallel num_threads(cache->num_threads) if (num_tasks > 1 && cache->num_threads > 1) reduction(| : failed)
-    {
-        float *scratch = aligned_alloc(64, (scratch_floats * sizeof(float) + 63) / 64 * 64);
-        failed |= scratch == NULL;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < num_tasks; task++) {
-            if (scratch == NULL) continue;
-            const int first_head = (int)(task % splits) * heads_per_task;
-            const int left = cache->num_kv_heads - first_head;
-            const int heads = left < heads_per_task ? left : heads_per_task;
-            const size_t offset = layer * cache->layer_stride;
-            if (cache->is_bf16)
-                attend_sequence(cache, batch, task / splits, queries, query_stride, out, offset, first_head, heads, 1,
-                                scratch);
-            else
-                attend_sequence(cache, batch, task / splits, queries, query_stride, out, offset, first_head, heads, 0,
-                                scratch);
-        }
-        free(scratch);
-    }
+#pragma omp parallel num_threads(cache->num_threads) reduction(| : failed)
+    failed |= attend_tasks(&decode);
     return failed;
 }

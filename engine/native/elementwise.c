@@ -1,6 +1,7 @@
 /* The small things between the matrix products: RMS norm with the residual sum before it, and SwiGLU's activation.
 
    All sums are float, whatever the rows are. Rows are contiguous. */
+#include "threads.h"
 #include "vectors.h"
 #ifdef __AVX512BF16__
 #include "bf16_products.h"
@@ -47,15 +48,14 @@ INLINE void norm_row(void *row, const void *update, const void *weight, void *no
 EXPORT void tandem_add_rms_norm(void *rows, const void *update, const void *weight, void *normed, int64_t num_rows,
                                 int64_t size, float epsilon, int is_bf16, int num_threads) {
     const size_t row_bytes = size * element_bytes(is_bf16);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < num_rows; row++) {
+    FOR_EACH(row, num_rows, num_rows * size >= PARALLEL_ELEMENTS ? num_threads : 1, {
         char *values = (char *)rows + row * row_bytes, *to = (char *)normed + row * row_bytes;
         const char *more = update ? (const char *)update + row * row_bytes : NULL;
         if (is_bf16)
             norm_row(values, more, weight, to, size, epsilon, 1);
         else
             norm_row(values, more, weight, to, size, epsilon, 0);
-    }
+    });
 }
 
 INLINE vfloat silu(vfloat gate) {
@@ -94,11 +94,10 @@ INLINE void silu_row(const void *row, void *to, int64_t size, int is_bf16) {
 EXPORT void tandem_silu_and_multiply(const void *rows, void *out, int64_t num_rows, int64_t size, int is_bf16,
                                      int num_threads) {
     const size_t row_bytes = size * element_bytes(is_bf16);
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows * size >= PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < num_rows; row++) {
+    FOR_EACH(row, num_rows, num_rows * size >= PARALLEL_ELEMENTS ? num_threads : 1, {
         if (is_bf16)
             silu_row((const char *)rows + 2 * row * row_bytes, (char *)out + row * row_bytes, size, 1);
         else
             silu_row((const char *)rows + 2 * row * row_bytes, (char *)out + row * row_bytes, size, 0);
-    }
+    });
 }

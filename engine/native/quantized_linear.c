@@ -9,6 +9,7 @@
    because reading four inputs into all lanes costs as much as multiplying by them. While the blocks of one tile are
    computed, the next tile is fetched from memory. */
 #include "quantized.h"
+#include "threads.h"
 
 #if defined(__AVX512BW__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -258,16 +259,15 @@ EXPORT void tandem_quantized_linear(const struct quantized_matrix *matrix, const
     const int64_t num_groups = matrix->num_groups, num_tiles = (matrix->num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const struct inputs rounded = {
         (int8_t *)scratch, (struct group_input *)((char *)scratch + num_rows * num_groups * GROUP)};
-    const int parallel = num_threads > 1 && num_rows * num_tiles * num_groups >= PARALLEL_GROUPS;
-#pragma omp parallel for num_threads(num_threads) if (parallel && num_rows > num_threads)
-    for (int64_t row = 0; row < num_rows; row++)
+    const int threads = num_rows * num_tiles * num_groups >= PARALLEL_GROUPS ? num_threads : 1;
+    FOR_EACH(row, num_rows, num_rows > threads ? threads : 1, {
         quantize_row(element(inputs, row * matrix->num_columns, is_bf16), is_bf16, matrix,
                      rounded.codes + row * num_groups * GROUP, rounded.groups + row * num_groups);
+    });
     for (int64_t from = 0; from < num_rows; from += PASS_ROWS) {
         const int64_t until = num_rows - from < PASS_ROWS ? num_rows : from + PASS_ROWS;
-#pragma omp parallel for num_threads(num_threads) if (parallel)
-        for (int64_t tile = 0; tile < num_tiles; tile++)
-            multiply_rows(matrix, tile, &rounded, from, until, outputs, is_bf16);
+        FOR_EACH(tile, num_tiles, threads,
+                 multiply_rows(matrix, tile, &rounded, from, until, outputs, is_bf16););
     }
 }
 

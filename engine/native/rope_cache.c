@@ -3,6 +3,7 @@
    A row holds query heads, key heads and value heads. Queries and keys are rotated where they lie (half-split: element
    d pairs with d + head_dim / 2); rotated keys and the values are also written into the row's slot of the pool. */
 #include "step_attention.h"
+#include "threads.h"
 
 INLINE void rotate(const void *from, void *to, const float *cosine, const float *sine, int half, int is_bf16) {
     for (int d = 0; d < half; d += LANES) {
@@ -31,13 +32,12 @@ void tandem_rope_and_write(const struct kv_cache *cache, void *heads, const floa
     const int half = cache->head_dim / 2;
     const size_t row_bytes =
         (size_t)(cache->num_heads + 2 * cache->num_kv_heads) * cache->head_dim * element_bytes(cache->is_bf16);
-#pragma omp parallel for num_threads(cache->num_threads) if (num_rows >= 64 && cache->num_threads > 1)
-    for (int64_t row = 0; row < num_rows; row++) {
+    FOR_EACH(row, num_rows, num_rows >= 64 ? cache->num_threads : 1, {
         char *slot = cache->base + slots[row] + layer * cache->layer_stride;
         char *from = (char *)heads + row * row_bytes;
         if (cache->is_bf16)
             write_row(cache, from, cosine + row * half, sine + row * half, slot, 1);
         else
             write_row(cache, from, cosine + row * half, sine + row * half, slot, 0);
-    }
+    });
 }
