@@ -19,7 +19,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # for a step
     RUNNING = "running"
     TRANSFER = "transfer"  # its KV is being pulled, or waits for blocks to pull into
-    ENDING = "ending"  # it has ended; a step or a read still uses its blocks
+    ENDING = "ending"  # it has ended; a step, a read or a check still uses its blocks
 
 
 # The live states of a holder say what it is, and so which column its blocks make it answer for.

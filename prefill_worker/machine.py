@@ -7,8 +7,9 @@
 The sequence leaves the scheduler with its first token; its blocks stay leased until the reader has them. Blocks are
 leased before the scheduler learns that the step is done, because it releases a finished sequence's blocks at once.
 
-A prompt's cached beginning is compared with its digests while the step runs; the first token waits for the answer. What
-was computed from spoilt blocks is not given out: the call fails, and the router has the prompt computed again.
+A prompt's cached beginning is compared with its digests while the step runs; the first token waits for the answer, and
+so do the blocks, which are not used anew before. What was computed from spoilt blocks is not given out: the call fails,
+and the router has the prompt computed again.
 
 Prompts and readers can wait for each other in a circle: leased blocks wait for readers without room, whose room is
 reserved for prompts that wait here for blocks. `_unblock` breaks it: a prompt whose reader has room waits no longer.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, AgentAddress, TransferId
-from core.ledger import Claim, check_claims
+from core.ledger import Claim, SequenceState, check_claims
 from core.lifecycle import FinishReason, Timeline
 from core.machine import Tick
 from core.request import Request
@@ -84,6 +85,19 @@ class _Held:
     done: PrefillDone
 
 
+@dataclass(slots=True)
+class _UnderCheck:
+    """Blocks from the prefix cache that are being compared, held so that they are not evicted meanwhile."""
+
+    sequence: Sequence
+    blocks: list[int]
+
+    def claim(self) -> Claim:
+        """To those that the sequence itself holds no more."""
+        blocks = [block for block in self.blocks if block not in self.sequence.block_table]
+        return Claim(self.sequence.sequence_id, SequenceState.ENDING, blocks, self.sequence.arrived_at)
+
+
 class PrefillMachine:
     """Each accepted `PrefillArrived` gets one `PrefillDone` or `PrefillFailed`, at its deadline at the latest."""
 
@@ -92,6 +106,7 @@ class PrefillMachine:
         self.transfers = transfers
         self._calls: dict[str, _OpenCall] = {}  # by request id
         self._held: dict[str, _Held] = {}  # computed; by request id
+        self._under_check: dict[TransferId, _UnderCheck] = {}
         self._stalled_since: float | None = None
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
@@ -126,7 +141,7 @@ class PrefillMachine:
     @property
     def idle(self) -> bool:
         """Nothing is being computed and nobody reads our blocks."""
-        return not self._calls and not self._held and not self.transfers.alive
+        return not self._calls and not self._held and not self._under_check and not self.transfers.alive
 
     @property
     def transfers_alive(self) -> bool:
@@ -137,7 +152,8 @@ class PrefillMachine:
 
     def claims(self, now: float) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""
-        return [*self.core.claims(), *transfer_claims(self.transfers, now)]
+        left = [claim for check in self._under_check.values() if (claim := check.claim()).blocks]
+        return [*self.core.claims(), *left, *transfer_claims(self.transfers, now)]
 
     # ---- a prompt's life
 
@@ -196,7 +212,14 @@ class PrefillMachine:
                 if chunk.start:
                     cached = chunk.block_table[: chunk.start // self.core.scheduler.block_size]
                     actions += self._absorb(self.transfers.check_cached(call.transfer_id, cached))
+                    self._hold_under_check(call, cached)
         return actions
+
+    def _hold_under_check(self, call: _OpenCall, cached: list[int]) -> None:
+        if self.transfers.is_checked(call.transfer_id):
+            return  # there was nothing to compare
+        self.core.pool.share(cached)
+        self._under_check.setdefault(call.transfer_id, _UnderCheck(call.sequence, [])).blocks += cached
 
     def _on_checked(self, checked: CacheChecked) -> list[PrefillAction]:
         """Let the answer go that waited for this, or end the call."""
@@ -211,6 +234,8 @@ class PrefillMachine:
             if call.transfer_id == checked.transfer_id and checked.num_spoilt:
                 self.core.pool.distrust(call.sequence.block_table)
                 answers += self._end(request_id, error)
+        if self.transfers.is_checked(checked.transfer_id):
+            self.core.pool.release(self._under_check.pop(checked.transfer_id).blocks)
         return answers
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
@@ -283,3 +308,4 @@ class PrefillMachine:
         for request_id, call in self._calls.items():
             assert self.core.scheduler.get(request_id) is call.sequence
         assert not any(self.transfers.is_checked(held.transfer_id) for held in self._held.values())
+        assert not any(self.transfers.is_checked(transfer_id) for transfer_id in self._under_check)

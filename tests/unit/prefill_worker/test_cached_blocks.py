@@ -9,7 +9,7 @@ import pytest
 from core.block_hash import sequence_hashes
 from core.errors import DeadlineExceeded, RequestCancelled, TransferFailed
 from core.handoff import Abort, AbortReason, Ready
-from kv_transfer.events import CheckBlocks, KeepDigests
+from kv_transfer.events import BlocksChecked, CheckBlocks, KeepDigests
 from prefill_worker.machine import PrefillCancelled, PrefillDone, PrefillFailed
 from tests.support.driven_worker import BLOCK_SIZE, request
 from tests.unit.prefill_worker.driven_prefill import Prefill
@@ -113,6 +113,44 @@ def test_what_came_of_spoilt_blocks_is_not_found_though_its_hand_off_had_ended(
     assert len(worker.of(PrefillDone)) == 1
     left = request("c", 12)  # what "b" computed is its last block
     assert sequence_hashes(left.token_ids, BLOCK_SIZE)[2] not in worker.pool.known_hashes()
+
+
+def test_blocks_under_check_are_used_for_nothing_else() -> None:
+    """Or the answer would be of other bytes, and the token that waits for it would be taken for right."""
+    worker = Prefill(num_blocks=6)
+    worker.arrive(request("a", 8))
+    worker.finish_step()
+    worker.release()
+    worker.arrive(request("b", 12), ticket=2)
+    worker.finish_step()
+    worker.release(ticket=2)
+    worker.arrive(request("c", 24, first=40), ticket=3)
+    worker.run_until_idle()
+    (spoilt, *_) = asked = worker.only(CheckBlocks).blocks
+    assert [(block, worker.pool.content_of(block)) for block, _ in asked] == list(asked)
+    assert worker.ledger["held"] == 6
+    worker.post(BlocksChecked(2, (spoilt,)))
+    assert [failed.request_id for failed in worker.of(PrefillFailed)] == ["b"]
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "c"]
+    worker.release(ticket=3)
+    assert worker.machine.idle
+    assert worker.ledger == {}
+
+
+def test_blocks_that_two_prompts_have_checked_wait_for_both_answers() -> None:
+    worker = after_a_cached_prefix()
+    worker.finish_step()
+    worker.release(ticket=2)
+    worker.arrive(request("c", 11), ticket=3)
+    worker.finish_step()
+    worker.release(ticket=3)
+    first, second = worker.of(CheckBlocks)
+    assert (first.blocks, second.blocks) == (first.blocks, first.blocks)
+    for check, num_held in ((first, 2), (second, 0)):
+        worker.post(BlocksChecked(check.transfer_id, ()))
+        assert worker.ledger.get("held", 0) == num_held
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b", "c"]
 
 
 def test_a_call_that_is_cancelled_while_it_waits_for_its_check_ends_once() -> None:
