@@ -13,7 +13,7 @@ one that only readers keep.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,6 +24,9 @@ class Column(Enum):
     HELD = "held"  # by at least one sequence
     LEASED = "leased"  # offered to at least one peer, held by no sequence
     INCOMING = "incoming"  # reserved for a pull
+
+    # Of the one object that each is; Enum's own is a call of Python code, several for every move of a block.
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,14 @@ BlockEvent = BlockStored | BlockRemoved
 
 @dataclass(slots=True)
 class _Block:
+    column: Column = Column.FREE  # follows from the rest; `_change` and `_forget` see to it
     num_holds: int = 0
     num_leases: int = 0
     num_incoming: int = 0
     num_uses: int = 0  # how often it was handed out to be written
     sequence_hash: int | None = None
 
-    @property
-    def column(self) -> Column:
+    def find_column(self) -> Column:
         if self.num_incoming:
             return Column.INCOMING
         if self.num_holds:
@@ -124,22 +127,18 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks of unknown content, HELD once; None, and nothing changed, where there are not enough."""
         blocks = self._take(count)
-        for block in blocks or ():
-            self._blocks[block].num_uses += 1
-            self._change(block, holds=1)
+        self._change(blocks or (), holds=1)
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """Hold blocks that `match_prefix` found."""
         for block in blocks:
             assert self._blocks[block].sequence_hash is not None, f"block {block} has no known content to share"
-            self._change(block, holds=1)
+        self._change(blocks, holds=1)
 
     def release(self, blocks: Sequence[int]) -> None:
         """End one hold of each. The last block goes first to the evictable end: a prefix outlives its tails."""
-        for block in reversed(blocks):
-            assert self._blocks[block].num_holds > 0, f"block {block} is not held"
-            self._change(block, holds=-1)
+        self._change(reversed(blocks), holds=-1)
 
     def register(self, block: int, sequence_hash: int) -> None:
         """Make a fully computed block findable. Where the content is known already, the first block keeps the name."""
@@ -162,39 +161,31 @@ class BlockPool:
 
     # ---- handing to peers
 
-    def lease(self, blocks: Iterable[int]) -> None:
+    def lease(self, blocks: Collection[int]) -> None:
         """One more peer may read these blocks; they are not reused until it is unleased."""
         for block in blocks:
             assert self._blocks[block].column in (Column.HELD, Column.LEASED), f"block {block} holds nothing to offer"
-            self._change(block, leases=1)
+        self._change(blocks, leases=1)
 
-    def unlease(self, blocks: Iterable[int]) -> None:
+    def unlease(self, blocks: Sequence[int]) -> None:
         """One peer has done with these. As in `release`, the last block goes first to the evictable end."""
-        for block in reversed(list(blocks)):
-            assert self._blocks[block].num_leases > 0, f"block {block} is not leased"
-            self._change(block, leases=-1)
+        self._change(reversed(blocks), leases=-1)
 
     # ---- taking from peers
 
     def reserve(self, count: int) -> list[int] | None:
         """`count` INCOMING blocks for a pull to fill; None, and nothing changed, where there are not enough."""
         blocks = self._take(count)
-        for block in blocks or ():
-            self._blocks[block].num_uses += 1
-            self._change(block, incoming=1)
+        self._change(blocks or (), incoming=1)
         return blocks
 
     def arrive(self, blocks: Iterable[int]) -> None:
         """The pull has filled and verified these: INCOMING -> HELD once, by the sequence they were reserved for."""
-        for block in blocks:
-            assert self._blocks[block].num_incoming == 1, f"block {block} is not incoming"
-            self._change(block, incoming=-1, holds=1)
+        self._change(blocks, incoming=-1, holds=1)
 
     def cancel_reservation(self, blocks: Iterable[int]) -> None:
         """The pull failed and all its reads have ended: INCOMING -> FREE."""
-        for block in blocks:
-            assert self._blocks[block].num_incoming == 1, f"block {block} is not incoming"
-            self._change(block, incoming=-1)
+        self._change(blocks, incoming=-1)
 
     # ---- the ledger
 
@@ -204,40 +195,47 @@ class BlockPool:
             return None
         while len(self._free) < count:
             self._forget(next(iter(self._cached)))
-        return [self._free[-1 - i] for i in range(count)]
+        blocks = self._free[: -count - 1 : -1]
+        for block in blocks:
+            self._blocks[block].num_uses += 1
+        return blocks
 
     def _forget(self, block: int) -> None:
         """CACHED -> FREE: the content may be overwritten from here on."""
         sequence_hash = self._blocks[block].sequence_hash
         assert sequence_hash is not None
         del self._cached[block], self._block_of_hash[sequence_hash]
-        self._blocks[block].sequence_hash = None
+        self._blocks[block].sequence_hash, self._blocks[block].column = None, Column.FREE
         self._free.append(block)
         self._counts[Column.CACHED] -= 1
         self._counts[Column.FREE] += 1
         self._events.append(BlockRemoved(sequence_hash))
 
-    def _change(self, block: int, *, holds: int = 0, leases: int = 0, incoming: int = 0) -> None:
-        """Change one block's claims and move it between columns; the only place that does."""
-        state = self._blocks[block]
-        before = state.column
-        state.num_holds += holds
-        state.num_leases += leases
-        state.num_incoming += incoming
-        after = state.column
-        if before is after:
-            return
-        self._counts[before] -= 1
-        self._counts[after] += 1
-        if before is Column.FREE:
-            top = self._free.pop()  # outside the assert, which -O would drop with all it does
-            assert top == block, f"block {block} was taken out of turn"
-        elif before is Column.CACHED:
-            del self._cached[block]
-        if after is Column.FREE:
-            self._free.append(block)
-        elif after is Column.CACHED:
-            self._cached[block] = None
+    def _change(self, blocks: Iterable[int], *, holds: int = 0, leases: int = 0, incoming: int = 0) -> None:
+        """Change the claims on each block and move it between columns; the only place that does."""
+        for block in blocks:
+            state = self._blocks[block]
+            num_holds, num_leases = state.num_holds + holds, state.num_leases + leases
+            num_incoming = state.num_incoming + incoming
+            assert num_holds >= 0, f"block {block} is not held"
+            assert num_leases >= 0, f"block {block} is not leased"
+            assert num_incoming >= 0, f"block {block} is not incoming"
+            state.num_holds, state.num_leases, state.num_incoming = num_holds, num_leases, num_incoming
+            before, after = state.column, state.find_column()
+            if before is after:
+                continue
+            state.column = after
+            self._counts[before] -= 1
+            self._counts[after] += 1
+            if before is Column.FREE:
+                top = self._free.pop()  # outside the assert, which -O would drop with all it does
+                assert top == block, f"block {block} was taken out of turn"
+            elif before is Column.CACHED:
+                del self._cached[block]
+            if after is Column.FREE:
+                self._free.append(block)
+            elif after is Column.CACHED:
+                self._cached[block] = None
 
     def check(self) -> None:
         """Every block in exactly one column, every index in step with it."""
@@ -247,6 +245,7 @@ class BlockPool:
             assert block.num_leases >= 0
             if block.num_incoming:
                 assert (block.num_incoming, block.num_holds, block.num_leases, block.sequence_hash) == (1, 0, 0, None)
+            assert block.column is block.find_column(), f"block {index}"
             counts[block.column] += 1
             assert (index in self._cached) == (block.column is Column.CACHED), f"block {index}"
             if block.sequence_hash is not None:
