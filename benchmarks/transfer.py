@@ -95,6 +95,8 @@ def bandwidth(report: Report, path: Measured, pool_bytes: int, repeats: int) -> 
             seconds["path"].append(moved.total_s)
             seconds["reading"].append(moved.read_s)
             seconds["one"].append(pair.move(1, made_before).total_s)
+            if not verify:
+                seconds["bare"].append(pair.puller.call("read_bare", pair.owner_address, count))
             if made_before:
                 seconds["bound"].append(pair.puller.call("read_process", *of_owner, True))
                 seconds["hash"].append(pair.puller.call("hash_memory", count))
@@ -110,6 +112,9 @@ def bandwidth(report: Report, path: Measured, pool_bytes: int, repeats: int) -> 
                     per_s["path"] / per_s["memcpy"]))  # fmt: skip
     report.add(Line(f"{path}: each block", "", middle["path"] / count * 1e6, "us"))
     report.add(Line(f"{path}: a hand-off of one block", "", middle["one"] * 1e3, "ms"))
+    if not verify:
+        report.add(Line(f"{path}: the transport's reads alone", "", per_s["bare"] / 1e9, "GB/s", "process_vm_readv",
+                        per_s["bare"] / per_s["process_vm_readv"]))  # fmt: skip
     if made_before:
         report.add(Line(f"{path}: one core that reads and hashes, no more", "", per_s["bound"] / 1e9, "GB/s",
                         "process_vm_readv", per_s["bound"] / per_s["process_vm_readv"]))  # fmt: skip

@@ -34,7 +34,7 @@ from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed, CacheChecked, OfferEnded, PullCompleted, PullFailed, PullStats
 from kv_transfer.machine import TransferMachine
 from kv_transfer.reads import SLICE_BYTES
-from kv_transfer.transports.transport import PoolMemory
+from kv_transfer.transports.transport import PoolMemory, ReadDone, Transport
 from runtime.driver import Driver
 
 TIMEOUT_S = 120.0
@@ -81,6 +81,8 @@ class Side:
                 self.array.ctypes.data, spec.num_blocks, spec.layout, memoryview(self.array.reshape(-1))
             )
         self.layout = memory.layout
+        self._config, self._memory = spec.config, memory
+        self._bare: Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Any] = self._loop.create_future()
         identity = AgentIdentity("bench", secrets.randbits(63) | 1)
@@ -190,6 +192,10 @@ class Side:
                 xxhash.xxh3_64_intdigest(self.array[block])
         return time.perf_counter() - begun
 
+    async def read_bare(self, owner: AgentAddress, num_blocks: int) -> float:
+        """Seconds to read blocks by a transport alone, read after read: the most that the path around it can reach."""
+        return await asyncio.to_thread(self._read_bare, owner, num_blocks)
+
     async def hash_memory(self, num_blocks: int) -> float:
         """Seconds to hash blocks of this pool, each cold."""
         order = np.random.default_rng(8).permutation(len(self.array))[:num_blocks].tolist()
@@ -224,6 +230,8 @@ class Side:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._agent.close)
+        if self._bare is not None:
+            self._bare.close()
 
     # ---- inside
 
@@ -232,6 +240,36 @@ class Side:
         if not hasattr(self, "_executor"):
             self._executor = ThreadPoolExecutor(1)
         return self._executor
+
+    def _read_bare(self, owner: AgentAddress, num_blocks: int) -> float:
+        if self._bare is None:
+            self._bare = open_transport(self._config, f"bare-{os.getpid()}")
+            self._bare.register(self._memory)
+            self._bare.connect(owner)
+            self._end_reads(self._bare, {self._bare.start_block_read(owner.name, [0], [0])}, 0)
+        size = self._config.blocks_per_read(self.layout.block_bytes)
+        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks].tolist()
+        targets = np.random.default_rng(7).permutation(len(self.array))[:num_blocks].tolist()
+        parts = [(sources[i : i + size], targets[i : i + size]) for i in range(0, num_blocks, size)]
+        reading: set[int] = set()
+        begun = time.perf_counter()
+        for part in parts:
+            handle = self._bare.start_block_read(owner.name, *part)
+            if not self._bare.take_ended(handle):
+                reading.add(handle)
+                self._end_reads(self._bare, reading, self._config.max_reads_in_flight - 1)
+        self._end_reads(self._bare, reading, 0)
+        return time.perf_counter() - begun
+
+    @staticmethod
+    def _end_reads(transport: Transport, reading: set[int], num_left: int) -> None:
+        """Wait until no more than so many are under way."""
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while len(reading) > num_left:
+            for event in transport.poll():
+                if not isinstance(event, ReadDone) or time.monotonic() > give_up_at:
+                    raise RuntimeError(f"the transport alone did not read: {event}")
+                reading.remove(event.handle)
 
     @staticmethod
     def _vectors(base: int, blocks: np.ndarray, size: int) -> ctypes.Array[Any]:
