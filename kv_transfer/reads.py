@@ -5,8 +5,8 @@
 
 Where digests are on, a slice is about as large as a core's second cache: hashing what was just copied costs a third of
 hashing it from memory. On a lane that copies before the start of a read returns, as shared memory does, each slice has
-landed at once. One that works by itself has a few slices in flight, so that it need not wait for the hashing; with many,
-a slice has left the cache before its turn comes. Where digests are off, a read is one slice.
+landed at once. One that works by itself has a few slices in flight, so that it need not wait for the hashing; were they
+many, a slice would have left the cache before its turn came. Where digests are off, a read is one slice.
 
 All of this runs on the agent's thread.
 """
