@@ -24,13 +24,14 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--seed", type=int, help="one seed")
     which.add_argument("--seeds", type=_seed_range, help="first..last, both included")
     parser.add_argument("--verbose", action="store_true", help="print everything that happens")
+    parser.add_argument("--harsh", action="store_true", help="more requests and far more faults than a seed has else")
     options = parser.parse_args(arguments)
     seeds = options.seeds if options.seed is None else [options.seed]
     totals: Counter[str] = Counter()
     failed = []
     for seed in seeds:
         try:
-            totals += run_seed(seed, print if options.verbose else None).counts
+            totals += run_seed(seed, print if options.verbose else None, harsh=options.harsh).counts
         except AssertionError as error:
             failed.append(seed)
             print(f"seed {seed} FAILED: {type(error).__name__}: {error}", file=sys.stderr)

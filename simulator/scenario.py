@@ -2,7 +2,7 @@
 
 Pools are small, so that requests queue, are preempted and wait for blocks; prompts share prefixes; some clients cancel,
 are in a hurry, or ask for more than any pool holds. One seed in five is calm: nothing breaks, so everybody with time
-enough must be served.
+enough must be served. `make_harsh_scenario` makes the same world worse than any, where two rare things meet.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from simulator.network import NetworkFaults
 from simulator.node import WorkerSpec
 
 NUM_REQUESTS = 50
+NUM_HARSH_REQUESTS = 90
 ARRIVALS_S = 3.0
 BLOCK_SIZES = (4, 8)
 PATIENT_TIMEOUT_S = 60.0
@@ -87,6 +88,25 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         reads=ReadFaults() if calm else _read_faults(chance, transfer),
         requests=tuple(_requests(chance, num_requests, largest)),
         faults=() if calm else tuple(_faults(chance, workers)),
+    )
+
+
+def make_harsh_scenario(seed: int) -> Scenario:
+    """More requests for the same pools, and each fault of network, reads, cache and steps far more often."""
+    scenario = make_scenario(seed, NUM_HARSH_REQUESTS)
+    verified = scenario.workers[0].transfer.verify_digests  # without digests nobody could notice
+    return replace(
+        scenario,
+        calm=False,
+        workers=tuple(replace(spec, step_failure=0.01) for spec in scenario.workers),
+        network=replace(scenario.network, slow_pair_share=0.2, loss=0.1, doubling=0.3),
+        reads=replace(
+            scenario.reads,
+            slow=0.1,
+            broken=0.05,
+            corrupted=0.1 if verified else 0.0,
+            spoilt=0.3 if verified else 0.0,
+        ),
     )
 
 

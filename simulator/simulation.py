@@ -12,7 +12,7 @@ from simulator.checks import Oracle, check_left_clean, check_paths
 from simulator.network import Network
 from simulator.node import WorkerNode, WorkerSpec
 from simulator.router_node import RouterNode
-from simulator.scenario import Fault, Scenario, make_scenario
+from simulator.scenario import Fault, Scenario, make_harsh_scenario, make_scenario
 from simulator.world import SimulationError, World
 
 LATEST_END_S = 100.0
@@ -146,5 +146,5 @@ def run_scenario(scenario: Scenario, tell: Callable[[str], None] | None = None) 
     return Simulation(scenario, tell).run()
 
 
-def run_seed(seed: int, tell: Callable[[str], None] | None = None) -> Result:
-    return run_scenario(make_scenario(seed), tell)
+def run_seed(seed: int, tell: Callable[[str], None] | None = None, *, harsh: bool = False) -> Result:
+    return run_scenario(make_harsh_scenario(seed) if harsh else make_scenario(seed), tell)
