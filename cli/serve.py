@@ -74,7 +74,8 @@ def why_it_takes_long(config: ClusterConfig, log_dir: str) -> str:
     if not config.address:
         return f"a large model on this machine may need longer; the logs are in {log_dir}"
     resources = " or ".join(repr(name) for name in dict.fromkeys((config.prefill_resource, config.decode_resource)))
-    return f"is there a machine with a free {resources} for each worker? `ray status` on the head tells"
+    look = f"RAY_AUTH_MODE=token ray status --address {config.address}"
+    return f"is there a machine with a free {resources} for each worker? `{look}` tells"
 
 
 async def take_down(cluster: Cluster, spec: FleetSpec, tell: Tell) -> None:

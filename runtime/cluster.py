@@ -277,7 +277,14 @@ def _join(address: str) -> None:
         with _signals_left_alone():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{_about_token()}") from error
+
+
+def _about_token() -> str:
+    """Ray does not say that it lacks one: it tries for a while, and calls the cluster out of reach."""
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return "; is its token the one that is here? (deploy/README.md)"
+    return "; if it was started by deploy/head.sh, set RAY_AUTH_MODE=token and have its token here (deploy/README.md)"
 
 
 @contextlib.contextmanager

@@ -42,7 +42,11 @@ def test_credentials_that_cannot_be_read_are_named_with_their_option() -> None:
     ("address", "says", "says_not"),
     [
         ("", "the logs are in /tmp/session/logs", "ray status"),
-        ("10.0.0.1:6379", "a free 'prefill' or 'decode' for each worker? `ray status` on the head", "/tmp/session"),
+        (
+            "10.0.0.1:6379",
+            "free 'prefill' or 'decode' for each worker? `RAY_AUTH_MODE=token ray status --address 10.",
+            "/tmp/session",
+        ),
     ],
 )
 def test_a_start_that_takes_too_long_says_where_to_look(address: str, says: str, says_not: str) -> None:
