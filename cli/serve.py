@@ -19,6 +19,7 @@ from rich.console import Console
 
 from cli import client, compose
 from cli.credentials import left_for_this_user, with_cluster_token
+from cli.entry import INTERRUPTED
 from cli.pull import pull_if_named
 from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
@@ -29,7 +30,6 @@ from runtime.security import OPEN, Credentials, load_credentials, read_token
 from runtime.service import Endpoint
 from runtime.supervisor import FleetSpec
 
-INTERRUPTED = 130  # the exit code a shell expects after Ctrl-C
 STOP_MARGIN_S = 5.0
 
 Tell = Callable[[str], None]  # one line for the operator

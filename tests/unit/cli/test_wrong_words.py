@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from types import ModuleType
 
 import grpc
 import grpc.aio
 import pytest
 from rich.console import Console
 
+from cli import entry
 from cli.chat import Conversation, chat
 from cli.client import connect
 from cli.main import run
@@ -118,3 +120,15 @@ def test_a_question_that_fails_does_not_end_the_conversation_at_a_terminal(monke
 def test_a_question_that_fails_ends_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerUnavailable):
         talk(io.StringIO("one\ntwo\n"), monkeypatch)
+
+
+class InterruptedImport(ModuleType):
+    def __getattr__(self, _: str) -> object:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_the_command_is_still_being_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cli.main", InterruptedImport("cli.main"))
+    with pytest.raises(SystemExit) as ended:
+        entry.run()
+    assert ended.value.code == 130

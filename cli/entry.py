@@ -1,0 +1,15 @@
+"""Where the `tandem` command begins: before anything slow is imported, so that Ctrl-C is no traceback even then."""
+
+from __future__ import annotations
+
+import sys
+
+INTERRUPTED = 130  # the exit code a shell expects after Ctrl-C
+
+
+def run() -> None:
+    try:
+        from cli.main import run as run_command
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    run_command()
