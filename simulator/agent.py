@@ -73,6 +73,7 @@ class SimulatedAgent:
         self._post = post
         self._peers: set[str] = set()
         self._kept: dict[int, int] = {}  # block -> digest
+        self._kept_content: dict[int, int] = {}  # block -> what it held then, as the pool counts it
         self._spoilt: set[TransferId] = set()
 
     def join(self, world: World, network: Network, directory: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
@@ -145,13 +146,19 @@ class SimulatedAgent:
 
     def _keep(self, blocks: tuple[int, ...]) -> None:
         self._kept.update((block, self.memory.digest(block)) for block in blocks)
-        cached = [block for block in self._kept if self.pool.column_of(block) is Column.CACHED]
+        self._kept_content.update((block, self.pool.content_of(block)) for block in blocks)
+        cached = [block for block in self._kept if self._can_be_found_spoilt(block)]
         if cached and self._world.chance(self._faults.spoilt):
             self._world.counts["spoilt block"] += 1
             block = self._world.random.choice(cached)
             slots = self.memory.copy_block(block)
             slots[-1] ^= 1
             self.memory.overwrite(block, slots)
+
+    def _can_be_found_spoilt(self, block: int) -> bool:
+        """What changes before its digest is kept is seen by nobody."""
+        content = self.pool.content_of(block)
+        return self.pool.column_of(block) is Column.CACHED and self._kept_content[block] == content
 
     def _check(self, check: CheckBlocks) -> None:
         """The answer takes its time, and what is computed from the blocks meanwhile is not to get out."""
