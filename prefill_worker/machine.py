@@ -210,7 +210,7 @@ class PrefillMachine:
                     continue
                 call.num_admissions = call.sequence.num_preemptions + 1
                 if chunk.start:
-                    cached = chunk.block_table[: chunk.start // self.core.scheduler.block_size]
+                    cached = list(chunk.block_table[: chunk.start // self.core.scheduler.block_size])
                     actions += self._absorb(self.transfers.check_cached(call.transfer_id, cached))
                     self._hold_under_check(call, cached)
         return actions
