@@ -94,7 +94,8 @@ class _UnderCheck:
 
     def claim(self) -> Claim:
         """To those that the sequence itself holds no more."""
-        blocks = [block for block in self.blocks if block not in self.sequence.block_table]
+        its_own = set(self.sequence.block_table)
+        blocks = [block for block in self.blocks if block not in its_own]
         return Claim(self.sequence.sequence_id, SequenceState.ENDING, blocks, self.sequence.arrived_at)
 
 

@@ -57,6 +57,7 @@ async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metric
         for payload in (b"", b"nonsense", bytes(99)):
             stranger.notify(agent.address.name, payload)
         stranger.notify(agent.address.name, encode(Abort(1, 2, 3, AbortReason.CANCELLED)))  # a message, for no transfer
+        stranger.close()
         async with asyncio.timeout(10):
             while True:
                 page = await scrape(metrics_port)
