@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,14 @@ class _TimedStep:
         self._step, self._probe = step, probe
 
     def attend(self, *arguments: Any) -> Any:
+        return self._timed(self._step.attend, arguments)
+
+    def attend_sampling(self, *arguments: Any) -> Any:
+        return self._timed(self._step.attend_sampling, arguments)
+
+    def _timed(self, attend: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         begun = time.perf_counter()
-        attended = self._step.attend(*arguments)
+        attended = attend(*arguments)
         self._probe.attention_s += time.perf_counter() - begun
         return attended
 

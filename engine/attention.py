@@ -45,6 +45,13 @@ class StepAttention(Protocol):
         """
         ...
 
+    def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """The same for the rows alone that sample, in order: of a last layer nobody asks for more than all rows' KV.
+
+        # -> [number of chunks that sample, Hq, D]
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
@@ -65,6 +72,12 @@ class _DecodePart:
     key_rows: torch.Tensor  # [Hkv * B * blocks] head rows of layer 0's keys, padded with each sequence's own block 0
     mask: torch.Tensor  # [B, 1, 1, S] added to the scores
     unseen: torch.Tensor  # [masked positions] of all B * S
+
+
+def sampling_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:
+    """The last row of each chunk that samples."""
+    ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
+    return [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
 
 
 class TorchAttention:
@@ -99,6 +112,7 @@ class TorchAttention:
             key_slots=self._key_slots(slots),
             prefills=prefills,
             decodes=[self._decode_part(group) for group in decodes.values()],
+            sampling_rows=torch.tensor(sampling_rows(chunks), dtype=torch.int64, device=self.device),
         )
 
     def prefills_of(self, chunks: Sequence[ScheduledChunk]) -> list[PrefillPart]:
@@ -186,12 +200,17 @@ class TorchStepAttention:
         key_slots: torch.Tensor,  # [T * Hkv]
         prefills: list[PrefillPart],
         decodes: list[_DecodePart],
+        sampling_rows: torch.Tensor,
     ) -> None:
         self.backend = backend
         self.rotation = rotation
         self.key_slots = key_slots
         self.prefills = prefills
         self.decodes = decodes
+        self.sampling_rows = sampling_rows
+
+    def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.attend(heads, layer)[self.sampling_rows]
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         backend, head_dim = self.backend, heads.shape[-1]

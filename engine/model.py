@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from core.step import ScheduledChunk
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, sampling_rows
 from engine.linear import LinearMethod, PlainLinear
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.ops import Ops, TorchOps
@@ -87,23 +87,23 @@ class Model:
         """
         token_ids: list[int] = []
         positions: list[int] = []
-        last_rows: list[int] = []
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
             token_ids += chunk.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
-            if chunk.samples:
-                last_rows.append(len(token_ids) - 1)
         hidden = self.embed(torch.tensor(token_ids, device=self.device))
         step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
+        last_rows = sampling_rows(chunks)
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)
-            attended = step.attend(layer.project(normed), index).flatten(1)
+            heads = layer.project(normed)
             if layer is self.layers[-1] and len(last_rows) < len(token_ids):
-                rows = torch.tensor(last_rows, dtype=torch.int64, device=self.device)
-                hidden, attended = hidden[rows], attended[rows]  # the others have left their KV: nobody asks for more
-            update = layer.output(attended)
+                attended = step.attend_sampling(heads, index)  # the others leave their KV: nobody asks for more
+                hidden = hidden[torch.tensor(last_rows, dtype=torch.int64, device=self.device)]
+            else:
+                attended = step.attend(heads, index)
+            update = layer.output(attended.flatten(1))
             normed = self.ops.add_rms_norm(hidden, update, layer.feed_forward_norm, epsilon)
             update = layer.feed_forward(normed)
         return self.head(self.ops.add_rms_norm(hidden, update, self.final_norm, epsilon))

@@ -73,7 +73,8 @@ class NativeAttention:
         if self.torch_prefill is not None and not decodes.all():
             torch_prefills = self.torch_prefill.prefills_of(chunks)
         batches = _Batch(rows, decodes), _Batch(rows, prefills)
-        return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills)
+        sampling = rows.ends(np.array([chunk.samples for chunk in chunks], bool))
+        return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills, sampling)
 
     def _slots(self, rows: _Rows) -> np.ndarray:
         """Where each row's key of layer 0, head 0 goes. # int64 [T] bytes from the pool's base"""
@@ -92,6 +93,17 @@ class _Rows:
     first_row: np.ndarray  # of the step's rows
     num_tokens: np.ndarray
     start: np.ndarray
+
+    def ends(self, chosen: np.ndarray) -> _Rows:
+        """The last token of each chosen chunk, as a chunk of its own."""
+        before = self.num_tokens - 1
+        return _Rows(
+            tables=self.tables,
+            first_block=self.first_block[chosen],
+            first_row=(self.first_row + before)[chosen],
+            num_tokens=np.ones(int(chosen.sum()), np.int32),
+            start=(self.start + before)[chosen],
+        )
 
 
 class _Batch:
@@ -122,6 +134,7 @@ class NativeStepAttention:
         slots: np.ndarray,  # int64 [T] bytes from the pool's base
         batches: tuple[_Batch, _Batch],  # decodes, prefills
         torch_prefills: list[PrefillPart],
+        sampling: _Rows,
     ) -> None:
         self.backend = backend
         self.kernel = backend.kernels.attend
@@ -130,6 +143,7 @@ class NativeStepAttention:
         self.attended = torch.empty((len(slots), backend.num_heads, backend.cache.head_dim), dtype=self.dtype)
         self.attended_address = self.attended.data_ptr()
         self._pointed_to = rotation, slots, batches
+        self.sampling = sampling
         self.struct = StepAttentionStruct(
             cache=ctypes.addressof(backend.cache),
             cosine=rotation.cosine.data_ptr(),
@@ -143,13 +157,24 @@ class NativeStepAttention:
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         """See `StepAttention`."""
-        assert heads.is_contiguous(), "rotated in place, so a copy will not do"
-        assert heads.dtype is self.dtype, "the pool is read as what the model computes with"
-        if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
-            raise MemoryError("no memory for attention's scratch")
+        self._call_kernel(self.address, heads, layer)
         if self.torch_prefills:
             self._attend_with_torch(heads, self.attended, layer)
         return self.attended
+
+    def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
+        """See `StepAttention`: the last token of a chunk attends as one in decode does."""
+        ends = _Batch(self.sampling, self.sampling.num_tokens == 1)
+        struct = StepAttentionStruct.from_buffer_copy(self.struct)
+        struct.decodes, struct.prefills = ends.struct, PagedBatchStruct()
+        self._call_kernel(ctypes.addressof(struct), heads, layer)
+        return self.attended[torch.from_numpy(self.sampling.first_row)]
+
+    def _call_kernel(self, step_address: int, heads: torch.Tensor, layer: int) -> None:
+        assert heads.is_contiguous(), "rotated in place, so a copy will not do"
+        assert heads.dtype is self.dtype, "the pool is read as what the model computes with"
+        if self.kernel(step_address, heads.data_ptr(), self.attended_address, layer):
+            raise MemoryError("no memory for attention's scratch")
 
     def _attend_with_torch(self, heads: torch.Tensor, attended: torch.Tensor, layer: int) -> None:
         torch_prefill = self.backend.torch_prefill

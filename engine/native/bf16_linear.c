@@ -13,7 +13,7 @@
 
 #define TILE_ROWS 12     /* times two vectors of sums: 24 of the 32 registers */
 #define BLOCK_ROWS 480   /* of inputs that pass by a panel before the next is taken: they stay in the second cache */
-#define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, where it is used but once: past the 2nd cache */
+#define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, past the second cache, where it has but one */
 #define LINE_BYTES 64
 
 /* `rows` (a constant) input rows from `row` on by a panel. Meanwhile the bytes [ahead, ahead + ahead_bytes) are

@@ -22,8 +22,8 @@ struct place {
 
 /* While a row is computed, rows that come later are asked for, so that memory is asked evenly and never rests. Each is
    asked for twice, a whole tile and half a tile before it is needed: a CPU that waits for many lines already forgets
-   what else it is asked for. None is to stay in the second cache, where it would take the place of what the next layers'
-   kernels and Python come back to. */
+   what else it is asked for. None is to stay in the second cache, where it would take the place of what the kernels and
+   Python come back to in the next layer. */
 INLINE void fetch_row(const char *row, size_t num_bytes) {
     for (size_t byte = 0; byte < num_bytes; byte += LINE_BYTES) __builtin_prefetch(row + byte, 0, 0);
 }
