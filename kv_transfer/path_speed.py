@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kv_transfer.events import PathSeen
 
-WINDOW_BYTES = 67_108_864  # less says more about latency than about speed
+WINDOW_BYTES = 268_435_456  # less says more about latency than about speed; and each full one is news to handle
 
 
 @dataclass(slots=True)

@@ -92,9 +92,16 @@ class Driver(Generic[E, A]):
             self._timer.cancel()
 
     def _set_timer(self) -> None:
+        """Most events leave the next deadline where it was; then the timer stays."""
+        deadline = None if self.stopped else self.machine.next_deadline()
         if self._timer is not None:
+            if self._timer.when() == deadline:
+                return
             self._timer.cancel()
             self._timer = None
-        deadline = self.machine.next_deadline()
-        if deadline is not None and not self.stopped:
-            self._timer = self._loop.call_at(deadline, self.post, Tick())
+        if deadline is not None:
+            self._timer = self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(Tick())

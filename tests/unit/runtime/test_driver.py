@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from core.errors import TandemError, WorkerUnavailable
@@ -43,3 +45,43 @@ async def test_a_stopped_driver_refuses_too() -> None:
     driver.stop()
     with pytest.raises(WorkerUnavailable, match="stops"):
         driver.ask("a")
+
+
+class Alarm(Echo):
+    """Each number is a deadline, in seconds from then; a tick that is due takes it away."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None
+        self.num_early = 0
+
+    def handle(self, event: str | Tick, now: float) -> list[str]:
+        if isinstance(event, str):
+            self.deadline = now + float(event) if event else self.deadline
+            return []
+        if self.deadline is None or now < self.deadline - 0.001:  # the resolution of the loop's clock
+            self.num_early += 1
+            return []
+        self.deadline = None
+        return ["rang"]
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+
+async def test_a_deadline_is_one_tick_whether_it_stays_or_moves() -> None:
+    rung: asyncio.Queue[str] = asyncio.Queue()
+    alarm = Alarm()
+    driver: Driver[str, str] = Driver(alarm, rung.put_nowait, lambda _: None)
+    async with asyncio.timeout(10):
+        driver.post("0.01")
+        driver.post("")  # it stays
+        assert await rung.get() == "rang"
+        driver.post("60")
+        driver.post("0.01")  # it comes nearer
+        assert await rung.get() == "rang"
+        driver.post("0.01")
+        driver.stop()
+        driver.post("")
+        await asyncio.sleep(0.03)
+    assert rung.empty()
+    assert alarm.num_early == 0
