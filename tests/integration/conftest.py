@@ -6,7 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from core.config import EngineConfig
 from tests.support.ports import kept_port
+from tests.support.reference import CoLocatedEngine
+
+MODELS = ["fake:tiny", "random:llama-tiny"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Iterator[CoLocatedEngine]:
+    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
+    yield engine
+    engine.close()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -17,21 +17,8 @@ from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.reference import CoLocatedEngine
 
 BLOCK = 16
-MODELS = ["fake:tiny", "random:llama-tiny"]
 PROMPT_LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 3]
 NUM_OUTPUT = 20
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Iterator[CoLocatedEngine]:
-    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
-    yield engine
-    engine.close()
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
-from core.config import EngineConfig
 from core.request import Request, SamplingParams
 from protos import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
@@ -15,21 +14,8 @@ from tests.support.reference import CoLocatedEngine
 
 BLOCK = 16
 NUM_OUTPUT = 12
-MODELS = ["fake:tiny", "random:llama-tiny"]
 PREFILL_SIZES = [BLOCK // 4, BLOCK * 2]
 PROMPT = tuple(range(1, 7 * BLOCK + 4))  # ends in the middle of a block of each size
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Iterator[CoLocatedEngine]:
-    engine = CoLocatedEngine(EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1))
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(params=PREFILL_SIZES)
