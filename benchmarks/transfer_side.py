@@ -174,14 +174,13 @@ class Side:
         """Seconds to read blocks out of the owner's memory by process_vm_readv; `hashed`, as many at a time as stay in
         the cache, and each hashed at once: the least that a core can do where every block is verified."""
         libc = ctypes.CDLL(None, use_errno=True)
-        size, count = self.layout.block_bytes, min(num_blocks, len(self.array), owner.num_blocks)
+        size = self.layout.block_bytes
         per_call = max(1, SLICE_BYTES // size) if hashed else BLOCKS_PER_READV
-        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:count]
-        targets = np.random.default_rng(7).permutation(len(self.array))[:count]
+        sources, targets = self._scattered(owner, num_blocks)
         pieces = [
             (self._vectors(self.address.pool_base, targets[i : i + per_call], size),
              self._vectors(owner.pool_base, sources[i : i + per_call], size), targets[i : i + per_call].tolist())
-            for i in range(0, count, per_call)
+            for i in range(0, len(sources), per_call)
         ]  # fmt: skip
         begun = time.perf_counter()
         for local, remote, blocks in pieces:
@@ -248,9 +247,8 @@ class Side:
             self._bare.connect(owner)
             self._end_reads(self._bare, {self._bare.start_block_read(owner.name, [0], [0])}, 0)
         size = self._config.blocks_per_read(self.layout.block_bytes)
-        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks].tolist()
-        targets = np.random.default_rng(7).permutation(len(self.array))[:num_blocks].tolist()
-        parts = [(sources[i : i + size], targets[i : i + size]) for i in range(0, num_blocks, size)]
+        sources, targets = [blocks.tolist() for blocks in self._scattered(owner, num_blocks)]
+        parts = [(sources[i : i + size], targets[i : i + size]) for i in range(0, len(sources), size)]
         reading: set[int] = set()
         begun = time.perf_counter()
         for part in parts:
@@ -266,10 +264,18 @@ class Side:
         """Wait until no more than so many are under way."""
         give_up_at = time.monotonic() + TIMEOUT_S
         while len(reading) > num_left:
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"the transport alone did not read within {TIMEOUT_S:g} s")
             for event in transport.poll():
-                if not isinstance(event, ReadDone) or time.monotonic() > give_up_at:
+                if not isinstance(event, ReadDone):
                     raise RuntimeError(f"the transport alone did not read: {event}")
                 reading.remove(event.handle)
+
+    def _scattered(self, owner: AgentAddress, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """As many blocks of the owner, and of ours, in an order that repeats with every call and has no runs."""
+        count = min(num_blocks, len(self.array), owner.num_blocks)
+        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:count]
+        return sources, np.random.default_rng(7).permutation(len(self.array))[:count]
 
     @staticmethod
     def _vectors(base: int, blocks: np.ndarray, size: int) -> ctypes.Array[Any]:
