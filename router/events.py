@@ -25,9 +25,13 @@ IndexedTokens = tuple[tuple[int, SampledToken], ...]  # (index in the output, to
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
+    """All choices of a call are admitted or refused together; the `others` start when the first has its first token,
+    for then they find their prompt cached."""
+
     request: Request
     arrived_at: float  # before it was tokenized
     deadline: float
+    others: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

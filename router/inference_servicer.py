@@ -15,7 +15,7 @@ from engine.tokenizer import ModelTokenizer
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.choice_stream import ChoiceStream, Results
-from router.events import Deliver, Fail, Finish, RequestArrived, StopMatched
+from router.events import Deliver, Fail, Finish, StopMatched
 from router.shell import RouterShell
 from router.text_stream import TextStream
 from runtime.grpc_server import abort, remaining_s
@@ -64,14 +64,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def _run(self, streams: list[ChoiceStream], results: Results, deadline: float, context: Context) -> None:
-        """Start the first choice, the others when its prompt is computed (they find it cached), and stream them all."""
-        self._start(streams[0], deadline)
-        waiting, num_open = streams[1:], len(streams)
+        if deadline <= self._shell.now():
+            raise DeadlineExceeded("the deadline passed before the request could start")
+        self._shell.open(streams, deadline)
+        num_open = len(streams)
         while num_open:
             stream, result = await results.get()
-            for other in waiting:
-                self._start(other, deadline)
-            waiting = []
             match result:
                 case Deliver():
                     await self._write_tokens(stream, result, context)
@@ -80,11 +78,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await self._write_end(stream, result, context)
                 case Fail(error=error):
                     raise error
-
-    def _start(self, stream: ChoiceStream, deadline: float) -> None:
-        if deadline <= self._shell.now():
-            raise DeadlineExceeded("the deadline passed before the request could start")
-        self._shell.open(stream, RequestArrived(stream.request, stream.arrived_at, deadline))
 
     async def _write_tokens(self, stream: ChoiceStream, delivered: Deliver, context: Context) -> None:
         chunk = stream.chunk(delivered)

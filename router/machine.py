@@ -4,6 +4,8 @@
                         ^                  |          |
                         +--- a call failed, and trying again can help
 
+Each choice of a call is a request here. All but the first are held in QUEUE until that one has a token.
+
 Laws:
   1. Each request ends with exactly one Finish or Fail, at its deadline at the latest.
   2. Each output index is delivered exactly once, in order, whichever worker it came from and however often.
@@ -78,7 +80,8 @@ class RouterMachine:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        """Those that are held count as well: they are admitted, and wait."""
+        return len(self._requests) - len(self._by_dispatch)
 
     @property
     def num_in_flight(self) -> int:
@@ -91,21 +94,26 @@ class RouterMachine:
     # ---- requests arrive and wait
 
     def _on_arrived(self, event: events.RequestArrived, now: float) -> list[RouterAction]:
-        request_id = event.request.request_id
-        assert request_id not in self._requests, f"{request_id} arrived twice"
-        if len(self._queue) >= self._config.max_queued:
-            raise QueueFull(f"{len(self._queue)} requests are queued already (max_queued)")
+        if self.num_queued >= self._config.max_queued:
+            raise QueueFull(f"{self.num_queued} requests are queued already (max_queued)")
         self.workers.refuse_oversized(event.request)
+        first, *others = [self._admit(request, event, now) for request in (event.request, *event.others)]
+        first.followers = others
+        self._enqueue(first, now)
+        return []
+
+    def _admit(self, request: Request, event: events.RequestArrived, now: float) -> RoutedRequest:
+        request_id = request.request_id
+        assert request_id not in self._requests, f"{request_id} arrived twice"
         timeline = Timeline(Stage.TOKENIZE, event.arrived_at)
-        routed = RoutedRequest(event.request, self._num_arrived, event.arrived_at, event.deadline, timeline)
+        timeline.enter(Stage.QUEUE, now)
+        routed = RoutedRequest(request, self._num_arrived, event.arrived_at, event.deadline, timeline)
         self._num_arrived += 1
         self._requests[request_id] = routed
         self._deadlines.set(("request", request_id), event.deadline)
-        self._enqueue(routed, now)
-        return []
+        return routed
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
-        routed.timeline.enter(Stage.QUEUE, now)
         routed.hashes = {}
         insort(self._queue, routed, key=lambda queued: queued.rank)
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
@@ -201,8 +209,20 @@ class RouterMachine:
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
-            routed.first_token_at = now
-        return [events.Deliver(routed.request_id, first, tuple(routed.delivered[first:]))]
+            routed.first_token_at, routed.under_way = now, True
+        actions: list[RouterAction] = [events.Deliver(routed.request_id, first, tuple(routed.delivered[first:]))]
+        return actions + self._release_followers(routed, now)
+
+    def _release_followers(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        followers = self._take_followers(routed)
+        for follower in followers:
+            follower.under_way = True
+            self._enqueue(follower, now)
+        return self._dispatch_queued(now) if followers else []
+
+    def _take_followers(self, routed: RoutedRequest) -> list[RoutedRequest]:
+        followers, routed.followers = routed.followers, []
+        return [follower for follower in followers if follower.request_id in self._requests]
 
     # ---- requests end, or try again
 
@@ -230,7 +250,9 @@ class RouterMachine:
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
-        if not error.retryable or routed.attempts >= self._config.max_attempts:
+        # Whose tokens are out is not refused any more: it waits for room, at most until its deadline.
+        waits = isinstance(error, QueueFull) and routed.under_way
+        if not error.retryable or (routed.attempts >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
         actions = self._end_dispatch(routed)
         routed.failed_workers |= blamed(error, worker_id, _dispatch_of(routed).candidate)
@@ -238,13 +260,18 @@ class RouterMachine:
         routed.early.clear()
         routed.not_before = now + self._config.pause_after(routed.attempts)
         self._deadlines.set(("retry", routed.request_id), routed.not_before)
+        routed.timeline.enter(Stage.QUEUE, now)
         self._enqueue(routed, now)
         return actions
 
     def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
+        """A choice that fails without a token takes those along that were held for it."""
         actions = self._end_dispatch(routed)
         self._forget(routed, now)
-        return [*actions, events.Fail(routed.request_id, error, routed.timeline)]
+        actions.append(events.Fail(routed.request_id, error, routed.timeline))
+        for follower in self._take_followers(routed):
+            actions += self._fail(follower, error, now)
+        return actions
 
     def _end_dispatch(self, routed: RoutedRequest) -> list[RouterAction]:
         """Take the current attempt, if there is one, off its workers and end the calls that are still open."""
@@ -330,11 +357,13 @@ class RouterMachine:
         return actions
 
     def check(self) -> None:
-        """Every request is queued or dispatched, never both; workers carry exactly the dispatches that are open."""
-        queued = {routed.request_id for routed in self._queue}
-        dispatched = {r.request_id for r in self._requests.values() if r.dispatch is not None}
-        assert queued | dispatched == self._requests.keys()
-        assert not queued & dispatched
+        """Every request is queued, held or dispatched; workers carry exactly the dispatches that are open."""
+        queued = [routed.request_id for routed in self._queue]
+        followers = [follower for routed in self._requests.values() for follower in routed.followers]
+        held = [follower.request_id for follower in followers if follower.request_id in self._requests]
+        dispatched = [r.request_id for r in self._requests.values() if r.dispatch is not None]
+        assert sorted(queued + held + dispatched) == sorted(self._requests)
+        assert self.num_queued == len(queued) + len(held)
         assert self._queue == sorted(self._queue, key=lambda routed: routed.rank)
         assert self._by_dispatch.keys() == {r.dispatch.dispatch_id for r in self._requests.values() if r.dispatch}
         for record in self.workers:

@@ -49,8 +49,10 @@ class RoutedRequest:
     attempts: int = 0
     not_before: float = 0.0  # a retry waits so long in the queue
     failed_workers: frozenset[str] = frozenset()
+    followers: list[RoutedRequest] = field(default_factory=list)  # other choices, held until the first token is here
     last_error: str = ""
     first_token_at: float | None = None
+    under_way: bool = False  # the client has tokens of this call, perhaps of another choice
 
     @property
     def request_id(self) -> str:

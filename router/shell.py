@@ -56,14 +56,19 @@ class RouterShell:
 
     # ---- streams
 
-    def open(self, stream: ChoiceStream, arrived: events.RequestArrived) -> None:
-        """Hand a choice to the machine. Raises `QueueFull`, and `WorkerUnavailable` where the machine has failed."""
-        request_id = stream.request.request_id
-        self._streams[request_id] = stream
+    def open(self, streams: list[ChoiceStream], deadline: float) -> None:
+        """Hand the choices of a call to the machine, all or none.
+
+        Raises `QueueFull`, `InvalidRequest`, and `WorkerUnavailable` where the machine has failed.
+        """
+        first, *others = (stream.request for stream in streams)
+        opened = {stream.request.request_id: stream for stream in streams}
+        self._streams |= opened
         try:
-            self._driver.ask(arrived)
+            self._driver.ask(events.RequestArrived(first, streams[0].arrived_at, deadline, tuple(others)))
         except TandemError:
-            del self._streams[request_id]
+            for request_id in opened:
+                del self._streams[request_id]
             raise
 
     def post(self, event: RouterEvent) -> None:

@@ -23,6 +23,7 @@ from core.errors import (
 )
 from core.lifecycle import FinishReason, WorkerRole
 from core.paths import PathState
+from core.request import Request
 from core.step import SampledToken
 from router.events import Outcome
 from router.machine import RouterMachine
@@ -36,8 +37,18 @@ PATIENCE_S = 0.001  # a deadline is kept as exactly as a timer
 
 
 @dataclass(slots=True)
-class _Expected:
+class _Call:
+    """What the choices of one call have in common: they end together as long as none of them has a token."""
+
     client: ClientRequest
+    num_delivered: int = 0
+    dispatches: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Expected:
+    call: _Call
+    request: Request
     deadline: float
     output: list[int]
     finish_reason: FinishReason
@@ -45,7 +56,6 @@ class _Expected:
     ended: bool = False
     cancelled: bool = False
     stop_matched: bool = False
-    dispatches: set[str] = field(default_factory=set)
 
 
 class Oracle:
@@ -65,9 +75,14 @@ class Oracle:
     # ---- what the client does
 
     def expect(self, client: ClientRequest, now: float) -> None:
-        output, reason = expected_output(client.request)
-        request_id, deadline = client.request.request_id, now + client.timeout_s
-        self._requests[request_id] = expected = _Expected(client, deadline, output, reason)
+        call = _Call(client)
+        for request in client.choices:
+            self._expect(call, request, now)
+
+    def _expect(self, call: _Call, request: Request, now: float) -> None:
+        output, reason = expected_output(request)
+        request_id, deadline = request.request_id, now + call.client.timeout_s
+        self._requests[request_id] = expected = _Expected(call, request, deadline, output, reason)
 
         def must_have_ended() -> None:
             if not expected.ended:
@@ -81,11 +96,14 @@ class Oracle:
         expected.cancelled = not expected.ended
         return expected.cancelled
 
+    def has_ended(self, request_id: str) -> bool:
+        return self._requests[request_id].ended
+
     def stop_matched(self, request_id: str) -> None:
         self._requests[request_id].stop_matched = True
 
     def dispatched(self, dispatch_id: str) -> None:
-        self._requests[request_id_of(dispatch_id)].dispatches.add(dispatch_id)
+        self._requests[request_id_of(dispatch_id)].call.dispatches.add(dispatch_id)
 
     # ---- what the client gets
 
@@ -100,9 +118,10 @@ class Oracle:
         wanted = expected.output[index : index + len(got)]
         if got != wanted:
             raise self._fail(request_id, f"got {got} from {index} on, but {wanted} is right")
-        if expected.client.request.sampling.num_logprobs is not None and any(t.logprob is None for t in tokens):
+        if expected.request.sampling.num_logprobs is not None and any(t.logprob is None for t in tokens):
             raise self._fail(request_id, "asked for log-probabilities and got a token without")
         expected.num_delivered += len(got)
+        expected.call.num_delivered += len(got)
         return expected.num_delivered
 
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
@@ -118,7 +137,7 @@ class Oracle:
 
     def refused(self, request_id: str, error: TandemError) -> None:
         expected = self._end(request_id, self._world.now)
-        too_large = isinstance(error, InvalidRequest) and expected.client.oversized
+        too_large = isinstance(error, InvalidRequest) and expected.call.client.oversized
         if not isinstance(error, QueueFull) and not too_large:
             raise self._fail(request_id, f"was refused: {error!r}")
         self._world.counts["refused"] += 1
@@ -130,18 +149,21 @@ class Oracle:
         self._world.counts[f"failed {type(error).__name__}"] += 1
 
     def _may_fail(self, expected: _Expected, error: TandemError, now: float) -> bool:
-        """Each kind of failure needs its cause."""
+        """Each kind of failure needs its cause. Nobody is refused whose call has tokens out."""
+        client = expected.call.client
         match error:
             case RequestCancelled():
                 return expected.cancelled
             case DeadlineExceeded():
-                return now >= expected.deadline and expected.client.in_a_hurry
+                return now >= expected.deadline and client.in_a_hurry
             case InvalidRequest():
-                return expected.client.oversized
-            case QueueFull() | WorkerUnavailable() | TransferFailed():
+                return client.oversized
+            case QueueFull():
+                return not self._scenario.calm and not expected.call.num_delivered
+            case WorkerUnavailable() | TransferFailed():
                 return not self._scenario.calm
             case _:
-                return any(f"failed step of {dispatch}" in self._world.marks for dispatch in expected.dispatches)
+                return any(f"failed step of {dispatch}" in self._world.marks for dispatch in expected.call.dispatches)
 
     def _end(self, request_id: str, now: float) -> _Expected:
         expected = self._requests[request_id]

@@ -83,14 +83,18 @@ class RouterNode:
             self._stop_after[request.request_id] = client.stop_after
         self._world.note(f"client: {request.request_id}, {len(request.token_ids)} tokens in")
         try:
-            self.post(events.RequestArrived(request, now, now + client.timeout_s))
+            self.post(events.RequestArrived(request, now, now + client.timeout_s, client.others))
         except TandemError as error:
             self.machine.check()
-            self._oracle.refused(request.request_id, error)
+            for choice in client.choices:
+                self._oracle.refused(choice.request_id, error)
 
-    def cancel(self, request_id: str) -> None:
-        if self._oracle.cancelled(request_id):
-            self.post(events.ClientCancelled(request_id))
+    def cancel(self, client: ClientRequest) -> None:
+        """All choices of the call, one after the other, as `RouterShell.close` does."""
+        cancelled = [choice.request_id for choice in client.choices if self._oracle.cancelled(choice.request_id)]
+        for request_id in cancelled:
+            if not self._oracle.has_ended(request_id):
+                self.post(events.ClientCancelled(request_id))
 
     # ---- acting
 

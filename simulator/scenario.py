@@ -8,6 +8,7 @@ enough must be served. `make_harsh_scenario` makes the same world worse than any
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from core.config import RouterConfig, SchedulerConfig, TransferConfig
@@ -32,8 +33,13 @@ class ClientRequest:
     arrives_at: float
     timeout_s: float
     cancel_at: float | None = None
-    stop_after: int | None = None  # a stop string matches once so many tokens are out
+    stop_after: int | None = None  # of the first choice: a stop string matches once so many tokens are out
     oversized: bool = False  # fits no pool, so it must be refused
+    others: tuple[Request, ...] = ()  # further choices of the same call
+
+    @property
+    def choices(self) -> tuple[Request, ...]:
+        return (self.request, *self.others)
 
     @property
     def in_a_hurry(self) -> bool:
@@ -86,7 +92,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         router=_router_config(chance, calm),
         network=NetworkFaults(delay_s=chance.choice((0.0002, 0.002))) if calm else _network_faults(chance),
         reads=ReadFaults() if calm else _read_faults(chance, transfer),
-        requests=tuple(_requests(chance, num_requests, largest)),
+        requests=tuple(_with_choices(seed, _requests(chance, num_requests, largest))),
         faults=() if calm else tuple(_faults(chance, workers)),
     )
 
@@ -94,10 +100,12 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
 def make_harsh_scenario(seed: int) -> Scenario:
     """More requests for the same pools, and each fault of network, reads, cache and steps far more often."""
     scenario = make_scenario(seed, NUM_HARSH_REQUESTS)
+    requests = tuple(replace(client, others=()) for client in scenario.requests)  # its seeds found bugs without them
     verified = scenario.workers[0].transfer.verify_digests  # without digests nobody could notice
     return replace(
         scenario,
         calm=False,
+        requests=requests,
         workers=tuple(replace(spec, step_failure=0.01) for spec in scenario.workers),
         network=replace(scenario.network, slow_pair_share=0.2, loss=0.1, doubling=0.3),
         reads=replace(
@@ -205,6 +213,22 @@ def _with_whims(chance: random.Random, client: ClientRequest) -> ClientRequest:
     if whim < 0.30:
         return replace(client, stop_after=chance.randint(1, 10))
     return client
+
+
+def _with_choices(seed: int, clients: list[ClientRequest]) -> Iterator[ClientRequest]:
+    """Some ask for several choices, which differ in their seed alone."""
+    chance = random.Random(f"choices of {seed}")  # of its own, so that everything else of a seed stays as it was
+    for client in clients:
+        count = chance.choice((1, 2, 5)) if chance.random() < 0.1 else 0
+        first = client.request
+        yield replace(
+            client,
+            others=tuple(
+                replace(first, request_id=f"{first.request_id}.{choice}",
+                        sampling=replace(first.sampling, seed=first.sampling.seed + choice))
+                for choice in range(1, count + 1)
+            ),
+        )  # fmt: skip
 
 
 def _tokens(chance: random.Random, count: int) -> list[int]:

@@ -59,7 +59,7 @@ class Simulation:
         for client in scenario.requests:
             world.at(client.arrives_at, partial(self.router.arrive, client))
             if client.cancel_at is not None:
-                world.at(client.cancel_at, partial(self.router.cancel, client.request.request_id))
+                world.at(client.cancel_at, partial(self.router.cancel, client))
         for fault in scenario.faults:
             world.at(fault.at, partial(self._break, fault))
         last_arrival = max(client.arrives_at for client in scenario.requests)

@@ -235,6 +235,13 @@ async def test_cancelling_the_call_cancels_it_everywhere(deployment: Deployment)
     await _assert_no_call_is_open(deployment)
 
 
+async def test_all_choices_of_a_call_are_admitted_with_it_however_full_the_queue_is_later() -> None:
+    async with deploy(tiny_config(max_in_flight_per_worker=1, max_queued=1)) as deployment:
+        answers = await deployment.generate_all(make_request(text="say it four times", max_tokens=20, n=4))
+        assert [len(answer.token_ids) for answer in answers] == [20] * 4
+        await deployment.assert_pools_settle()
+
+
 async def test_explain_names_the_candidates_and_runs_nothing(deployment: Deployment) -> None:
     request = make_request(text="where would this one go", max_tokens=4)
     explained = await deployment.cluster.Explain(request, timeout=5)

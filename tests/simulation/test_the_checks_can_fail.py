@@ -21,7 +21,7 @@ from router.machine import RouterMachine
 from router.routed_request import RoutedRequest
 from simulator.agent import ReadFaults
 from simulator.network import NetworkFaults
-from simulator.scenario import Fault, Scenario, make_scenario
+from simulator.scenario import ClientRequest, Fault, Scenario, make_scenario
 from simulator.simulation import run_scenario
 from simulator.world import SimulationError
 
@@ -163,3 +163,34 @@ def test_a_decode_worker_that_forgets_a_cancelled_call_is_caught(monkeypatch: py
 
     monkeypatch.setattr(DecodeMachine, "_end", forget)
     assert first_failure()
+
+
+def crowded(scenario: Scenario) -> Scenario:
+    """Everybody asks for four choices, and workers let few wait."""
+
+    def ask_for_four(client: ClientRequest) -> ClientRequest:
+        others = (replace(client.request, request_id=f"{client.request.request_id}.{choice}") for choice in (1, 2, 3))
+        return replace(client, others=tuple(others))
+
+    return replace(
+        scenario,
+        calm=False,
+        workers=tuple(replace(s, scheduler=replace(s.scheduler, max_waiting=2)) for s in scenario.workers),
+        router=replace(scenario.router, max_queued=1024, max_in_flight_per_worker=64, max_attempts=2),
+        requests=tuple(map(ask_for_four, scenario.requests)),
+    )
+
+
+def test_a_router_that_refuses_a_choice_when_others_have_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(1, 4):
+        run_scenario(crowded(make_scenario(seed)))
+    retry = RouterMachine._retry
+
+    def refuse(
+        self: RouterMachine, routed: RoutedRequest, error: TandemError, worker_id: str, now: float
+    ) -> list[events.RouterAction]:
+        routed.under_way = False
+        return retry(self, routed, error, worker_id, now)
+
+    monkeypatch.setattr(RouterMachine, "_retry", refuse)
+    assert "failed without cause: QueueFull" in first_failure(crowded)

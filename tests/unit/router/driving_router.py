@@ -71,8 +71,11 @@ class DrivenRouter:
     def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: int) -> list[RouterAction]:
         return self.post(events.WorkerReported(name, replace(SERVING, state=state, **load)))  # type: ignore[arg-type]
 
-    def arrive(self, arriving: Request | None = None, timeout_s: float = 60.0) -> list[RouterAction]:
-        return self.post(events.RequestArrived(arriving or request(), self.now, self.now + timeout_s))
+    def arrive(
+        self, arriving: Request | None = None, timeout_s: float = 60.0, others: Sequence[Request] = ()
+    ) -> list[RouterAction]:
+        arrived = events.RequestArrived(arriving or request(), self.now, self.now + timeout_s, tuple(others))
+        return self.post(arrived)
 
     def first_token(self, token: int, dispatch: str = "r#1", index: int = 0, **rest: object) -> list[RouterAction]:
         reason = rest.get("finish_reason")

@@ -1,0 +1,166 @@
+"""The choices of a call (n > 1): admitted or refused together; the others start when the first one has a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
+from core.lifecycle import FinishReason, Stage, WorkerRole
+from router import events
+from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
+
+
+def started(router: DrivenRouter) -> list[str]:
+    return [dispatch for dispatch, _, _ in router.dispatches()]
+
+
+def failed(router: DrivenRouter) -> dict[str, type]:
+    return {action.request_id: type(action.error) for action in router.of(events.Fail)}
+
+
+def test_the_others_start_when_the_first_one_has_a_token_for_then_their_prompt_is_cached() -> None:
+    router = DrivenRouter()
+    router.arrive(request("a"), others=[request("b"), request("c")])
+    assert started(router) == ["a#1"]
+    router.first_token(11, "a#1")
+    assert started(router) == ["a#1", "b#1", "c#1"]
+    router.first_token(12, "a#1", index=0)
+    assert len(started(router)) == 3
+
+
+def test_the_first_token_may_come_from_the_decode_worker() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive(request("a"), others=[request("b")])
+    router.tokens(0, 11, dispatch="a#1")
+    assert started(router) == ["a#1", "b#1"]
+
+
+def test_a_call_is_admitted_or_refused_as_a_whole() -> None:
+    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1, max_queued=1), prefill=())
+    router.arrive(request("a"), others=[request("b"), request("c")])
+    with pytest.raises(QueueFull):
+        router.arrive(request("late"), others=[request("later")])
+    router.tokens(0, 11, dispatch="a#1")
+    assert not router.of(events.Fail)
+    for name, after in (("a", 1), ("b", 0), ("c", 0)):
+        router.tokens(after, *range(20, 24 - after), dispatch=f"{name}#1")
+        router.decoded(f"{name}#1")
+    assert [action.request_id for action in router.of(events.Finish)] == ["a", "b", "c"]
+    router.arrive(request("late"))
+
+
+def test_choices_that_are_held_count_as_queued() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive(request("a"), others=[request("b"), request("c")])
+    assert (router.machine.num_queued, router.machine.num_in_flight) == (2, 1)
+    with pytest.raises(QueueFull):  # max_queued is 2
+        router.arrive(request("other"))
+
+
+def test_a_first_choice_that_is_tried_again_keeps_the_others_held() -> None:
+    router = DrivenRouter(prefill=(), decode=("D1", "D2"))
+    router.arrive(request("a"), others=[request("b")])
+    router.decode_fails(TransferFailed("once"), "a#1")
+    assert started(router) == ["a#1", "a#2"]
+    router.tokens(0, 11, dispatch="a#2")
+    assert started(router) == ["a#1", "a#2", "b#1"]
+
+
+def cancel(router: DrivenRouter) -> None:
+    router.post(events.ClientCancelled("a"))
+
+
+def let_the_deadline_pass(router: DrivenRouter) -> None:
+    router.pass_time(61.0)
+
+
+def fail_every_attempt(router: DrivenRouter) -> None:
+    for attempt in (1, 2, 3):
+        router.decode_fails(TransferFailed("bad"), f"a#{attempt}")
+        router.pass_time(1.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [(cancel, RequestCancelled), (let_the_deadline_pass, DeadlineExceeded), (fail_every_attempt, TransferFailed)],
+)
+def test_a_first_choice_that_fails_without_a_token_takes_the_others_along(end, error) -> None:  # type: ignore[no-untyped-def]
+    router = DrivenRouter(replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0), prefill=())
+    router.arrive(request("a"), others=[request("b"), request("c")])
+    end(router)
+    assert failed(router) == dict.fromkeys("abc", error)
+    assert router.machine.num_queued == 0
+    assert [name.partition("#")[0] for name in started(router)].count("b") == 0
+
+
+def test_without_a_worker_the_whole_call_ends() -> None:
+    router = DrivenRouter(prefill=(), decode=())
+    router.arrive(request("a"), others=[request("b")])
+    router.pass_time(CONFIG.worker_wait_s + 0.1)
+    assert failed(router) == dict.fromkeys("ab", WorkerUnavailable)
+
+
+def test_a_choice_that_is_cancelled_while_it_is_held_does_not_start_later() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive(request("a"), others=[request("b"), request("c")])
+    router.post(events.ClientCancelled("b"))
+    router.tokens(0, 11, dispatch="a#1")
+    assert started(router) == ["a#1", "c#1"]
+
+
+def test_the_time_a_choice_is_held_is_time_in_the_queue() -> None:
+    router = DrivenRouter(replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0), prefill=())
+    router.arrive(request("a"), others=[request("b", max_tokens=1)])
+    router.pass_time(2.0)
+    router.tokens(0, 11, dispatch="a#1")
+    router.tokens(0, 11, dispatch="b#1")
+    router.decoded("b#1")
+    outcome = router.only(events.Finish).outcome
+    assert outcome.timeline.seconds_in(Stage.QUEUE) == 2.0
+    assert outcome.timeline.seconds_in(Stage.TOKENIZE) == 0.0
+    assert outcome.finish_reason is FinishReason.LENGTH
+
+
+def full(router: DrivenRouter, name: str, attempts: range) -> None:
+    """Its worker refuses it, and reports again before the next attempt."""
+    for attempt in attempts:
+        router.decode_fails(QueueFull("no room"), f"{name}#{attempt}")
+        router.pass_time(1.0)
+        router.report("D")
+
+
+def test_a_worker_without_room_refuses_a_call_only_until_its_first_token_is_out() -> None:
+    config = replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0)
+    refused = DrivenRouter(config, prefill=())
+    refused.arrive(request("a"))
+    full(refused, "a", range(1, 4))
+    assert failed(refused) == {"a": QueueFull}
+
+    for name in ("a", "b"):  # the one that has tokens itself, and the one whose sibling has
+        router = DrivenRouter(config, prefill=())
+        router.arrive(request("a"), others=[request("b")])
+        router.tokens(0, 11, dispatch="a#1")
+        full(router, name, range(1, 8))
+        assert not router.of(events.Fail)
+        assert started(router)[-1] == f"{name}#8"
+        router.pass_time(60.0)
+        assert failed(router) == dict.fromkeys("ab", DeadlineExceeded)
+
+
+def test_another_fault_than_a_full_queue_still_ends_it_after_so_many_attempts() -> None:
+    router = DrivenRouter(replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0), prefill=(), decode=("D1", "D2"))
+    router.arrive(request("a"))
+    router.tokens(0, 11, dispatch="a#1")
+    fail_every_attempt(router)
+    assert failed(router) == {"a": TransferFailed}
+
+
+def test_a_lost_worker_of_the_first_choice_without_another_still_answers_for_all() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive(request("a"), others=[request("b")])
+    router.post(events.WorkerLost("D", "gone"))
+    router.join("D2", WorkerRole.DECODE)
+    router.tokens(0, 11, dispatch="a#2")
+    assert started(router) == ["a#1", "a#2", "b#1"]
