@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from rich.console import Console
@@ -59,7 +60,7 @@ def check_credentials(config: SecurityConfig) -> None:
 
 
 def check_port(config: RouterConfig) -> None:
-    """Raises `ConfigError` where the router's port is taken: seconds before the router itself could."""
+    """Raises `ConfigError` where the router could not listen: seconds before the router itself could."""
     if config.port == 0:
         return
     with socket.socket() as probe:
@@ -67,6 +68,7 @@ def check_port(config: RouterConfig) -> None:
         try:
             probe.bind((config.host, config.port))
         except OSError as error:
+            flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
             raise ConfigError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with --port"
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with {flag}"
             ) from error

@@ -97,7 +97,7 @@ async def ask_all(address: str, console: Console) -> None:
 
 
 def demo(config: TandemConfig, cluster: Cluster, console: Console) -> None:
-    """`cluster` has begun to start. Raises `TandemError` where anything fails."""
+    """`cluster` has begun to start. Raises `TandemError` where anything fails, `KeyboardInterrupt` after a Ctrl-C."""
 
     def tell(line: str) -> None:
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -111,4 +111,4 @@ def demo(config: TandemConfig, cluster: Cluster, console: Console) -> None:
     pull_if_named(config.engine.model, console)  # it is here, and its hash is checked
     cluster.join()
     if run_to_end(main, tell):
-        raise TandemError("interrupted")
+        raise KeyboardInterrupt

@@ -28,6 +28,8 @@ Router = Annotated[str, typer.Option("--router", help="host:port of the router."
 Security = Annotated[
     Path | None, typer.Option("--config", help=r"TOML file; its \[security] table has the cluster's credentials.")
 ]
+# No more than the wire holds; the router knows the narrower limit.
+Size = Annotated[int | None, typer.Option(help="Workers wanted in that pool.", min=0, max=2**32 - 1)]
 System = Annotated[str, typer.Option("--system", help="A system message before the conversation.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.001, max=1e6, help="Seconds the whole answer may take.")]
 
@@ -49,8 +51,19 @@ def run() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(1)
+    except OSError as error:  # such as a full disk below our output
+        if "--debug" in sys.argv:
+            raise
+        _drop_output()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written, and Python would try to at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback()
@@ -139,7 +152,7 @@ def status(
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Show both pools: state, KV use, queue, tokens per second."""
+    """Show both pools: state, KV use, queue, tokens per second; live at a terminal, else once."""
     from cli.client import connect
     from cli.credentials import find_credentials
     from cli.status import status as show_status
@@ -149,8 +162,8 @@ def status(
 
 @app.command()
 def scale(
-    prefill: Annotated[int | None, typer.Option("--prefill", help="Prefill workers wanted.", min=0)] = None,
-    decode: Annotated[int | None, typer.Option("--decode", help="Decode workers wanted.", min=0)] = None,
+    prefill: Size = None,
+    decode: Size = None,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -13,11 +14,14 @@ from engine import catalogue
 def pull(name: str, console: Console) -> Path:
     """The model file, downloaded only where it is not cached. Raises `TandemError`."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"fetching {name}", total=None, visible=False)
+    progress = Progress(*columns, console=console)
+    bar = progress.add_task(f"fetching {name}", total=None)
+    with ExitStack() as shown:
 
         def on_progress(so_far: int, in_all: int) -> None:
-            progress.update(bar, completed=so_far, total=in_all, visible=True)
+            if not progress.live.is_started:  # a bar with nothing to show would leave an empty line behind
+                shown.enter_context(progress)
+            progress.update(bar, completed=so_far, total=in_all)
 
         return catalogue.fetch(name, on_progress)
 

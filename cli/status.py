@@ -106,7 +106,8 @@ def holders_table(response: cluster_pb2.GetLedgerResponse) -> Table:
     """Who holds which blocks of each worker, the oldest first: where blocks leak, their holder stands on top."""
     table = Table(title="who holds KV blocks", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, justify in HOLDER_COLUMNS.items():
-        table.add_column(name, justify=justify, no_wrap=True)
+        # Only names grow: in a narrow terminal they go on in the next line, and the numbers stay whole.
+        table.add_column(name, justify=justify, no_wrap=name != "holder", overflow="fold")
     num_rows = 0
     for worker in response.workers:
         name, num_left_out = worker.worker_id[:-ID_DIGITS_HIDDEN], worker.ledger.num_left_out
@@ -143,10 +144,10 @@ def _state(worker: cluster_pb2.FleetWorker) -> str:
 
 
 async def status(connection: Connection, console: Console, once: bool, with_ledger: bool) -> None:
-    """Live until Ctrl-C. `once` takes two looks a second apart, because a rate needs two."""
+    """Live until Ctrl-C; once where nobody could see it change. That takes two looks, because a rate needs two."""
     async with connection as client:
         before = await _look(client, with_ledger)
-        if once:
+        if once or not console.is_terminal:
             await asyncio.sleep(REFRESH_S)
             after = await _look(client, with_ledger)
             console.print(_view(before, after))

@@ -30,6 +30,11 @@ def test_a_taken_port_is_named_with_the_option_that_changes_it() -> None:
     check_port(RouterConfig(port=0))
 
 
+def test_an_address_that_is_not_of_this_machine_is_named_with_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:50051 .* --host"):
+        check_port(RouterConfig(host="192.0.2.1"))
+
+
 def test_credentials_that_cannot_be_read_are_named_with_their_option() -> None:
     with pytest.raises(ConfigError, match=r"\[security\] cluster_token_file: cannot read /no/token"):
         check_credentials(SecurityConfig(cluster_token_file="/no/token"))

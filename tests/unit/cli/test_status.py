@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 
+import pytest
 from rich.console import Console
 
+from cli import status
 from cli.paths import MAX_BROKEN_PATHS, path_lines
 from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
 from protos import cluster_pb2, worker_pb2
@@ -47,9 +51,9 @@ def test_the_ledger_shows_where_every_block_is() -> None:
     assert "decode-0.0123 serving 50 25 20 3 2 6" in text_of(fleet(worker("decode-0")), with_ledger=True)
 
 
-def holders_of(response: cluster_pb2.GetLedgerResponse) -> list[str]:
+def holders_of(response: cluster_pb2.GetLedgerResponse, width: int = 110) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=110).print(holders_table(response))
+    Console(file=out, width=width).print(holders_table(response))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -80,6 +84,38 @@ def test_the_ledger_names_each_holder_with_its_blocks_and_since_when() -> None:
     assert "decode-0.0123 pull 0a1b2c3d reading 4 4 0.1 s prefill-0.0123" in lines
     assert "decode-0.0123 and 9 more" in lines
     assert "decode-1.0123 no answer: it does not answer" in lines
+
+
+def test_a_narrow_terminal_breaks_names_and_no_number() -> None:
+    ledger = worker_pb2.DescribeLedgerResponse(
+        holders=[
+            holder("router-01234567.1234.0#1", "SEQUENCE", "TRANSFER", 1234, 5678, age_ms=12_340),
+            holder("0a1b2c3d", "PULL", "WANTING", 4, 4),
+        ]
+    )
+    worker = cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger)
+    shown = " ".join(holders_of(cluster_pb2.GetLedgerResponse(workers=[worker]), width=80))
+    assert "transfer 1234 5678 12.3 s" in shown
+    assert "…" not in shown
+
+
+class OneFleet:
+    """A router whose fleet never changes."""
+
+    num_looks = 0
+
+    async def fleet(self) -> cluster_pb2.GetFleetResponse:
+        self.num_looks += 1
+        return fleet(worker("decode-0"))
+
+
+async def test_a_status_that_nobody_could_see_change_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.01)
+    client, out = OneFleet(), io.StringIO()
+    async with asyncio.timeout(5):
+        await status.status(contextlib.nullcontext(client), Console(file=out), once=False, with_ledger=False)  # type: ignore[arg-type]
+    assert client.num_looks == 2
+    assert out.getvalue().count("decode-0.0123") == 1
 
 
 def test_a_long_ledger_is_cut_and_says_by_how_much() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
 import sys
 from types import ModuleType
+from unittest.mock import MagicMock
 
 import grpc
 import grpc.aio
 import pytest
 from rich.console import Console
 
-from cli import entry
+from cli import demo, entry
 from cli.chat import Conversation, chat
 from cli.client import connect
+from cli.demo_config import demo_config
 from cli.main import run
 from core.errors import InvalidRequest, WorkerUnavailable
 from protos import inference_pb2
@@ -77,6 +80,27 @@ def test_a_time_limit_that_is_none_is_refused(seconds: str, monkeypatch: pytest.
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 2
+
+
+def test_a_size_that_the_wire_cannot_hold_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "scale", "--decode", str(2**32)])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 2
+
+
+def test_output_to_a_full_disk_is_one_line() -> None:
+    command = [sys.executable, "-c", "from cli.entry import run; run()", "pull", "--help"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_demo_that_is_interrupted_ends_as_a_shell_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "pull_if_named", lambda *_: None)
+    monkeypatch.setattr(demo, "run_to_end", lambda *_: True)  # as after a Ctrl-C
+    with pytest.raises(KeyboardInterrupt):
+        demo.demo(demo_config(), MagicMock(), Console(file=io.StringIO()))
 
 
 class LosingClient:
