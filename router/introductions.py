@@ -4,6 +4,9 @@
 
 A worker that joins meets everybody of the other pool, and they meet it; joining again says the same again, which costs
 nothing where it is known. Whoever is lost is let go by the others. Nothing waits for any of this.
+
+Who died while no router lived was lost to none: the others would look for it for ever. So a worker that goes on
+reporting a path to somebody who has not joined is told to let it go.
 """
 
 from __future__ import annotations
@@ -27,6 +30,12 @@ def introduce(joined: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Int
 def dismiss(lost: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Introduce]:
     gone = PeerDismissed(lost.agent.name)
     return [Introduce(other.worker_id, (gone,)) for other in _other_pool(lost, workers)]
+
+
+def dismiss_strangers(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[Introduce]:
+    known = {other.agent.name for other in workers}
+    gone = tuple(PeerDismissed(path.peer) for path in worker.load.paths if path.peer not in known)
+    return [Introduce(worker.worker_id, gone)] if gone else []
 
 
 def _other_pool(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[WorkerRecord]:

@@ -27,7 +27,7 @@ from core.machine import Tick
 from core.request import Request
 from router import events
 from router.events import RouterAction, RouterEvent
-from router.introductions import dismiss, introduce
+from router.introductions import dismiss, dismiss_strangers, introduce
 from router.policy import Candidate, choose
 from router.routed_request import Dispatch, RoutedRequest, blamed, dispatch_id_of
 from router.workers import WorkerRecord, WorkerTable
@@ -50,7 +50,8 @@ class RouterMachine:
         self._requests: dict[str, RoutedRequest] = {}
         self._by_dispatch: dict[str, RoutedRequest] = {}
         self._queue: list[RoutedRequest] = []  # by rank
-        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "retry" | "worker", id)
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        # keys: ("request" | "wait" | "retry", request id), ("worker" | "strangers", worker id)
         self._num_arrived = 0
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
@@ -309,6 +310,9 @@ class RouterMachine:
                 lost = events.WorkerLost(name, f"silent for {self._config.worker_lost_s:g} s")
                 actions += self._on_lost(lost, now)
                 continue
+            if kind == "strangers":
+                actions += self._look_for_strangers(name, now)
+                continue
             routed = self._requests.get(name)
             if routed is None or kind == "retry":
                 continue
@@ -332,7 +336,16 @@ class RouterMachine:
             actions = self._on_lost(events.WorkerLost(event.worker_id, "it was started anew"), now)
         self.workers.join(record, event.cached_blocks)
         self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
+        self._deadlines.set(("strangers", event.worker_id), now + self._config.worker_lost_s)
         return actions + introduce(record, self.workers)
+
+    def _look_for_strangers(self, worker_id: str, now: float) -> list[RouterAction]:
+        """Who has not joined `worker_lost_s` after this worker did is not going to."""
+        record = self.workers.get(worker_id)
+        if record is None:
+            return []  # lost at this very moment
+        self._deadlines.set(("strangers", worker_id), now + self._config.worker_lost_s)
+        return [*dismiss_strangers(record, self.workers)]
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
@@ -342,6 +355,7 @@ class RouterMachine:
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
         record = self.workers.leave(event.worker_id)
         self._deadlines.cancel(("worker", event.worker_id))
+        self._deadlines.cancel(("strangers", event.worker_id))
         if record is None:
             return []
         actions: list[RouterAction] = [*dismiss(record, self.workers)]

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from core.config import TandemConfig
+from cli.compose import build_router
+from core.config import RouterConfig, TandemConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import HandoffMessage, Ping
 from core.paths import PathState
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tests.support.deployment import Deployment, deploy
-from tests.support.faults import Stream, Wire, fault_config, prompt_of, settle, transfers
+from tests.support.deployment import Deployment, deploy, place
+from tests.support.faults import Stream, Wire, fault_config, prompt_of, settle, transfers, until
 
 PROMPT = prompt_of(1)
 
@@ -52,3 +53,24 @@ async def test_workers_that_never_hear_each_other_s_ping_are_unreachable_and_han
         assert path_states(deployment) == [PathState.UNREACHABLE] * 2
         await Stream(deployment.inference, PROMPT, num_output=6).right()
         await settle(deployment)
+
+
+async def test_a_worker_that_dies_while_no_router_lives_is_let_go_by_its_peers_when_one_lives_again() -> None:
+    config = replace(impatient(), router=RouterConfig(port=0, worker_lost_s=1.0, report_stale_s=0.5))
+    async with deploy(config, num_prefill=2) as deployment:
+        (reader,), (dead, alive) = deployment.decode, deployment.prefill
+        name_of = {worker: deployment.endpoints[id(worker)].service_id for worker in (dead, alive)}
+
+        def peers() -> set[str]:
+            return {path.peer for path in transfers(reader).paths}
+
+        await deployment.router.stop()
+        await dead.stop()
+        assert peers() == set(name_of.values()), "nobody has told it"
+        router = build_router(config, place(0))
+        try:
+            await router.start()
+            await router.set_workers([deployment.endpoints[id(worker)] for worker in (reader, alive)])
+            await until(lambda: peers() == {name_of[alive]}, lambda: f"it still has paths to {peers()}", seconds=20.0)
+        finally:
+            await router.stop()
