@@ -15,6 +15,8 @@ from router.events import Deliver, Fail, Finish, Outcome
 from router.text_stream import TextStream
 from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
 
+PROVIDER = "tandem"  # as the semantic conventions for generative AI want one named
+
 SPAN_OF_STAGE = {
     Stage.TOKENIZE: SpanName.ROUTER_TOKENIZE,
     Stage.QUEUE: SpanName.ROUTER_QUEUE,
@@ -31,6 +33,7 @@ Results = asyncio.Queue[tuple["ChoiceStream", Deliver | Finish | Fail]]
 class ChoiceStream:
     choice: int
     model: str
+    operation: str  # "chat" or "text_completion"
     request: Request
     client_request_id: str
     arrived_at: float
@@ -76,7 +79,7 @@ class ChoiceStream:
                 completion_tokens=len(self.token_ids),
                 cached_tokens=outcome.cached_tokens,
             ),
-            timings=_timings(outcome, now - self.arrived_at),
+            timings=phase_timings(outcome, now - self.arrived_at),
             prefill_worker=candidate.prefill_worker or candidate.decode_worker,
             decode_worker=candidate.decode_worker,
             path=codec.PATH_TO_WIRE[outcome.path],
@@ -94,7 +97,7 @@ class ChoiceStream:
         """Draw the stages and close the root span, after the last message was written."""
         result = self.result
         if result is None:
-            telemetry.end_root(self.root, now, self._request_attributes(), error="ended before it was started")
+            telemetry.end_root(self.root, now, self._request_attributes(), error="the router stopped before its end")
             return
         timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
         parent, choice = context_of(self.root), {Attribute.CHOICE: self.choice}
@@ -105,13 +108,14 @@ class ChoiceStream:
             attributes |= self._outcome_attributes(result.outcome)
             telemetry.end_root(self.root, now, attributes)
         else:
+            attributes[Attribute.ERROR_TYPE] = result.error.code.value
             telemetry.end_root(self.root, now, attributes, error=str(result.error))
 
     def _request_attributes(self) -> dict[str, AttributeValue]:
         sampling = self.request.sampling
         return {
-            Attribute.OPERATION: "text_completion",
-            Attribute.PROVIDER: "tandem",
+            Attribute.OPERATION: self.operation,
+            Attribute.PROVIDER: PROVIDER,
             Attribute.REQUEST_MODEL: self.model,
             Attribute.RESPONSE_ID: self.client_request_id,
             Attribute.CHOICE: self.choice,
@@ -138,7 +142,7 @@ class ChoiceStream:
         }
 
 
-def _timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:
+def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:
     timeline, prefill, decode = outcome.timeline, outcome.prefill, outcome.decode
     computed = prefill or decode
     return inference_pb2.PhaseTimings(

@@ -6,15 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from core.errors import TandemError
 from core.handoff import OwnerState
 from core.lifecycle import Stage
 from core.paths import PathState
+from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
 from router.events import Fail, Finish
 from router.workers import WorkerRecord, WorkerTable
-from runtime.metrics import Metric, Metrics, Reading
+from runtime.metrics import REQUEST, Metric, Metrics, Reading
 
 if TYPE_CHECKING:
     from router.shell import RouterShell
+
+# Of PhaseTimings, whose other two have metrics of their own.
+PHASES = ("tokenize", "router_queue", "route", "prefill_queue", "prefill", "decode")
+TRANSFER_PHASES = ("transfer", "transfer_exposed")  # where KV moved
 
 
 def readings(shell: RouterShell) -> Callable[[], Iterator[Reading]]:
@@ -56,19 +62,27 @@ def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
             yield Metric.PATH_LATENCY, path.latency_s, labels
 
 
-def record_end(metrics: Metrics, result: Finish | Fail, arrived_at: float, now: float) -> None:
-    metrics.record(Metric.REQUEST_DURATION, now - arrived_at)
+def record_refusal(metrics: Metrics, error: TandemError) -> None:
+    metrics.record(Metric.REQUESTS, 1, path="none", end=error.code.value)
+
+
+def record_end(metrics: Metrics, stream: ChoiceStream, result: Finish | Fail, now: float) -> None:
+    labels = dict(zip(REQUEST, (stream.operation, PROVIDER, stream.model), strict=True))
+    error_type = result.error.code.value if isinstance(result, Fail) else ""
+    metrics.record(Metric.REQUEST_DURATION, now - stream.arrived_at, **labels, error_type=error_type)
     if isinstance(result, Fail):
-        metrics.record(Metric.REQUESTS, 1, path="none", end=result.error.code.value)
+        record_refusal(metrics, result.error)
         return
     outcome = result.outcome
     metrics.record(Metric.REQUESTS, 1, path=outcome.path.value, end=outcome.finish_reason.value)
-    metrics.record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s)
+    metrics.record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s, **labels)
     if outcome.num_output_tokens > 1:
         decode_s = outcome.timeline.seconds_in(Stage.DECODE)
-        metrics.record(Metric.TIME_PER_OUTPUT_TOKEN, decode_s / (outcome.num_output_tokens - 1))
+        metrics.record(Metric.TIME_PER_OUTPUT_TOKEN, decode_s / (outcome.num_output_tokens - 1), **labels)
     metrics.record(Metric.TOKENS, outcome.num_prompt_tokens, kind="prompt")
     metrics.record(Metric.TOKENS, outcome.cached_tokens, kind="cached")
     metrics.record(Metric.TOKENS, outcome.num_output_tokens, kind="output")
-    if outcome.decode is not None:
-        metrics.record(Metric.TRANSFERRED_BYTES, outcome.decode.transferred_bytes)
+    timings = phase_timings(outcome, now - stream.arrived_at)
+    moved = outcome.decode is not None and outcome.decode.transferred_bytes > 0
+    for phase in (*PHASES, *TRANSFER_PHASES) if moved else PHASES:
+        metrics.record(Metric.PHASE_DURATION, getattr(timings, f"{phase}_ms") / 1e3, phase=phase)

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 from core.config import RouterConfig
-from core.errors import DeadlineExceeded, InvalidRequest, TandemError
+from core.errors import InvalidRequest, TandemError
 from core.request import MAX_SEED
 from engine.tokenizer import ModelTokenizer
 from protos import inference_pb2, inference_pb2_grpc
@@ -39,15 +39,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived_at = self._shell.now()
         deadline = arrived_at + remaining_s(context, self._config.default_timeout_s)
-        generation = await asyncio.to_thread(
-            validation.prepare, request, self._tokenizer, self._config, self._shell.new_request_id(), _random_seed
-        )
+        try:
+            generation = await asyncio.to_thread(
+                validation.prepare, request, self._tokenizer, self._config, self._shell.new_request_id(), _random_seed
+            )
+        except TandemError as error:
+            self._shell.refuse(error)
+            raise
         results: Results = asyncio.Queue()
         headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
         streams = [
             ChoiceStream(
                 choice=choice,
                 model=self._tokenizer.info.name,
+                operation="chat" if request.HasField("chat") else "text_completion",
                 request=choice_request,
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,
@@ -64,8 +69,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def _run(self, streams: list[ChoiceStream], results: Results, deadline: float, context: Context) -> None:
-        if deadline <= self._shell.now():
-            raise DeadlineExceeded("the deadline passed before the request could start")
         self._shell.open(streams, deadline)
         num_open = len(streams)
         while num_open:

@@ -7,11 +7,12 @@ import logging
 import secrets
 
 from core.config import RouterConfig, TelemetryConfig
-from core.errors import TandemError
+from core.errors import DeadlineExceeded, TandemError
+from core.lifecycle import Stage, Timeline
 from router import events
 from router.choice_stream import ChoiceStream
 from router.events import RouterAction, RouterEvent
-from router.fleet_metrics import readings, record_end
+from router.fleet_metrics import readings, record_end, record_refusal
 from router.machine import RouterMachine
 from router.routed_request import request_id_of
 from router.worker_link import Metadata, WorkerLink
@@ -59,17 +60,24 @@ class RouterShell:
     def open(self, streams: list[ChoiceStream], deadline: float) -> None:
         """Hand the choices of a call to the machine, all or none.
 
-        Raises `QueueFull`, `InvalidRequest`, and `WorkerUnavailable` where the machine has failed.
+        Raises `DeadlineExceeded`, `QueueFull`, `InvalidRequest`, and `WorkerUnavailable` where the machine has failed.
         """
         first, *others = (stream.request for stream in streams)
-        opened = {stream.request.request_id: stream for stream in streams}
-        self._streams |= opened
+        self._streams |= {stream.request.request_id: stream for stream in streams}
         try:
+            if deadline <= self.now():
+                raise DeadlineExceeded("the deadline passed before the request could start")
             self._driver.ask(events.RequestArrived(first, streams[0].arrived_at, deadline, tuple(others)))
-        except TandemError:
-            for request_id in opened:
-                del self._streams[request_id]
+        except TandemError as error:
+            for stream in streams:
+                timeline = Timeline(Stage.TOKENIZE, stream.arrived_at)
+                timeline.enter(Stage.FINISHED, self.now())
+                self._end(events.Fail(stream.request.request_id, error, timeline))
             raise
+
+    def refuse(self, error: TandemError) -> None:
+        """Count a call that did not come to be a stream."""
+        record_refusal(self.metrics, error)
 
     def post(self, event: RouterEvent) -> None:
         self._driver.post(event)
@@ -124,11 +132,15 @@ class RouterShell:
             case events.Deliver(request_id=request_id):
                 stream = self._streams[request_id]
                 stream.results.put_nowait((stream, action))
-            case events.Finish(request_id=request_id) | events.Fail(request_id=request_id):
-                stream = self._streams.pop(request_id)
-                stream.result = action
-                record_end(self.metrics, action, stream.arrived_at, self.now())
+            case events.Finish() | events.Fail():
+                stream = self._end(action)
                 stream.results.put_nowait((stream, action))
+
+    def _end(self, result: events.Finish | events.Fail) -> ChoiceStream:
+        stream = self._streams.pop(result.request_id)
+        stream.result = result
+        record_end(self.metrics, stream, result, self.now())
+        return stream
 
     def _trace_headers(self, dispatch_id: str) -> Metadata:
         return inject(self._streams[request_id_of(dispatch_id)].root)

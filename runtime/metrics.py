@@ -1,80 +1,122 @@
-"""Metrics of a router and its fleet, for Prometheus. Every name stands in `METRICS`, and nowhere else.
+"""Metrics of a router and its fleet, for Prometheus. Every name stands in `METRICS`, with its labels, and nowhere else.
 
-The router is the one page to scrape: what workers report to it is shown here by worker. Names and units follow
-OpenTelemetry's semantic conventions for generative AI where there are any.
+The router is the one page to scrape: what workers report to it is shown here by worker. Names and units are those of
+OpenTelemetry's semantic conventions for generative AI where there are any, as Prometheus writes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
-from prometheus_client import REGISTRY, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.process_collector import ProcessCollector
 
 from core.config import TelemetryConfig
 from core.errors import ConfigError
 
+BUCKETS_S = [0.001 * 2**i for i in range(20)]  # 1 ms to 524 s
+
 
 class Metric(Enum):
-    REQUESTS = "tandem.requests"
-    TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
-    TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"
-    REQUEST_DURATION = "gen_ai.server.request.duration"
-    TOKENS = "tandem.tokens"
-    TRANSFERRED_BYTES = "tandem.transfer.bytes"
-    PATH_BANDWIDTH = "tandem.transfer.path_bandwidth"
-    PATH_LATENCY = "tandem.transfer.path_latency"
-    PATHS = "tandem.transfer.paths"
-    QUEUED = "tandem.router.queued"
-    IN_FLIGHT = "tandem.router.in_flight"
-    WORKER_BLOCKS = "tandem.worker.blocks"
-    WORKER_RUNNING = "tandem.worker.running"
-    WORKER_QUEUED_TOKENS = "tandem.worker.queued_tokens"
-    WORKER_TRANSFERS = "tandem.worker.transfers"
-    WORKER_TRANSFERRED_BYTES = "tandem.worker.transferred_bytes"
-    WORKER_TRANSFER_SECONDS = "tandem.worker.transfer_seconds"
-    WORKER_EXPIRED_LEASES = "tandem.worker.expired_leases"
-    WORKER_PREEMPTIONS = "tandem.worker.preemptions"
-    WORKER_MALFORMED_MESSAGES = "tandem.worker.malformed_messages"
-    WORKER_DROPPED_MESSAGES = "tandem.worker.dropped_messages"
+    REQUESTS = "tandem_requests_total"
+    TIME_TO_FIRST_TOKEN = "gen_ai_server_time_to_first_token_seconds"
+    TIME_PER_OUTPUT_TOKEN = "gen_ai_server_time_per_output_token_seconds"
+    REQUEST_DURATION = "gen_ai_server_request_duration_seconds"
+    PHASE_DURATION = "tandem_phase_duration_seconds"
+    TOKENS = "tandem_tokens_total"
+    PATH_BANDWIDTH = "tandem_transfer_path_bandwidth_bytes_per_second"
+    PATH_LATENCY = "tandem_transfer_path_latency_seconds"
+    PATHS = "tandem_transfer_paths"
+    QUEUED = "tandem_router_queued"
+    IN_FLIGHT = "tandem_router_in_flight"
+    WORKER_BLOCKS = "tandem_worker_blocks"
+    WORKER_RUNNING = "tandem_worker_running"
+    WORKER_QUEUED_TOKENS = "tandem_worker_queued_tokens"
+    WORKER_TRANSFERS = "tandem_worker_transfers"
+    WORKER_TRANSFERRED_BYTES = "tandem_worker_transferred_bytes_total"
+    WORKER_TRANSFER_SECONDS = "tandem_worker_transfer_seconds_total"
+    WORKER_EXPIRED_LEASES = "tandem_worker_expired_leases_total"
+    WORKER_PREEMPTIONS = "tandem_worker_preemptions_total"
+    WORKER_MALFORMED_MESSAGES = "tandem_worker_malformed_messages_total"
+    WORKER_DROPPED_MESSAGES = "tandem_worker_dropped_messages_total"
 
 
-# metric -> (unit, what it says)
-METRICS: dict[Metric, tuple[str, str]] = {
-    Metric.REQUESTS: ("{request}", "Choices that ended, by path and by how they ended"),
-    Metric.TIME_TO_FIRST_TOKEN: ("s", "From a request's arrival at the router to its first token"),
-    Metric.TIME_PER_OUTPUT_TOKEN: ("s", "(last token - first token) / (tokens - 1)"),
-    Metric.REQUEST_DURATION: ("s", "From a request's arrival at the router to its end"),
-    Metric.TOKENS: ("{token}", "Tokens served, by kind: prompt, cached (part of prompt) or output"),
-    Metric.TRANSFERRED_BYTES: ("By", "KV bytes that moved from prefill to decode workers"),
-    Metric.PATH_BANDWIDTH: (
-        "By/s",
-        "Measured speed of the path from a peer to a worker that reads, by its lane",
+class Kind(Enum):
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+    # Read at each scrape, of what is there then: a worker that has left is no longer on the page.
+    GAUGE = "gauge"
+    TOTAL = "total"  # a counter that somebody else keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+REQUEST = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+WORKER = ("worker", "role")
+PATH = ("worker", "peer", "lane")
+
+METRICS: dict[Metric, Description] = {
+    Metric.REQUESTS: Description(
+        Kind.COUNTER, "Choices that ended, by path (none: it was refused or failed) and by how they ended",
+        ("path", "end"),
     ),
-    Metric.PATH_LATENCY: ("s", "Shortest way there and back of a notification on that path"),
-    Metric.PATHS: ("{path}", "Paths of a worker, by state; slow, fallback, unreachable and refused are worth an alert"),
-    Metric.QUEUED: ("{request}", "Requests waiting in the router for a worker"),
-    Metric.IN_FLIGHT: ("{request}", "Requests dispatched and not ended"),
-    Metric.WORKER_BLOCKS: ("{block}", "KV blocks of a worker, by column of its ledger"),
-    Metric.WORKER_RUNNING: ("{sequence}", "Sequences in a worker's steps"),
-    Metric.WORKER_QUEUED_TOKENS: ("{token}", "Tokens to compute before every sequence of a worker is in decode"),
-    Metric.WORKER_TRANSFERS: ("{transfer}", "Hand-offs alive on a worker, by state; one side is offer or pull"),
-    Metric.WORKER_TRANSFERRED_BYTES: ("By", "KV bytes a worker has pulled, since its start"),
-    Metric.WORKER_TRANSFER_SECONDS: ("s", "Time in which a worker's pulls had reads in flight, since its start"),
-    Metric.WORKER_EXPIRED_LEASES: ("{lease}", "Offers of a worker whose reader fell silent, since its start"),
-    Metric.WORKER_PREEMPTIONS: ("{sequence}", "Sequences a worker preempted, since its start"),
-    Metric.WORKER_MALFORMED_MESSAGES: ("{message}", "Notifications to a worker that were no message, since its start"),
-    Metric.WORKER_DROPPED_MESSAGES: ("{message}", "Late, doubled and foreign messages to a worker, since its start"),
-}
-
-HISTOGRAMS = (Metric.TIME_TO_FIRST_TOKEN, Metric.TIME_PER_OUTPUT_TOKEN, Metric.REQUEST_DURATION)
-COUNTERS = (Metric.REQUESTS, Metric.TOKENS, Metric.TRANSFERRED_BYTES)
-BUCKETS_S = [0.001 * 2**i for i in range(18)]  # 1 ms to 131 s
+    Metric.TIME_TO_FIRST_TOKEN: Description(
+        Kind.HISTOGRAM, "From a request's arrival at the router to its first token", REQUEST
+    ),
+    Metric.TIME_PER_OUTPUT_TOKEN: Description(Kind.HISTOGRAM, "(last token - first token) / (tokens - 1)", REQUEST),
+    Metric.REQUEST_DURATION: Description(
+        Kind.HISTOGRAM, "From a request's arrival at the router to its end; error_type is empty where it succeeded",
+        (*REQUEST, "error_type"),
+    ),
+    Metric.PHASE_DURATION: Description(
+        Kind.HISTOGRAM, "Where the time of choices went: PhaseTimings of protos/inference.proto", ("phase",)
+    ),
+    Metric.TOKENS: Description(
+        Kind.COUNTER, "Tokens served, by kind: prompt, cached (part of prompt) or output", ("kind",)
+    ),
+    Metric.PATH_BANDWIDTH: Description(
+        Kind.GAUGE, "Measured speed of the path from a peer to a worker that reads, by its lane", PATH
+    ),
+    Metric.PATH_LATENCY: Description(Kind.GAUGE, "Shortest way there and back of a notification on that path", PATH),
+    Metric.PATHS: Description(
+        Kind.GAUGE, "Paths of a worker, by state; slow, fallback, unreachable and refused are worth an alert",
+        ("worker", "state"),
+    ),
+    Metric.QUEUED: Description(Kind.GAUGE, "Requests waiting in the router for a worker"),
+    Metric.IN_FLIGHT: Description(Kind.GAUGE, "Requests dispatched and not ended"),
+    Metric.WORKER_BLOCKS: Description(
+        Kind.GAUGE, "KV blocks of a worker, by column of its ledger", (*WORKER, "column")
+    ),
+    Metric.WORKER_RUNNING: Description(Kind.GAUGE, "Sequences in a worker's steps", WORKER),
+    Metric.WORKER_QUEUED_TOKENS: Description(
+        Kind.GAUGE, "Tokens to compute before every sequence of a worker is in decode", WORKER
+    ),
+    Metric.WORKER_TRANSFERS: Description(
+        Kind.GAUGE, "Hand-offs alive on a worker, by state; one side is offer or pull", (*WORKER, "side", "state")
+    ),
+    Metric.WORKER_TRANSFERRED_BYTES: Description(Kind.TOTAL, "KV bytes a worker has pulled", WORKER),
+    Metric.WORKER_TRANSFER_SECONDS: Description(
+        Kind.TOTAL, "Time in which a worker's pulls had reads in flight", WORKER
+    ),
+    Metric.WORKER_EXPIRED_LEASES: Description(Kind.TOTAL, "Offers of a worker whose reader fell silent", WORKER),
+    Metric.WORKER_PREEMPTIONS: Description(Kind.TOTAL, "Sequences a worker preempted", WORKER),
+    Metric.WORKER_MALFORMED_MESSAGES: Description(
+        Kind.TOTAL, "Notifications to a worker that were no message", WORKER
+    ),
+    Metric.WORKER_DROPPED_MESSAGES: Description(
+        Kind.TOTAL, "Late, doubled and foreign messages to a worker", WORKER
+    ),
+}  # fmt: skip
 
 # What is read at each scrape: (metric, value, labels).
 Reading = tuple[Metric, float, Mapping[str, str]]
@@ -84,48 +126,54 @@ class Metrics:
     """`read` is called at each scrape, on the scraper's thread. Without a port nothing is recorded."""
 
     def __init__(self, config: TelemetryConfig, read: Callable[[], Iterable[Reading]]) -> None:
+        """Raises `ConfigError` where the port is taken."""
         self._read = read
-        self._instruments: dict[Metric, Any] = {}
+        self._recorded: dict[Metric, Counter | Histogram] = {}
         self._server: Any = None
-        self._provider: MeterProvider | None = None
         if config.metrics_port:
             self._start(config.metrics_port)
 
     def _start(self, port: int) -> None:
+        disable_created_metrics()  # when each series began: twice as many lines, which no dashboard asks for
+        registry = CollectorRegistry()
         try:
-            self._server, _ = start_http_server(port, registry=REGISTRY)
+            self._server, _ = start_http_server(port, registry=registry)
         except OSError as error:
             raise ConfigError(f"cannot serve metrics on port {port}: {error.strerror}; choose another one") from error
-        buckets = ExplicitBucketHistogramAggregation(BUCKETS_S)
-        views = [View(instrument_name=metric.value, aggregation=buckets) for metric in HISTOGRAMS]
-        self._provider = MeterProvider(metric_readers=[PrometheusMetricReader()], views=views)
-        meter = self._provider.get_meter("tandem")
-        for metric, (unit, description) in METRICS.items():
-            if metric in HISTOGRAMS:
-                self._instruments[metric] = meter.create_histogram(metric.value, unit, description)
-            elif metric in COUNTERS:
-                self._instruments[metric] = meter.create_counter(metric.value, unit, description)
-            else:
-                meter.create_observable_gauge(metric.value, [self._observer(metric)], unit, description)
+        ProcessCollector(registry=registry)
+        for metric, about in METRICS.items():
+            if about.kind is Kind.COUNTER:
+                self._recorded[metric] = Counter(metric.value, about.text, about.labels, registry=registry)
+            elif about.kind is Kind.HISTOGRAM:
+                self._recorded[metric] = Histogram(
+                    metric.value, about.text, about.labels, registry=registry, buckets=BUCKETS_S
+                )
+        registry.register(self)  # type: ignore[arg-type]  # it wants only `collect`
 
-    def _observer(self, metric: Metric) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        def observe(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(value, dict(labels)) for read, value, labels in self._read() if read is metric]
-
-        return observe
+    def collect(self) -> Iterator[Family]:
+        """What is read at a scrape; the registry asks."""
+        made = {Kind.GAUGE: GaugeMetricFamily, Kind.TOTAL: CounterMetricFamily}
+        families: dict[Metric, Any] = {
+            metric: made[about.kind](metric.value, about.text, labels=about.labels)
+            for metric, about in METRICS.items()
+            if about.kind in made
+        }
+        for metric, value, labels in self._read():
+            families[metric].add_metric([labels[name] for name in METRICS[metric].labels], value)
+        yield from families.values()
 
     def record(self, metric: Metric, value: float, **labels: str) -> None:
         """Add to a counter or a histogram."""
-        instrument = self._instruments.get(metric)
-        if instrument is None:
+        recorded = self._recorded.get(metric)
+        if recorded is None:
             return
-        if metric in HISTOGRAMS:
-            instrument.record(value, labels)
+        series = recorded.labels(**labels) if labels else recorded
+        if isinstance(series, Counter):
+            series.inc(value)
         else:
-            instrument.add(value, labels)
+            series.observe(value)
 
     def close(self) -> None:
-        if self._provider is not None:
-            self._provider.shutdown()
+        if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -1,4 +1,4 @@
-"""Traces and metrics. Every name stands in one of the two tables below and nowhere else.
+"""Traces. Every name stands in one of the two tables below and nowhere else.
 
 One trace per request. The router opens the root span and, when the request has ended, draws the stages it went through
 as children that touch each other; workers add their own stages to the same root through the W3C `traceparent` header.
@@ -54,7 +54,7 @@ class SpanName(Enum):
 
 
 class Attribute:
-    """All span attributes; gen_ai.* are OpenTelemetry's semantic conventions for generative AI."""
+    """All span attributes; those that are not tandem.* are OpenTelemetry's semantic conventions."""
 
     OPERATION = "gen_ai.operation.name"
     PROVIDER = "gen_ai.provider.name"
@@ -66,12 +66,13 @@ class Attribute:
     SEED = "gen_ai.request.seed"
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
     RESPONSE_ID = "gen_ai.response.id"
     FINISH_REASONS = "gen_ai.response.finish_reasons"
+    ERROR_TYPE = "error.type"
     CHOICE = "tandem.choice"
     PATH = "tandem.path"
     ATTEMPTS = "tandem.attempts"
-    CACHED_TOKENS = "tandem.cached_tokens"
     UNCACHED_TOKENS = "tandem.uncached_tokens"
     COST = "tandem.route.cost_tokens"
     PREFILL_WORKER = "tandem.prefill_worker"

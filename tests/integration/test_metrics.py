@@ -6,6 +6,8 @@ import asyncio
 import urllib.request
 from dataclasses import replace
 
+import grpc.aio
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.compose import FABRIC
@@ -13,20 +15,33 @@ from core.config import TelemetryConfig
 from core.handoff import Abort, AbortReason
 from kv_transfer.transports.memory_transport import MemoryTransport
 from protos.handoff_codec import encode
-from tests.support.deployment import deploy, tiny_config
+from router.fleet_metrics import PHASES, TRANSFER_PHASES
+from tests.support.deployment import deploy, generate_beside_a_full_queue, tiny_config
+
+Page = dict[str, list[tuple[dict[str, str], float]]]  # name -> (labels, value) of each series
 
 
-async def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
+async def scrape(port: int) -> Page:
     def get() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
             return page.read().decode()
 
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    found: Page = {}
     for family in text_string_to_metric_families(await asyncio.to_thread(get)):
         for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if not name.startswith("otel_")}
-            found.setdefault(sample.name, []).append((labels, sample.value))
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
     return found
+
+
+async def when_counted(port: int, name: str, role: str) -> tuple[Page, dict[str, float]]:
+    """The page, and the metric by role, as soon as a worker of `role` has reported some of it."""
+    async with asyncio.timeout(10):
+        while True:
+            page = await scrape(port)
+            values = {labels["role"]: value for labels, value in page[name]}
+            if values[role]:
+                return page, values
+            await asyncio.sleep(0.02)
 
 
 async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int) -> None:
@@ -35,7 +50,8 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
         await deployment.generate(text="long enough for two workers", max_tokens=5)
         await deployment.generate(text="hey", max_tokens=5)
         await deployment.assert_pools_settle()
-        page = await scrape(metrics_port)
+        page, pulled = await when_counted(metrics_port, "tandem_worker_transferred_bytes_total", "decode")
+    assert pulled["prefill"] == 0
     by_path = {labels["path"]: value for labels, value in page["tandem_requests_total"]}
     assert by_path == {"disaggregated": 1, "local": 1}
     assert page["gen_ai_server_time_to_first_token_seconds_count"][0][1] == 2
@@ -44,7 +60,22 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     columns = {labels["column"] for labels, _ in page["tandem_worker_blocks"]}
     assert columns == {"free", "cached", "held", "leased", "incoming"}
     assert {labels["role"] for labels, _ in page["tandem_worker_blocks"]} == {"prefill", "decode"}
-    assert page["tandem_transfer_bytes_total"][0][1] > 0
+    phases = {labels["phase"]: value for labels, value in page["tandem_phase_duration_seconds_count"]}
+    assert phases == dict.fromkeys(PHASES, 2) | dict.fromkeys(TRANSFER_PHASES, 1)
+
+
+async def test_what_is_refused_is_on_the_page(metrics_port: int) -> None:
+    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port), max_queued=1)
+    async with deploy(config, num_prefill=0, num_decode=0) as deployment:
+        with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
+            await deployment.generate(text="hey", temperature=-1)
+        with pytest.raises(grpc.aio.AioRpcError, match="max_queued"):
+            await generate_beside_a_full_queue(deployment)
+        page = await scrape(metrics_port)
+    refused = {(labels["path"], labels["end"]): value for labels, value in page["tandem_requests_total"]}
+    assert refused == {("none", "invalid_argument"): 1, ("none", "resource_exhausted"): 1, ("none", "cancelled"): 1}
+    ended = {labels["error_type"]: value for labels, value in page["gen_ai_server_request_duration_seconds_count"]}
+    assert ended == {"resource_exhausted": 1, "cancelled": 1}
 
 
 async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metrics_port: int) -> None:
@@ -58,13 +89,8 @@ async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metric
             stranger.notify(agent.address.name, payload)
         stranger.notify(agent.address.name, encode(Abort(1, 2, 3, AbortReason.CANCELLED)))  # a message, for no transfer
         stranger.close()
-        async with asyncio.timeout(10):
-            while True:
-                page = await scrape(metrics_port)
-                dropped = {labels["role"]: value for labels, value in page["tandem_worker_dropped_messages"]}
-                if dropped["prefill"]:
-                    break
-    malformed = {labels["role"]: value for labels, value in page["tandem_worker_malformed_messages"]}
+        page, dropped = await when_counted(metrics_port, "tandem_worker_dropped_messages_total", "prefill")
+    malformed = {labels["role"]: value for labels, value in page["tandem_worker_malformed_messages_total"]}
     assert malformed == {"prefill": 3, "decode": 0}
     assert dropped == {"prefill": 1, "decode": 0}
     states = {(labels["side"], labels["state"]) for labels, _ in page["tandem_worker_transfers"]}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from core.config import TelemetryConfig
 from runtime.telemetry import Attribute, SpanName
-from tests.support.deployment import Answer, deploy, tiny_config
+from tests.support.deployment import Answer, deploy, generate_beside_a_full_queue, make_request, tiny_config
 
 MIN_COVERAGE = 0.98
 CLIENT_TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -67,6 +68,7 @@ async def test_the_root_carries_the_semantic_attributes(traced: tuple[Answer, li
     answer, spans = traced
     attributes = next(span for span in spans if span["name"] == SpanName.REQUEST.value)["attributes"]
     assert answer.finished is not None
+    assert attributes[Attribute.OPERATION] == "text_completion"
     assert attributes[Attribute.REQUEST_MODEL] == "random:llama-tiny"
     assert attributes[Attribute.INPUT_TOKENS] == 80
     assert attributes[Attribute.OUTPUT_TOKENS] == 16
@@ -77,12 +79,26 @@ async def test_the_root_carries_the_semantic_attributes(traced: tuple[Answer, li
     assert transfer[Attribute.TRANSFERRED_BYTES] == answer.finished.transferred_bytes > 0
 
 
+async def test_a_request_that_fails_has_its_reason_on_its_root(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    config = tiny_config("fake:tiny", "memory", TelemetryConfig(trace_file=str(path)), max_queued=1)
+    async with deploy(config, num_prefill=0, num_decode=0) as deployment:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await generate_beside_a_full_queue(deployment)
+    spans = [json.loads(line) for line in path.read_text().splitlines()]
+    errors = {
+        span["attributes"][Attribute.ERROR_TYPE]: span["status"]["description"]
+        for span in spans
+        if span["name"] == SpanName.REQUEST.value
+    }
+    assert errors.keys() == {"resource_exhausted", "cancelled"}
+    assert "max_queued" in errors["resource_exhausted"]
+
+
 async def test_the_trace_continues_the_client_s(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     config = tiny_config("fake:tiny", "memory", TelemetryConfig(trace_file=str(path)))
     async with deploy(config) as deployment:
-        from tests.support.deployment import make_request
-
         header = (("traceparent", f"00-{CLIENT_TRACE_ID}-00f067aa0ba902b7-01"),)
         request = make_request(text="hello over there", max_tokens=3)
         async for _ in deployment.inference.Generate(request, timeout=10, metadata=header):

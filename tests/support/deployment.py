@@ -171,6 +171,23 @@ async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1
         yield deployment
 
 
+async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
+    """One request where another one fills the queue of a router (`max_queued` is 1) that has no decode worker."""
+    waiting = asyncio.create_task(deployment.generate(text="waits for a worker"))
+    shell = deployment.router._shell
+    assert shell is not None
+    try:
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while shell.machine.num_queued == 0:
+                await asyncio.sleep(0.01)
+        return await deployment.generate(text="finds it full")
+    finally:
+        waiting.cancel()
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while shell.num_open:
+                await asyncio.sleep(0.01)
+
+
 async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
     """Until the router has heard from `num_workers` workers."""
     shell = deployment.router._shell
