@@ -73,11 +73,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         )
 
     async def Explain(self, request: inference_pb2.GenerateRequest, context: Context) -> cluster_pb2.ExplainResponse:
+        machine = self._shell.machine
         try:
             generation = await asyncio.to_thread(
-                validation.prepare, request, self._tokenizer, self._config, "explain", lambda: 0
-            )
-            machine = self._shell.machine
+                validation.prepare,
+                request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
+            )  # fmt: skip
             found = machine.find_candidates(generation.choices[0], self._shell.now())
             chosen = choose(found, {record.worker_id: len(record.dispatched) for record in machine.workers})
             if chosen is None:

@@ -39,9 +39,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived_at = self._shell.now()
         deadline = arrived_at + remaining_s(context, self._config.default_timeout_s)
+        new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
         try:
             generation = await asyncio.to_thread(
-                validation.prepare, request, self._tokenizer, self._config, self._shell.new_request_id(), _random_seed
+                validation.prepare, request, self._tokenizer, self._config, new_id, _random_seed, longest
             )
         except TandemError as error:
             self._shell.refuse(error)

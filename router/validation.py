@@ -39,10 +39,12 @@ def prepare(
     config: RouterConfig,
     unique_id: str,
     random_seed: Callable[[], int],
+    longest: int | None,
 ) -> Generation:
     """Validate and tokenize; may take milliseconds for a long prompt, so call it in a thread.
 
-    Raises `InvalidRequest` or `ModelNotFound`. The choices' ids begin with `unique_id`.
+    Raises `InvalidRequest` or `ModelNotFound`. The choices' ids begin with `unique_id`. Who leaves `max_tokens` out
+    gets what the context has room for, and a worker's pool (for requests up to `longest`; None = not known yet).
     """
     info = tokenizer.info
     _check_plain_fields(wire)
@@ -54,11 +56,12 @@ def prepare(
         raise InvalidRequest(
             "prompt", f"{num_prompt_tokens} tokens leave no room in the context of {info.context_length} tokens"
         )
+    room = min(info.context_length, longest or info.context_length)
     sampling = codec.decode_sampling(
         wire.sampling,
         wire.stop,
         wire.logprobs if wire.HasField("logprobs") else None,
-        {"max_tokens": info.context_length - num_prompt_tokens, "seed": random_seed()},
+        {"max_tokens": max(1, room - num_prompt_tokens), "seed": random_seed()},
     )
     first = Request(f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt)
     first.validate_for(info.vocab_size, info.context_length)
@@ -81,7 +84,8 @@ def tokenize_prompt(
     """Token ids of the prompt, in whichever form it came. Raises `InvalidRequest`."""
     kind = wire.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequest("prompt", "one of text, chat or token_ids must be set")
+        forms = [field.name for field in wire.DESCRIPTOR.oneofs_by_name["prompt"].fields]
+        raise InvalidRequest("prompt", f"one of {', '.join(forms)} must be set")
     if kind == "token_ids":
         assert isinstance(wire, inference_pb2.GenerateRequest)
         token_ids = tuple(wire.token_ids.ids)

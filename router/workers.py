@@ -120,15 +120,19 @@ class WorkerTable:
 
     def refuse_oversized(self, request: Request) -> None:
         """Raise `InvalidRequest` where no decode worker's whole pool would hold the request to its end."""
-        pools = [r.agent.num_blocks for r in self._records.values() if r.role is WorkerRole.DECODE]
-        block_size = self.block_size(WorkerRole.DECODE) or 1
-        # The last token is only ever sampled, never computed, so it needs no slot.
-        if pools and request.max_total_tokens - 1 > max(pools) * block_size:
+        longest = self.longest_request()
+        if longest is not None and request.max_total_tokens > longest:
             raise InvalidRequest(
                 "max_tokens",
                 f"prompt + max_tokens is {request.max_total_tokens} tokens, and the largest decode worker holds "
-                f"{max(pools) * block_size}",
+                f"{longest - 1}",
             )
+
+    def longest_request(self) -> int | None:
+        """Tokens of prompt and output that the largest decode worker's whole pool has room for; None without one."""
+        pools = [r.agent.num_blocks for r in self._records.values() if r.role is WorkerRole.DECODE]
+        # The last token is only ever sampled, never computed, so it needs no slot.
+        return max(pools) * (self.block_size(WorkerRole.DECODE) or 1) + 1 if pools else None
 
     def hashes(self, request: Request) -> PrefixHashes:
         """Of the full blocks of a request; empty while no worker has said how long a block is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -38,7 +39,7 @@ def chat(*turns: tuple[str, str]) -> GenerateRequest:
 
 
 REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
-    "no prompt": (GenerateRequest(), "prompt", "one of text, chat or token_ids"),
+    "no prompt": (GenerateRequest(), "prompt", "one of text, chat, token_ids must be set"),
     "empty text": (GenerateRequest(text=""), "text", "at least 1 token"),
     "no ids": (GenerateRequest(token_ids=TokenIds()), "token_ids", "at least 1 token"),
     "id outside the vocabulary": (GenerateRequest(token_ids=TokenIds(ids=[1, 10**6])), "token_ids", "1000000"),
@@ -98,6 +99,24 @@ async def test_invalid_requests_are_refused_by_field_and_limit(
         assert worker._parts is not None
         assert worker._parts.machine.core.num_arrived == 0
     await deployment.assert_pools_settle()
+
+
+async def test_tokenize_without_a_prompt_names_the_forms_it_takes(deployment: Deployment) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="prompt: one of text, chat must be set"):
+        await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(), timeout=5)
+
+
+async def test_who_asks_for_no_length_gets_what_a_pool_smaller_than_the_context_holds() -> None:
+    config = tiny_config("fake:wide")
+    config = replace(config, engine=replace(config.engine, kv_memory_mb=1))
+    async with deploy(config) as deployment:
+        machine = deployment.decode[0]._parts.machine  # type: ignore[union-attr]
+        holds = machine.core.pool.num_blocks * config.engine.block_size
+        request = GenerateRequest(text="hello", stop=StopConditions(ignore_eos=True))
+        (answer,) = await deployment.generate_all(request)
+        assert answer.finished is not None
+        usage = answer.finished.usage
+        assert usage.prompt_tokens + usage.completion_tokens == holds + 1  # the last token needs no slot
 
 
 async def test_an_unknown_model_is_not_found(deployment: Deployment) -> None:
