@@ -111,6 +111,29 @@ async def fleet(
         await take_down(cluster, spec, tell)
 
 
+@contextlib.asynccontextmanager
+async def ended_with_ray(cluster: Cluster, tell: Tell) -> AsyncIterator[None]:
+    """Raises `WorkerUnavailable` where Ray fails meanwhile; what is within is cancelled, and has time to drain."""
+    within, reason = asyncio.current_task(), ""
+
+    async def watch() -> None:
+        nonlocal reason
+        reason = await cluster.failed()
+        tell("Ray cannot go on; draining")
+        assert within is not None
+        within.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except (asyncio.CancelledError, TandemError):
+        if reason:
+            raise WorkerUnavailable(reason) from None
+        raise
+    finally:
+        watching.cancel()
+
+
 async def follow(cluster: Cluster, tell: Tell) -> None:
     """Say what happens to the fleet, for as long as it runs."""
     while True:
@@ -164,7 +187,7 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     async def main() -> None:
-        async with fleet(cluster, spec, tell, credentials) as router:
+        async with ended_with_ray(cluster, tell), fleet(cluster, spec, tell, credentials) as router:
             with left_for_this_user(router.address, made_here):
                 sizes = f"{config.cluster.num_prefill} prefill, {config.cluster.num_decode} decode"
                 tell(f"serving {config.engine.model} at {router.address} ({sizes}); Ctrl-C drains and stops")

@@ -8,6 +8,7 @@ nothing polls. No request ever passes through Ray.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -213,6 +214,13 @@ class Cluster:
     def log_dir(self) -> str:
         """Of everything that runs in it, on this machine."""
         return _log_dir()
+
+    async def failed(self) -> str:
+        """Waits until Ray itself can go on no more, and says why. In a cluster that was joined only Ray can tell."""
+        if self._head is None:
+            await asyncio.Event().wait()
+        assert self._head is not None
+        return f"Ray cannot go on: {await self._head.died()} has ended; the logs are in {_log_dir()}"
 
     async def shutdown(self) -> None:
         """Begin to drain everything; `FleetStopped` is the last of the news."""

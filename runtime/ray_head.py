@@ -11,6 +11,7 @@ themselves after up to a minute, and the actors. It adopts those whose parent di
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -39,8 +40,9 @@ class RayHead:
         }
         # -P: the directory of that file holds modules whose names must not hide others.
         command = [sys.executable, "-P", str(STARTER), json.dumps(options)]
+        # No buffer, so that what is not read yet can be waited for.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
         )
 
     def address(self) -> str:
@@ -56,6 +58,18 @@ class RayHead:
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["address"]
+
+    async def died(self) -> str:
+        """Waits until Ray can go on no more, and says which of its processes has ended. To be asked after `address`."""
+        assert self._process.stdout is not None
+        loop, told = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.stdout, told.set)
+        try:
+            await told.wait()
+        finally:
+            loop.remove_reader(self._process.stdout)
+        line = self._process.stdout.readline()
+        return str(json.loads(line)["died"]) if line else "the process that keeps it"
 
     def close(self) -> None:
         """Kill Ray and all that runs in it. May be called more than once."""

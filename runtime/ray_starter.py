@@ -1,4 +1,4 @@
-"""The program that `RayHead` runs: start a Ray, say where it answers, and end it with all that runs in it.
+"""The program that `RayHead` runs: start a Ray, say where it answers and what of it dies, end all that runs in it.
 
     this process --> gcs_server
                  --> raylet --> its two agents
@@ -6,6 +6,9 @@
 
 Of a head node's processes, the API server, the autoscaler's monitor and the log monitor are left out: each is an
 interpreter that imports Ray, and nothing here asks any of them.
+
+Nobody starts the first two again. Ray's other processes end themselves without them, but notice only after ten seconds
+(the raylet) or a minute (the GCS); here it is known at once.
 
 Whoever runs this closes its standard input, or dies, to end everything.
 """
@@ -16,6 +19,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import sys
 import time
 from typing import Any
@@ -23,12 +27,14 @@ from typing import Any
 from ray._private import services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
 from ray._private.state import GlobalState
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 REGISTER_TIMEOUT_S = 10.0  # then Ray goes on looking, and says what is wrong
 LOOK_AGAIN_S = 0.01
+NOT_STARTED_AGAIN = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 
 SYSTEM_CONFIG = {
     "enable_worker_prestart": True,  # interpreters that have imported Ray by the time an actor is wanted
@@ -54,13 +60,27 @@ class BareNode(Node):
             time.sleep(LOOK_AGAIN_S)
 
 
-def _start(options: dict[str, Any]) -> str:
+def _start(options: dict[str, Any]) -> BareNode:
     """What `ray.init` does for a cluster of its own, without making this process one of its drivers."""
     without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False, "_system_config": dict(SYSTEM_CONFIG)}
     params = RayParams(**options, **without)
-    node = BareNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
-    address: str = node.address
-    return address
+    return BareNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+
+
+def _tell(answer: dict[str, str]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the parent has died
+        print(json.dumps(answer), flush=True)
+
+
+def _watch(node: BareNode) -> None:
+    """Until the input ends. Tells of the first of those processes that dies."""
+    names = {os.pidfd_open(node.all_processes[name][0].process.pid): name for name in NOT_STARTED_AGAIN}
+    dead: list[int] = []
+    while sys.stdin.fileno() not in dead:
+        dead, _, _ = select.select([sys.stdin.fileno(), *names], [], [])
+        if names and sys.stdin.fileno() not in dead:
+            _tell({"died": names[dead[0]]})
+            names = {}
 
 
 def _kill_descendants() -> None:
@@ -80,13 +100,12 @@ def _kill_descendants() -> None:
 def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        answer = {"address": _start(json.loads(sys.argv[1]))}
+        node = _start(json.loads(sys.argv[1]))
     except Exception as error:  # noqa: BLE001  whatever it is, the parent says it in one line
-        answer = {"error": (str(error) or type(error).__name__).splitlines()[0]}
-    with contextlib.suppress(BrokenPipeError):  # the parent died while Ray started
-        print(json.dumps(answer), flush=True)
-    if "address" in answer:
-        sys.stdin.read()
+        _tell({"error": (str(error) or type(error).__name__).splitlines()[0]})
+    else:
+        _tell({"address": node.address})
+        _watch(node)
     _kill_descendants()
 
 

@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -18,57 +17,9 @@ import pytest
 import pytest_asyncio
 
 from cli.credentials import find_credentials
+from tests.support.command import PATIENCE_S, Served, serve, start, tandem
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-PATIENCE_S = 120.0
-STOPPED_WITHIN_S = 10.0
-
-
-async def start(*arguments: str, environment: Mapping[str, str] | None = None) -> Process:
-    """`tandem` in a session of its own, so that a signal reaches it alone."""
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cli.main", *arguments,
-        stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
-        env=os.environ | {"COLUMNS": "120"} | dict(environment or {}),
-    )  # fmt: skip
-
-
-async def tandem(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command that ends by itself."""
-    process = await start(*arguments)
-    async with asyncio.timeout(PATIENCE_S):
-        out, err = await process.communicate(stdin.encode())
-    assert process.returncode is not None
-    return process.returncode, out.decode(errors="replace"), err.decode()
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    process: Process
-    address: str
-    family: list[psutil.Process]  # every process of it, Ray's included
-
-    async def ended(self) -> tuple[int, list[psutil.Process]]:
-        """(exit code, processes that are left) soon after whatever was to end it."""
-        assert self.process.stdout is not None
-        async with asyncio.timeout(STOPPED_WITHIN_S):
-            await self.process.communicate()
-        _, left = await asyncio.to_thread(psutil.wait_procs, self.family, STOPPED_WITHIN_S)
-        assert self.process.returncode is not None
-        return self.process.returncode, left
-
-
-async def serve(*arguments: str) -> Served:
-    process = await start("serve", "--model", "fake:tiny", "--port", "0", *arguments)
-    assert process.stdout is not None
-    async with asyncio.timeout(PATIENCE_S):
-        while line := (await process.stdout.readline()).decode():
-            if line.startswith("serving"):
-                address = line.split(" at ")[1].split()[0]
-                return Served(process, address, psutil.Process(process.pid).children(recursive=True))
-    _, err = await process.communicate()
-    raise AssertionError(f"it did not come up: {err.decode()}")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -40,3 +41,24 @@ def test_what_the_starter_began_ends_with_it_however_it_ends(
     head.close()
     psutil.wait_procs([child], PATIENCE_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("then", "name"),
+    [
+        ('print(json.dumps({"died": "raylet"}), flush=True); sys.stdin.read()', "raylet"),
+        ("sys.exit(1)", "the process that keeps it"),
+    ],
+)
+async def test_what_ray_cannot_do_without_is_named_when_it_has_died(
+    then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter = tmp_path / "starter.py"
+    starter.write_text(f"import json, sys\nprint(json.dumps({{'address': 'here'}}), flush=True)\n{then}\n")
+    monkeypatch.setattr(ray_head, "STARTER", starter)
+    head = RayHead(1, {}, 0)
+    try:
+        assert head.address() == "here"
+        assert await asyncio.wait_for(head.died(), PATIENCE_S) == name
+    finally:
+        head.close()
