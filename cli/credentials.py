@@ -1,13 +1,15 @@
 """The cluster's credentials on the command line: nobody types a token, and none ever stands in an argument.
 
 `serve` makes a random token where the config has none, and leaves it for this user's other commands in a file that
-only this user can read, named after the router's address, for as long as the fleet runs. Everybody else names a config
-file (`--config`) whose [security] table says where token and certificates are.
+only this user can read, named after the router's address, for as long as the fleet runs. The process holds a lock on it
+meanwhile, which ends with the process however that ends; so the next `serve` knows what a killed one left, and removes it.
+Everybody else names a config file (`--config`) whose [security] table says where token and certificates are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -53,9 +55,15 @@ def left_for_this_user(address: str, token: str) -> Iterator[None]:
     path = _token_path(address)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # of a fleet that was killed
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
-            out.write(token)
+        with _opened(path.parent) as directory:
+            _lock(
+                directory, fcntl.LOCK_EX
+            )  # nobody takes a file that was made and is not locked yet for a dead fleet's
+            _remove_what_dead_fleets_left(path.parent)
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            _lock(descriptor, fcntl.LOCK_EX)
+            os.write(descriptor, token.encode("ascii"))
     except OSError as error:
         raise ConfigError(
             f"cannot write {path} ({error.strerror}), which `tandem scale` needs: set [security] cluster_token_file"
@@ -64,6 +72,32 @@ def left_for_this_user(address: str, token: str) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _remove_what_dead_fleets_left(directory: Path) -> None:
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError), _opened(path) as descriptor:
+            if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """False where another process has it, and where this file system has no locks: then nothing is ever removed."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:
+        return False
+    return True
 
 
 def _token_path(address: str) -> Path:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +71,52 @@ def test_what_a_killed_fleet_left_is_replaced_and_no_link_is_followed(tmp_path: 
     with left_for_this_user(ROUTER, TOKEN):
         assert find_credentials(None, ROUTER).token == TOKEN
     assert elsewhere.read_text() == "keep me"
+
+
+LEAVE = """
+import sys
+from cli.credentials import left_for_this_user
+with left_for_this_user(sys.argv[1], "the-token-of-a-fleet"):
+    print("left", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def fleet_at(address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that has left its token; killed at the end."""
+    command = [sys.executable, "-c", LEAVE, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"left\n"
+        yield process
+        process.kill()
+
+
+def test_what_killed_fleets_left_goes_with_the_next_start_and_what_others_left_stays(tmp_path: Path) -> None:
+    tokens = tmp_path / "cache" / "tandem" / "tokens"
+
+    def left() -> set[str]:
+        return {path.name for path in tokens.iterdir()}
+
+    with fleet_at("127.0.0.1:1001") as killed, fleet_at("127.0.0.1:1002") as alive, fleet_at("10.0.0.7:1003"):
+        killed.kill()
+        killed.wait()
+        assert left() == {"local_1001", "local_1002", "10.0.0.7_1003"}, "it had no time to remove its own"
+        with left_for_this_user("127.0.0.1:1004", TOKEN):
+            assert left() == {"local_1002", "10.0.0.7_1003", "local_1004"}
+            assert find_credentials(None, "127.0.0.1:1002").token == "the-token-of-a-fleet"
+        alive.communicate()  # it ends by itself
+        assert left() == {"10.0.0.7_1003"}
+
+
+def test_a_cache_on_a_file_system_without_locks_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with left_for_this_user(ROUTER, TOKEN), left_for_this_user("127.0.0.1:50052", "another-token-of-ours"):
+        assert find_credentials(None, ROUTER).token == TOKEN
 
 
 def test_a_lasting_token_of_the_config_is_not_copied(tmp_path: Path) -> None:
