@@ -1,8 +1,8 @@
 """The cluster's credentials on the command line: nobody types a token, and none ever stands in an argument.
 
 `serve` makes a random token where the config has none, and leaves it for this user's other commands in a file that
-only this user can read, named after the router's address, for as long as the fleet runs. The process holds a lock on it
-meanwhile, which ends with the process however that ends; so the next `serve` knows what a killed one left, and removes it.
+only this user can read, named after the router's address, for as long as the fleet runs. It is locked meanwhile, and
+the lock ends with the process however that ends: so the next `serve` knows what a killed one left, and removes it.
 Everybody else names a config file (`--config`) whose [security] table says where token and certificates are.
 """
 
@@ -56,9 +56,7 @@ def left_for_this_user(address: str, token: str) -> Iterator[None]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(path.parent) as directory:
-            _lock(
-                directory, fcntl.LOCK_EX
-            )  # nobody takes a file that was made and is not locked yet for a dead fleet's
+            _lock(directory, fcntl.LOCK_EX)  # who sweeps meets no file that was made and is not locked yet
             _remove_what_dead_fleets_left(path.parent)
             path.unlink(missing_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
