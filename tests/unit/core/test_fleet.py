@@ -6,7 +6,7 @@ import pytest
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
-from core.fleet import BACKOFF_MAX_S, DRAIN_GRACE_S, STABLE_S, FleetMachine
+from core.fleet import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, STABLE_S, FleetMachine
 from core.fleet_events import (
     Drained,
     DrainService,
@@ -163,6 +163,16 @@ def test_shrinking_first_gives_up_what_does_not_serve_yet() -> None:
     assert not fleet.of(DrainService)
 
 
+def test_shrinking_gives_up_what_waits_for_its_next_start_before_what_is_starting() -> None:
+    fleet = Fleet().all_started()
+    fleet.send(ScaleTo(None, 3))
+    fleet.died("decode-1")
+    fleet.send(ScaleTo(None, 2))
+    assert not fleet.of(KillService)
+    fleet.started("decode-2")
+    assert fleet.published() == ["prefill-0", "decode-0", "decode-2"]
+
+
 def test_a_pool_may_be_empty_and_come_back() -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo(0, None))
@@ -204,6 +214,13 @@ def test_the_first_start_is_tried_a_bounded_number_of_times() -> None:
         fleet.send(Tick(), after_s=pause_s)
     fleet.died("decode-0")
     assert [str(action) for action in fleet.of(FleetFailed)] == ["FleetFailed(reason='decode-0: killed')"]
+
+
+def test_a_death_before_the_fleet_has_served_is_no_reason_to_give_up() -> None:
+    fleet = Fleet()
+    fleet.died("decode-0")
+    assert fleet.of(Notice) == [Notice("decode-0 died: killed; starting it again in 1 s")]
+    assert not fleet.of(FleetFailed)
 
 
 def test_a_fleet_that_has_served_keeps_trying_whatever_the_reason() -> None:
@@ -250,3 +267,18 @@ def test_at_the_end_nothing_is_started_again() -> None:
     assert not fleet.of(StartService)
     fleet.died("router-0")
     assert fleet.names(DrainService) == ["prefill-0"]
+
+
+def test_at_the_end_a_worker_that_drains_already_has_as_little_time_as_the_others() -> None:
+    fleet = Fleet(num_prefill=2).all_started()
+    fleet.send(ScaleTo(1, None))
+    fleet.send(Shutdown())
+    fleet.send(Drained(fleet.members["router-0"]))
+    assert not fleet.of(KillService)
+    last_s = LAST_DRAIN_S + DRAIN_GRACE_S
+    fleet.send(Tick(), after_s=0.9 * last_s)
+    assert not fleet.of(KillService)
+    fleet.send(Tick(), after_s=0.1 * last_s + 0.001)
+    assert sorted(fleet.names(KillService)) == ["decode-0", "prefill-0", "prefill-1"]
+    assert fleet.of(FleetStopped)
+    assert fleet.send(Tick()) == [], "it has stopped, once"

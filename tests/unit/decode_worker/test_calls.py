@@ -16,6 +16,7 @@ from core.errors import (
 )
 from core.handoff import AbortReason, Release, Want
 from core.kv_layout import KVLayout
+from core.ledger import SequenceState
 from core.lifecycle import Stage, WorkerState
 from core.worker import DrainRequested
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
@@ -57,6 +58,21 @@ def test_a_failed_step_ends_the_calls_in_it() -> None:
 
 
 # ---- cancellation and deadlines
+
+
+def test_who_holds_the_targets_of_a_hand_off_is_told_with_how_it_stands() -> None:
+    worker = Decode()
+    worker.arrive(request("a", 8))
+    worker.ready(0, 1, token=20)
+
+    def states() -> list[SequenceState]:
+        return [claim.state for claim in worker.machine.claims(worker.now) if isinstance(claim.state, SequenceState)]
+
+    assert states() == [SequenceState.TRANSFER]
+    worker.post(DecodeCancelled("a"))
+    assert states() == [SequenceState.ENDING], "a read still writes there"
+    worker.finish_reads()
+    assert states() == []
 
 
 def test_a_call_cancelled_while_it_waits_for_blocks_leaves_the_others_their_turn() -> None:

@@ -149,15 +149,18 @@ def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
     assert reads[0].timeout_s == pytest.approx(expected_s)
 
 
-def test_many_blocks_are_announced_in_messages_that_grow_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_blocks", "expected"), [(1500, [64, 256, 1024, 156]), (320, [64, 256])])
+def test_many_blocks_are_announced_in_messages_that_grow_and_are_bounded(
+    num_blocks: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
     pair = Pair(TransferConfig(max_blocks_per_read=256), num_blocks=1500)
-    pair.offer(list(range(1500)))
-    targets = pair.pull(list(range(1500)))
+    pair.offer(list(range(num_blocks)))
+    targets = pair.pull(list(range(num_blocks)))
     while any(isinstance(mail.message, Want) for mail in pair.mail):
         pair.deliver(pair.mail.pop(0))
     sizes = [len(mail.message.blocks) for mail in pair.mail if isinstance(mail.message, Ready)]
-    assert sizes == [64, 256, 1024, 156]
+    assert sizes == expected
     pair.run()
     assert_pulled(pair, targets)
 

@@ -153,6 +153,33 @@ def test_blocks_that_two_prompts_have_checked_wait_for_both_answers() -> None:
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b", "c"]
 
 
+def test_a_prompt_that_was_preempted_is_checked_again_and_waits_for_every_answer() -> None:
+    worker = Prefill(num_blocks=6)
+    worker.arrive(request("a", 8))
+    worker.want(0, 1)
+    worker.finish_step()
+    worker.release()
+    worker.arrive(request("x", 8, first=40), ticket=3)
+    worker.finish_step()
+    worker.arrive(request("b", 20), ticket=2)
+    worker.want(0, 1, 2, 3, 4, ticket=2)
+    worker.run_until_idle()
+    assert worker.chunks() == [], "its last block is missing: x's reader keeps two"
+    sequence = worker.core.scheduler.get("b")
+    assert sequence is not None
+    worker.core.scheduler._preempt(sequence)
+    worker.release(ticket=3)
+    assert worker.chunks() == [("b", 16, 4)]
+    worker.finish_step()
+    first, second = worker.of(CheckBlocks)
+    assert (len(first.blocks), len(second.blocks)) == (2, 4)
+    for check, num_done in ((first, 2), (second, 3)):
+        worker.post(BlocksChecked(check.transfer_id, ()))
+        assert len(worker.of(PrefillDone)) == num_done
+    worker.release(ticket=2)
+    assert worker.ledger == {}
+
+
 def test_a_call_that_is_cancelled_while_it_waits_for_its_check_ends_once() -> None:
     worker = after_a_cached_prefix()
     worker.finish_step()

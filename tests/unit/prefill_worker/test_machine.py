@@ -8,6 +8,7 @@ from core.config import SchedulerConfig
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
 from core.handoff import Abort, AbortReason, Ready
 from core.lifecycle import FinishReason, Stage, WorkerState
+from core.machine import Tick
 from core.worker import DrainRequested
 from prefill_worker.machine import MAX_STALL_S, PrefillCancelled, PrefillDone, PrefillFailed
 from tests.support.driven_worker import EOS, LEASE_S, request
@@ -303,3 +304,34 @@ def test_offers_wait_as_long_as_they_like_while_no_reader_waits_for_a_prompt() -
     worker.run_until_idle()
     worker.pass_time(5 * MAX_STALL_S)
     assert worker.sent(Abort) == []
+
+
+def test_no_offer_is_withdrawn_before_the_stall_has_lasted() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.pass_time(MAX_STALL_S / 2)
+    worker.post(Tick())
+    assert worker.sent(Abort) == []
+
+
+def test_where_every_reader_has_room_the_unfinished_prompt_of_the_lowest_rank_yields() -> None:
+    worker = Prefill(num_blocks=6)
+    worker.arrive(request("x", 8, first=60), ticket=3)
+    worker.want(0, 1, ticket=3)
+    worker.finish_step()
+    worker.arrive(request("low", 20, first=30), ticket=2)
+    worker.want(0, 1, 2, 3, 4, ticket=2)
+    worker.run_until_idle()
+    sequence = worker.core.scheduler.get("low")
+    assert sequence is not None
+    worker.core.scheduler._preempt(sequence)
+    worker.arrive(request("high", 16, priority=-1), ticket=1)
+    worker.want(0, 1, 2, 3, ticket=1)
+    worker.release(ticket=3)
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["x"], "the reader of the other keeps four blocks"
+    worker.pass_time(MAX_STALL_S + 0.1)
+    (aborted,) = worker.sent(Abort)
+    assert (aborted.transfer_id, aborted.reason) == (2, AbortReason.OVERLOADED)
+    worker.release(ticket=2, reason=AbortReason.OVERLOADED)
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)][:2] == ["x", "high"]

@@ -322,3 +322,21 @@ def test_explain_changes_nothing() -> None:
     found = router.machine.find_candidates(request(), router.now)
     assert [candidate.prefill_worker for candidate in found] == ["P1", "P2"]
     assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
+
+
+def test_tokens_that_came_already_deliver_nothing() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.first_token(11)
+    assert router.tokens(0, 11) == []
+
+
+def test_a_prefill_call_that_failed_when_its_token_had_come_with_the_kv_is_not_ended_again() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    router.tokens(0, 11)
+    assert router.prefill_fails(LOST) == []
+    router.tokens(1, 12, 13, 14)
+    router.decoded()
+    assert router.delivered() == [11, 12, 13, 14]
+    assert not router.of(events.CancelDispatch), "both calls had ended"

@@ -1,0 +1,121 @@
+"""What an owner says to those that ask about offers that are aborted, ended, forgotten or somebody else's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.config import TransferConfig
+from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Want
+from kv_transfer.events import BlocksChecked, MessageReceived
+from kv_transfer.peers import Drop
+from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
+
+
+def offer(pair: Pair, transfer_id: int) -> None:
+    pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address)
+
+
+def end_offer(pair: Pair, transfer_id: int) -> None:
+    pair.act(pair.owner, pair.owner.machine.abort_offer(transfer_id, AbortReason.PREFILL_FAILED))
+
+
+def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
+    """What is answered to a WANT of the puller."""
+    pair.lose_mail()
+    want = Want(transfer_id, 22, counter, LAYOUT.fingerprint(), (0,))
+    pair.event(pair.owner, MessageReceived("puller", want))
+    return [mail.message for mail in pair.lose_mail()]
+
+
+def test_who_wants_an_offer_that_is_aborted_already_is_told_again() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    assert isinstance(ask(pair, ID, 1)[0], Ready)
+    end_offer(pair, ID)
+    assert pair.owner.machine.alive, "the blocks may still be read"
+    (answer,) = ask(pair, ID, 2)
+    assert isinstance(answer, Abort)
+    assert answer.reason is AbortReason.PREFILL_FAILED
+
+
+def test_an_offer_that_was_aborted_ends_as_such_when_the_puller_lets_go() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.run()
+    pair.abort_offer()
+    pair.run()
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.PREFILL_FAILED)
+    assert pair.owner.machine.counters.offers["aborted"] == 1
+
+
+def test_ends_are_remembered_for_those_that_ask_late_and_the_oldest_is_forgotten_first() -> None:
+    pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
+    pair.do(pair.puller, pair.puller.machine.reserve_pull, 9, pair.owner.address)
+    pair.wait(CONFIG.heartbeat_s)  # the owner has met the puller
+    for transfer_id in (1, 2, 3):
+        offer(pair, transfer_id)
+        end_offer(pair, transfer_id)
+    assert ask(pair, 1, 101) == [], "it may be on its way to us"
+    for transfer_id in (2, 3):
+        (answer,) = ask(pair, transfer_id, 200 + transfer_id)
+        assert isinstance(answer, Abort)
+        assert (answer.transfer_id, answer.reason) == (transfer_id, AbortReason.PREFILL_FAILED)
+    assert pair.owner.machine.counters.dropped[Drop.LATE] == 2
+
+
+def test_an_abort_of_what_was_never_offered_is_counted_and_kept_for_nothing() -> None:
+    pair = Pair()
+    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
+    assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 1
+    assert pair.owner.machine.next_deadline() is None
+
+
+def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
+    pair = Pair()
+    pair.offer([0])
+    other = replace(pair.puller.address, name="other", incarnation=33)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.wait(CONFIG.lease_s / 2)
+    entries = (HeartbeatEntry(ID, 0), HeartbeatEntry(ID + 1, 0))
+    pair.event(pair.owner, MessageReceived("other", Heartbeat(33, 1, None, entries)))
+    assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 1
+    (answer,) = [mail.message for mail in pair.lose_mail() if isinstance(mail.message, Heartbeat)]
+    assert [entry.transfer_id for entry in answer.entries] == [ID + 1]
+    pair.wait(CONFIG.lease_s / 2 + 0.1)
+    ended = pair.offer_result()
+    assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
+
+
+def test_a_ready_that_is_still_on_its_way_is_not_repeated() -> None:
+    pair = Pair()
+    pair.offer([0, 1])
+    pair.reserve_pull()
+    pair.wait(0.9 * CONFIG.heartbeat_s)
+    pair.start_pull([0, 1])
+    (want,) = pair.lose_mail()
+    pair.deliver(want)
+    on_its_way = pair.lose_mail()
+    pair.wait(0.3 * CONFIG.heartbeat_s)  # one heartbeat, answered
+    assert pair.owner.machine.counters.num_ready_repeated == 0
+    for mail in on_its_way:
+        pair.deliver(mail)
+    pair.run()
+    assert_completed(pair)
+
+
+def test_what_was_computed_is_known_until_the_last_check_of_a_prompt_that_was_preempted() -> None:
+    """It begins again from blocks that it computed itself, and those are checked like any other."""
+    pair = Pair()
+    blocks = pair.offer([0, 1], last=False)
+    for position, block in blocks:
+        pair.owner.pool.register(block, 1000 + position)
+    (first, second) = (block for _, block in blocks)
+    pair.act(pair.owner, pair.owner.machine.check_cached(ID, [first]))
+    pair.answer_checks(pair.owner)
+    pair.act(pair.owner, pair.owner.machine.check_cached(ID, [first]))
+    (check,) = pair.owner.checks
+    pair.event(pair.owner, BlocksChecked(ID, check.blocks))
+    assert second not in pair.owner.pool.match_prefix([1001]), "it was computed from the other"
+    assert not pair.owner.pool.known_hashes()
