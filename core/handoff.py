@@ -56,9 +56,7 @@ PULLER_STEPS: dict[PullerState, frozenset[PullerState]] = {
     PullerState.READING: frozenset(
         {PullerState.WANTING, PullerState.VERIFYING, PullerState.FAILED, PullerState.CANCELLED}
     ),
-    PullerState.VERIFYING: frozenset(
-        {PullerState.READING, PullerState.COMPLETE, PullerState.FAILED, PullerState.CANCELLED}
-    ),
+    PullerState.VERIFYING: frozenset({PullerState.COMPLETE, PullerState.FAILED, PullerState.CANCELLED}),
     PullerState.COMPLETE: frozenset(),
     PullerState.FAILED: frozenset(),
     PullerState.CANCELLED: frozenset(),

@@ -22,11 +22,11 @@ class Stage(Enum):
 
 NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
     Stage.TOKENIZE: frozenset({Stage.QUEUE, Stage.FINISHED}),
-    Stage.QUEUE: frozenset({Stage.ROUTE, Stage.PREFILL, Stage.TRANSFER, Stage.DECODE, Stage.FINISHED}),
-    Stage.ROUTE: frozenset({Stage.PREFILL, Stage.QUEUE, Stage.FINISHED}),
-    Stage.PREFILL: frozenset({Stage.DECODE, Stage.QUEUE, Stage.ROUTE, Stage.FINISHED}),
-    Stage.TRANSFER: frozenset({Stage.DECODE, Stage.QUEUE, Stage.FINISHED}),
-    Stage.DECODE: frozenset({Stage.QUEUE, Stage.ROUTE, Stage.FINISHED}),
+    Stage.QUEUE: frozenset({Stage.ROUTE, Stage.PREFILL, Stage.TRANSFER, Stage.FINISHED}),
+    Stage.ROUTE: frozenset({Stage.PREFILL}),
+    Stage.PREFILL: frozenset({Stage.DECODE, Stage.QUEUE, Stage.FINISHED}),
+    Stage.TRANSFER: frozenset({Stage.DECODE}),
+    Stage.DECODE: frozenset({Stage.QUEUE, Stage.FINISHED}),
     Stage.FINISHED: frozenset(),
 }
 
@@ -48,7 +48,6 @@ class Path(Enum):
     DISAGGREGATED = "disaggregated"  # prefill on one worker, decode on another
     LOCAL = "local"  # the decode worker prefilled, on purpose
     RECOMPUTED = "recomputed"  # a hand-off or a worker failed and the prompt was computed again
-    MIGRATED = "migrated"  # a draining worker handed the running sequence to a peer
 
 
 class WorkerRole(Enum):

@@ -19,29 +19,21 @@ from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
 
 DOCS = Path(__file__).resolve().parent
-UNUSED = "nothing takes it today"
 
 STAGE_CAUSES = {
     (Stage.TOKENIZE, Stage.QUEUE): "router: the prompt is valid token ids",
-    (Stage.TOKENIZE, Stage.FINISHED): "an invalid request ends before it has a timeline, so " + UNUSED,
+    (Stage.TOKENIZE, Stage.FINISHED): "router: refused on arrival, by a full queue or for its length",
     (Stage.QUEUE, Stage.ROUTE): "router: a decode worker has room, and a prefill worker where one is needed",
     (Stage.QUEUE, Stage.PREFILL): "worker: its first chunk is in a step",
     (Stage.QUEUE, Stage.TRANSFER): "decode worker: its target blocks are reserved",
-    (Stage.QUEUE, Stage.DECODE): UNUSED,
     (Stage.QUEUE, Stage.FINISHED): "router: cancelled, its deadline, or no decode worker for `worker_wait_s`",
     (Stage.ROUTE, Stage.PREFILL): "router: both calls are open (or the one, where the decode worker prefills)",
-    (Stage.ROUTE, Stage.QUEUE): UNUSED,
-    (Stage.ROUTE, Stage.FINISHED): UNUSED,
     (Stage.PREFILL, Stage.DECODE): "router: the first token is here; worker: it is sampled",
     (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",
-    (Stage.PREFILL, Stage.ROUTE): UNUSED,
     (Stage.PREFILL, Stage.FINISHED): "router: cancelled, its deadline, or an error that trying again cannot mend",
     (Stage.TRANSFER, Stage.DECODE): "decode worker: the pull is complete, and the first token came with it",
-    (Stage.TRANSFER, Stage.QUEUE): UNUSED,
-    (Stage.TRANSFER, Stage.FINISHED): "a failed pull ends the call, and its timeline is dropped, so " + UNUSED,
     (Stage.DECODE, Stage.FINISHED): "stop, length, cancelled, its deadline, or an error",
     (Stage.DECODE, Stage.QUEUE): "router: a worker was lost; another goes on after the tokens delivered",
-    (Stage.DECODE, Stage.ROUTE): UNUSED,
 }
 
 OWNER_CAUSES = {
@@ -70,7 +62,6 @@ PULLER_CAUSES = {
     (PullerState.READING, PullerState.FAILED): "a read failed, a digest stays wrong, or as above; all reads have ended",
     (PullerState.READING, PullerState.CANCELLED): "the call ended, and then all reads have",
     (PullerState.VERIFYING, PullerState.COMPLETE): "the lease is known to have covered the last read",
-    (PullerState.VERIFYING, PullerState.READING): UNUSED,
     (PullerState.VERIFYING, PullerState.FAILED): "ABORT (the lease had expired), or the owner is lost",
     (PullerState.VERIFYING, PullerState.CANCELLED): "the call ended",
 }
