@@ -33,7 +33,7 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
-from kv_transfer.load import transfer_claims, with_transfers
+from kv_transfer.load import with_transfers
 from kv_transfer.machine import TransferMachine
 
 
@@ -146,13 +146,13 @@ class DecodeMachine:
         waiting = sum(pull.targets is None for pull in self._pulls.values())
         return with_transfers(self.core.load(num_pulls_waiting=waiting), self.transfers)
 
-    def claims(self, now: float) -> list[Claim]:
+    def claims(self) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""
         pulled = [
             claim_of(pull.sequence, SequenceState.ENDING if pull.call_ended else SequenceState.TRANSFER)
             for pull in self._pulls.values()
         ]
-        return [*self.core.claims(), *pulled, *transfer_claims(self.transfers, now)]
+        return [*self.core.claims(), *pulled, *self.transfers.claims()]
 
     # ---- a sequence arrives
 
@@ -314,7 +314,7 @@ class DecodeMachine:
         """Each open call is in the scheduler or waits for its pull; target blocks and pulls agree."""
         self.core.check()
         self.transfers.check()
-        check_claims(self.claims(0.0), self.core.pool)
+        check_claims(self.claims(), self.core.pool)
         pulled = {pull.sequence.sequence_id for pull in self._pulls.values() if not pull.call_ended}
         for request_id in self._calls:
             assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)

@@ -320,8 +320,3 @@ class TransferAgent:
             self.num_malformed += 1
             if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever sends them shall not fill the log
                 logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)
-
-
-def agent_actions(actions: Sequence[object]) -> list[AgentAction]:
-    """Those of a machine's actions that are for the agent."""
-    return [action for action in actions if isinstance(action, AgentAction)]

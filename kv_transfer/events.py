@@ -254,5 +254,5 @@ class CacheChecked:
     num_spoilt: int
 
 
-TransferResult = PullCompleted | PullGivenUp | PullFailed | OfferEnded | CacheChecked
+TransferResult = PullEnded | PullGivenUp | OfferEnded | CacheChecked
 TransferAction = AgentAction | TransferResult

@@ -1,14 +1,13 @@
-"""What a worker's transfers add to what it says about itself: its load, and who holds its blocks."""
+"""What a worker's transfers add to what it says about its load."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from core.handoff import OwnerState
-from core.ledger import Claim
 from core.worker import WorkerLoad
 from kv_transfer.machine import TransferMachine
-from kv_transfer.peers import Drop, short_name
+from kv_transfer.peers import Drop
 
 
 def with_transfers(load: WorkerLoad, transfers: TransferMachine) -> WorkerLoad:
@@ -23,11 +22,3 @@ def with_transfers(load: WorkerLoad, transfers: TransferMachine) -> WorkerLoad:
         num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
         paths=transfers.paths,
     )
-
-
-def transfer_claims(transfers: TransferMachine, now: float) -> list[Claim]:
-    """The leased blocks of every live offer and the target blocks of every live pull."""
-    return [
-        Claim(short_name(status.transfer_id), status.state, status.blocks, now - status.age_s, status.peer)
-        for status in transfers.snapshot(now)
-    ]

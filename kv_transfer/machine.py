@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from core.block_pool import BlockPool
 from core.config import TransferConfig
@@ -30,6 +29,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
+from core.ledger import Claim
 from core.machine import Tick
 from core.paths import PathStatus, PeerDismissed, PeerIntroduced
 from kv_transfer.events import (
@@ -48,20 +48,8 @@ from kv_transfer.events import (
 )
 from kv_transfer.owner import Owner
 from kv_transfer.paths import Paths
-from kv_transfer.peers import Peers, TransferCounters
+from kv_transfer.peers import Peers, TransferCounters, short_name
 from kv_transfer.puller import Puller
-
-
-@dataclass(frozen=True, slots=True)
-class TransferStatus:
-    """One line of a status display."""
-
-    transfer_id: TransferId
-    peer: str
-    state: OwnerState | PullerState
-    blocks: tuple[int, ...]  # leased by an owner; targets of a puller
-    num_done: int  # announced by an owner; verified by a puller
-    age_s: float
 
 
 class TransferMachine:
@@ -243,22 +231,16 @@ class TransferMachine:
         pull = self._puller.pulls.get(transfer_id)
         return None if pull is None else pull.state
 
-    def snapshot(self, now: float) -> list[TransferStatus]:
-        """Every live transfer: offers, then pulls, oldest first."""
+    def claims(self) -> list[Claim]:
+        """The leased blocks of every live offer, then the target blocks of every live pull, oldest first."""
         offers = [
-            TransferStatus(
-                offer.transfer_id, offer.peer.name, offer.state, tuple(offer.leased.values()), offer.num_announced,
-                now - offer.created_at,
-            )
-            for offer in self._owner.offers.values()
-        ]  # fmt: skip
+            Claim(short_name(o.transfer_id), o.state, tuple(o.leased.values()), o.created_at, o.peer.name)
+            for o in self._owner.offers.values()
+        ]
         pulls = [
-            TransferStatus(
-                pull.transfer_id, pull.owner.name, pull.state, tuple(pull.targets.values()), len(pull.verified),
-                now - pull.created_at,
-            )
-            for pull in self._puller.pulls.values()
-        ]  # fmt: skip
+            Claim(short_name(p.transfer_id), p.state, tuple(p.targets.values()), p.created_at, p.owner.name)
+            for p in self._puller.pulls.values()
+        ]
         return offers + pulls
 
     # ---- inside

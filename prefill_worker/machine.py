@@ -29,7 +29,7 @@ from core.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk, StepOutput
 from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
 from kv_transfer.events import AgentAction, CacheChecked, TransferAction, TransferEvent, TransferResult
-from kv_transfer.load import transfer_claims, with_transfers
+from kv_transfer.load import with_transfers
 from kv_transfer.machine import TransferMachine
 
 MAX_STALL_S = 1.0  # a reader's reserved room waits this long for blocks of ours, then other offers are withdrawn
@@ -151,10 +151,10 @@ class PrefillMachine:
     def load(self) -> WorkerLoad:
         return with_transfers(self.core.load(), self.transfers)
 
-    def claims(self, now: float) -> list[Claim]:
+    def claims(self) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""
         left = [claim for check in self._under_check.values() if (claim := check.claim()).blocks]
-        return [*self.core.claims(), *left, *transfer_claims(self.transfers, now)]
+        return [*self.core.claims(), *left, *self.transfers.claims()]
 
     # ---- a prompt's life
 
@@ -305,7 +305,7 @@ class PrefillMachine:
         """Open calls and the scheduler's sequences are the same, but for those aborted while a step runs."""
         self.core.check()
         self.transfers.check()
-        check_claims(self.claims(0.0), self.core.pool)
+        check_claims(self.claims(), self.core.pool)
         for request_id, call in self._calls.items():
             assert self.core.scheduler.get(request_id) is call.sequence
         assert not any(self.transfers.is_checked(held.transfer_id) for held in self._held.values())

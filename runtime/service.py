@@ -17,7 +17,7 @@ from core.lifecycle import WorkerRole
 class Endpoint:
     """Where a started service answers."""
 
-    service_id: str  # unique among all starts: <role>-<n>-<incarnation in hex>
+    service_id: str  # unique among all starts: <role>-<n>.<incarnation in hex>, of a router router-<random hex>
     address: str  # host:port of its gRPC server
     role: WorkerRole | None  # None = router
 

@@ -71,7 +71,7 @@ class WorkerMachine(Protocol):
 
     def load(self) -> WorkerLoad: ...
 
-    def claims(self, now: float) -> list[Claim]: ...
+    def claims(self) -> list[Claim]: ...
 
     @property
     def idle(self) -> bool: ...
@@ -282,7 +282,7 @@ class WorkerService:
         return worker_pb2.DescribeLedgerResponse(
             worker_id=self._parts.worker_id,
             ledger=codec.encode_ledger(machine.core.pool.ledger()),
-            holders=map(codec.encode_holder, count_once(machine.claims(now), machine.core.pool, now)),
+            holders=map(codec.encode_holder, count_once(machine.claims(), machine.core.pool, now)),
         )
 
 

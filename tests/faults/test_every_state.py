@@ -48,10 +48,10 @@ class Scene:
         return Stream(self.deployment.inference, PROMPT, num_output=200, timeout_s=timeout_s)
 
     def offer_states(self) -> list[OwnerState]:
-        return [s.state for s in transfers(self.deployment.prefill[0]).snapshot(0.0)]  # type: ignore[misc]
+        return [s.state for s in transfers(self.deployment.prefill[0]).claims()]  # type: ignore[misc]
 
     def pull_states(self) -> list[PullerState]:
-        return [s.state for s in transfers(self.deployment.decode[0]).snapshot(0.0)]  # type: ignore[misc]
+        return [s.state for s in transfers(self.deployment.decode[0]).claims()]  # type: ignore[misc]
 
     async def pulls(self, state: PullerState) -> None:
         await until(lambda: self.pull_states() == [state], f"the pull is {state.value}")

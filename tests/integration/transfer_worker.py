@@ -13,8 +13,16 @@ from core.block_pool import BlockPool
 from core.config import TransferConfig
 from core.kv_layout import KVLayout
 from core.machine import Tick
-from kv_transfer.agent import AgentIdentity, TransferAgent, agent_actions
-from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, TransferAction
+from kv_transfer.agent import AgentIdentity, TransferAgent
+from kv_transfer.events import (
+    AgentAction,
+    AgentEvent,
+    AgentFailed,
+    OfferEnded,
+    PullCompleted,
+    PullFailed,
+    TransferAction,
+)
 from kv_transfer.machine import TransferMachine
 from kv_transfer.transports.transport import Transport
 from tests.integration.transfer_owner_process import host_pool
@@ -41,7 +49,7 @@ class TransferWorker:
 
     def act(self, actions: list[TransferAction]) -> None:
         self.results += [action for action in actions if isinstance(action, PullCompleted | PullFailed | OfferEnded)]
-        self.agent.perform(agent_actions(actions), self.machine.alive)
+        self.agent.perform([action for action in actions if isinstance(action, AgentAction)], self.machine.alive)
 
     def step(self, wait_s: float) -> None:
         """Take what the agent reports, or a Tick that is due, within `wait_s`."""

@@ -265,7 +265,7 @@ async def settle(deployment: Deployment, within_s: float = LEASE_S + SLACK_S) ->
 
     def left() -> dict[str, object]:
         return {
-            transfers(worker).address.name: (busy_blocks(worker), transfers(worker).snapshot(0.0))
+            transfers(worker).address.name: (busy_blocks(worker), transfers(worker).claims())
             for worker in deployment.workers
             if busy_blocks(worker) or transfers(worker).alive
         }
