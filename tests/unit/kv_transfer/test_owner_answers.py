@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from core.config import TransferConfig
-from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Want
-from kv_transfer.events import BlocksChecked, MessageReceived
+from core.errors import LayoutMismatch
+from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Release, Want
+from kv_transfer.events import BlocksChecked, Connect, MessageReceived
 from kv_transfer.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
@@ -70,6 +73,29 @@ def test_an_abort_of_what_was_never_offered_is_counted_and_kept_for_nothing() ->
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
     assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 1
     assert pair.owner.machine.next_deadline() is None
+
+
+def test_a_puller_that_aborts_ends_an_offer_it_cannot_have_read_and_keeps_one_it_may_be_reading() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+    pair = Pair()
+    pair.offer([0], last=False)
+    ask(pair, ID, 1)
+    pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 2, AbortReason.CANCELLED)))
+    assert pair.num_leases() == 1, "until its RELEASE"
+    pair.event(pair.owner, MessageReceived("puller", Release(ID, 22, 3, AbortReason.CANCELLED)))
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
+
+
+def test_a_reader_of_another_layout_is_refused_and_not_even_connected_to() -> None:
+    pair = Pair()
+    other = replace(pair.puller.address, layout=replace(LAYOUT, model="another"))
+    with pytest.raises(LayoutMismatch):
+        pair.owner.machine.offer(ID, other, 0.0)
+    offer(pair, ID)
+    assert pair.owner.links == [Connect(pair.puller.address)]
 
 
 def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:

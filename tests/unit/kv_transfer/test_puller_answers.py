@@ -1,0 +1,137 @@
+"""What a puller makes of what it hears, or does not hear, of its owner; and what it asks for and counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.block_pool import BlockPool
+from core.config import TransferConfig
+from core.handoff import Abort, AbortReason, Heartbeat, Ready, Want
+from kv_transfer import puller
+from kv_transfer.events import PeerLost, PullCompleted, PullFailed, SendMessage
+from kv_transfer.machine import TransferMachine
+from kv_transfer.peers import Drop
+from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
+
+
+def known_to_its_owner() -> Pair:
+    """The owner has met the puller by another transfer, and answers its heartbeats."""
+    pair = Pair()
+    pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)
+    return pair
+
+
+def test_a_reserved_pull_that_its_owner_never_hears_of_is_given_up_after_half_a_lease() -> None:
+    pair = known_to_its_owner()
+    pair.reserve_pull()
+    pair.wait(CONFIG.lease_s / 2)
+    assert not pair.puller.results
+    pair.wait(CONFIG.heartbeat_s)
+    assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
+
+
+def test_an_owner_that_has_forgotten_the_transfer_is_not_waited_for() -> None:
+    pair = Pair(TransferConfig(lease_s=12.0, max_transfers=1))
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.run()
+    pair.abort_offer()
+    pair.event(pair.owner, PeerLost("puller", died=True))
+    for other in (1, 2):
+        pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address)
+        pair.act(pair.owner, pair.owner.machine.abort_offer(other, AbortReason.CANCELLED))
+    pair.lose_mail()
+    pair.wait(CONFIG.heartbeat_s)
+    assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
+
+
+def test_a_pull_without_reads_ends_at_once_when_its_owner_is_lost() -> None:
+    pair = Pair()
+    pair.reserve_pull()
+    pair.event(pair.puller, PeerLost("owner", "connection reset"))
+    assert_failed(pair, AbortReason.PEER_LOST)
+    failed = pair.pull_result()
+    assert isinstance(failed, PullFailed)
+    assert failed.detail == "connection reset"
+
+
+def test_an_owner_that_gives_no_detail_is_named_as_the_one_who_ended_it() -> None:
+    for detail, said in (("", "the owner ended it"), ("no room", "no room")):
+        pair = Pair()
+        pair.offer([0], last=False)
+        pair.pull([0, 1])
+        pair.run()
+        pair.act(pair.owner, pair.owner.machine.abort_offer(ID, AbortReason.OVERLOADED))
+        (mail,) = pair.lose_mail()
+        assert isinstance(mail.message, Abort)
+        pair.deliver(replace(mail, message=replace(mail.message, detail=detail)))
+        failed = pair.pull_result()
+        assert isinstance(failed, PullFailed)
+        assert failed.detail == said
+
+
+def test_an_answer_that_comes_twice_counts_once_and_the_first_word_of_an_owner_may_be_one() -> None:
+    pair = known_to_its_owner()
+    pair.lose_mail()
+    pair.reserve_pull()
+    pair.wait(CONFIG.heartbeat_s, deliver=False)
+    pair.deliver(pair.mail.pop())
+    (answer,) = [mail for mail in pair.lose_mail() if isinstance(mail.message, Heartbeat)]
+    pair.deliver(answer)
+    assert pair.puller.machine.counters.dropped[Drop.OLD] == 0
+    pair.deliver(answer)
+    assert pair.puller.machine.counters.dropped[Drop.OLD] == 1
+
+
+def test_a_last_ready_that_is_repeated_does_not_make_the_transfer_look_shorter() -> None:
+    pair = Pair()
+    pair.offer([0])
+    pair.pull([0])
+    pair.deliver(pair.mail.pop(0))
+    (ready,) = pair.lose_mail()
+    assert isinstance(ready.message, Ready)
+    pair.deliver(ready)
+    pair.time += 1.0
+    again = replace(ready.message, counter=ready.message.counter + 1)
+    pair.deliver(replace(ready, message=again))
+    pair.time += 1.0
+    pair.end_read(pair.puller, 0)
+    pair.run()
+    result = pair.pull_result()
+    assert isinstance(result, PullCompleted)
+    assert result.stats.exposed_s == 2.0
+    assert_completed(pair)
+
+
+def test_bytes_are_counted_as_they_are_read() -> None:
+    pair = Pair()
+    pair.offer([0, 1, 2])
+    pair.pull([0, 1, 2])
+    pair.run()
+    assert pair.puller.machine.counters.num_bytes_read == 3 * LAYOUT.block_bytes
+
+
+def test_a_want_may_list_as_many_blocks_as_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "MAX_POSITIONS", 2)
+    pair = Pair()
+    pair.offer([0, 1])
+    pair.pull([0, 1])
+    pair.run()
+    assert_completed(pair)
+
+
+def test_of_an_owner_with_smaller_blocks_those_pieces_are_wanted_that_the_sequence_fills() -> None:
+    pool = BlockPool(8)
+    ours = address("puller", 22, num_blocks=8, layout=replace(LAYOUT, block_size=2 * LAYOUT.block_size))
+    machine = TransferMachine(CONFIG, pool, ours)
+    machine.reserve_pull(ID, address("owner", 11), 0.0)
+    targets = pool.reserve(2)
+    assert targets is not None
+    num_tokens = 2 * LAYOUT.block_size + 1
+    actions = machine.start_pull(ID, dict(enumerate(targets)), 0.0, num_tokens)
+    (want,) = [action.message for action in actions if isinstance(action, SendMessage)]
+    assert isinstance(want, Want)
+    assert want.positions == (0, 1, 2), "the fourth would lie behind the end"
