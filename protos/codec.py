@@ -242,7 +242,7 @@ def decode_token(wire: worker_pb2.SampledToken) -> tuple[int, SampledToken]:
 _LOAD_COUNTS = (
     "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "num_prefilled_tokens",
     "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions",
-    "num_malformed_messages", "num_dropped_messages", "transfer_seconds",
+    "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks",
 )  # fmt: skip
 
 

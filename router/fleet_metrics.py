@@ -43,6 +43,7 @@ def readings(shell: RouterShell) -> Callable[[], Iterator[Reading]]:
             yield Metric.WORKER_PREEMPTIONS, load.num_preemptions, labels
             yield Metric.WORKER_MALFORMED_MESSAGES, load.num_malformed_messages, labels
             yield Metric.WORKER_DROPPED_MESSAGES, load.num_dropped_messages, labels
+            yield Metric.WORKER_CORRUPT_BLOCKS, load.num_corrupt_blocks, labels
             yield from _paths(record, shell.machine.workers)
 
     return read

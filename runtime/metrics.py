@@ -44,6 +44,7 @@ class Metric(Enum):
     WORKER_PREEMPTIONS = "tandem_worker_preemptions_total"
     WORKER_MALFORMED_MESSAGES = "tandem_worker_malformed_messages_total"
     WORKER_DROPPED_MESSAGES = "tandem_worker_dropped_messages_total"
+    WORKER_CORRUPT_BLOCKS = "tandem_worker_corrupt_blocks_total"
 
 
 class Kind(Enum):
@@ -115,6 +116,10 @@ METRICS: dict[Metric, Description] = {
     ),
     Metric.WORKER_DROPPED_MESSAGES: Description(
         Kind.TOTAL, "Late, doubled and foreign messages to a worker", WORKER
+    ),
+    Metric.WORKER_CORRUPT_BLOCKS: Description(
+        Kind.TOTAL, "Blocks whose bytes were not those of their digest, as a worker read them or in its prefix cache",
+        WORKER,
     ),
 }  # fmt: skip
 

@@ -17,6 +17,13 @@ from tests.support.faults import Gate, Stream, Wire, fault_config, prompt_of, se
 from tests.support.hand_offs import FIRST, SECOND, agent_name, bystander, offers_ended, pulls_ended
 
 
+def reported(deployment: Deployment, role: str) -> int:
+    """Corrupt blocks of a pool, as the router knows of them."""
+    shell = deployment.router._shell
+    assert shell is not None
+    return sum(record.load.num_corrupt_blocks for record in shell.machine.workers if record.role.value == role)
+
+
 async def test_a_byte_flipped_on_the_way_is_read_again(fabric: MemoryFabric) -> None:
     async with deploy(fault_config()) as deployment:
         other = await bystander(deployment)
@@ -24,6 +31,7 @@ async def test_a_byte_flipped_on_the_way_is_read_again(fabric: MemoryFabric) -> 
         stream = await Stream(deployment.inference, FIRST).right()
         assert fabric.faults_done["flip"] == 1
         assert transfers(deployment.decode[0]).counters.num_digest_mismatches == 1
+        await until(lambda: reported(deployment, "decode") == 1, "the router is told of it")
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 1, "reading once more was enough"
         await other.right()
@@ -86,6 +94,7 @@ async def test_a_byte_that_changes_in_the_owners_cache_reaches_nobody(
         longer = FIRST[:64] + SECOND[:60]
         stream = await Stream(deployment.inference, longer).right()
         assert counters.num_spoilt_blocks == 1, "found before anything computed from it had left"
+        await until(lambda: reported(deployment, "prefill") == 1, "the router is told of it")
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 2
         await settle(deployment)

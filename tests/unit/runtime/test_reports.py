@@ -55,6 +55,7 @@ def test_every_live_state_of_a_transfer_goes_over_the_wire_and_no_ended_one() ->
     load = WorkerLoad(
         WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), transfers=counts, num_malformed_messages=8,
         num_dropped_messages=9,
+        num_corrupt_blocks=10,
         paths=(PathStatus("p", PathState.SLOW, Lane.TCP, 1e6, 1e9, 0.25, "why"), PathStatus("q", PathState.CONNECTING)),
     )  # fmt: skip
     assert codec.decode_load(codec.encode_load(load)) == load
