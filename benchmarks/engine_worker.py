@@ -67,7 +67,7 @@ class Probe:
 
 class _TimedStep:
     def __init__(self, step: Any, probe: Probe) -> None:
-        self._step, self._probe = step, probe
+        self._step, self._probe, self.sampling_rows = step, probe, step.sampling_rows
 
     def attend(self, *arguments: Any) -> Any:
         return self._timed(self._step.attend, arguments)

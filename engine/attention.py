@@ -34,6 +34,8 @@ class AttentionBackend(Protocol):
 
 
 class StepAttention(Protocol):
+    sampling_rows: torch.Tensor  # int64 [number of chunks that sample] the last row of each of them
+
     def attend(
         self,
         heads: torch.Tensor,  # [T, Hq + 2 * Hkv, D] queries, keys, values, not yet rotated; may be rotated in place
@@ -46,7 +48,7 @@ class StepAttention(Protocol):
         ...
 
     def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        """The same for the rows alone that sample, in order: of a last layer nobody asks for more than all rows' KV.
+        """The same for `sampling_rows` alone, in order: of a last layer nobody asks for more than all rows' KV.
 
         # -> [number of chunks that sample, Hq, D]
         """
@@ -74,12 +76,6 @@ class _DecodePart:
     unseen: torch.Tensor  # [masked positions] of all B * S
 
 
-def sampling_rows(chunks: Sequence[ScheduledChunk]) -> list[int]:
-    """The last row of each chunk that samples."""
-    ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
-    return [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
-
-
 class TorchAttention:
     """The reference backend, on the pool it is given."""
 
@@ -96,6 +92,7 @@ class TorchAttention:
         slots: list[tuple[int, int]] = []  # (block, place in it) of each row
         prefills: list[PrefillPart] = []
         decodes: dict[int, list[tuple[int, ScheduledChunk]]] = {}
+        sampling_rows: list[int] = []
         row = 0
         for chunk in chunks:
             positions = range(chunk.start, chunk.start + chunk.num_tokens)
@@ -106,13 +103,15 @@ class TorchAttention:
             else:
                 prefills.append(self._prefill_part(row, chunk))
             row += chunk.num_tokens
+            if chunk.samples:
+                sampling_rows.append(row - 1)
         return TorchStepAttention(
             backend=self,
             rotation=rotation,
             key_slots=self._key_slots(slots),
             prefills=prefills,
             decodes=[self._decode_part(group) for group in decodes.values()],
-            sampling_rows=torch.tensor(sampling_rows(chunks), dtype=torch.int64, device=self.device),
+            sampling_rows=torch.tensor(sampling_rows, dtype=torch.int64, device=self.device),
         )
 
     def prefills_of(self, chunks: Sequence[ScheduledChunk]) -> list[PrefillPart]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from core.step import ScheduledChunk
-from engine.attention import AttentionBackend, sampling_rows
+from engine.attention import AttentionBackend
 from engine.linear import LinearMethod, PlainLinear
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.ops import Ops, TorchOps
@@ -93,14 +93,13 @@ class Model:
             positions += range(chunk.start, end)
         hidden = self.embed(torch.tensor(token_ids, device=self.device))
         step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
-        last_rows = sampling_rows(chunks)
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)
             heads = layer.project(normed)
-            if layer is self.layers[-1] and len(last_rows) < len(token_ids):
+            if layer is self.layers[-1] and len(step.sampling_rows) < len(token_ids):
                 attended = step.attend_sampling(heads, index)  # the others leave their KV: nobody asks for more
-                hidden = hidden[torch.tensor(last_rows, dtype=torch.int64, device=self.device)]
+                hidden = hidden[step.sampling_rows]
             else:
                 attended = step.attend(heads, index)
             update = layer.output(attended.flatten(1))

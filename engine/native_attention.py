@@ -144,6 +144,7 @@ class NativeStepAttention:
         self.attended_address = self.attended.data_ptr()
         self._pointed_to = rotation, slots, batches
         self.sampling = sampling
+        self.sampling_rows = torch.from_numpy(sampling.first_row.astype(np.int64))
         self.struct = StepAttentionStruct(
             cache=ctypes.addressof(backend.cache),
             cosine=rotation.cosine.data_ptr(),
@@ -168,7 +169,7 @@ class NativeStepAttention:
         struct = StepAttentionStruct.from_buffer_copy(self.struct)
         struct.decodes, struct.prefills = ends.struct, PagedBatchStruct()
         self._call_kernel(ctypes.addressof(struct), heads, layer)
-        return self.attended[torch.from_numpy(self.sampling.first_row)]
+        return self.attended[self.sampling_rows]
 
     def _call_kernel(self, step_address: int, heads: torch.Tensor, layer: int) -> None:
         assert heads.is_contiguous(), "rotated in place, so a copy will not do"
