@@ -66,7 +66,7 @@ def test_who_holds_the_targets_of_a_hand_off_is_told_with_how_it_stands() -> Non
     worker.ready(0, 1, token=20)
 
     def states() -> list[SequenceState]:
-        return [claim.state for claim in worker.machine.claims(worker.now) if isinstance(claim.state, SequenceState)]
+        return [claim.state for claim in worker.machine.claims() if isinstance(claim.state, SequenceState)]
 
     assert states() == [SequenceState.TRANSFER]
     worker.post(DecodeCancelled("a"))
