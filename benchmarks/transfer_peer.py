@@ -82,12 +82,14 @@ class Pair:
     owner_address: AgentAddress
     puller_address: AgentAddress
 
-    def move(self, num_blocks: int, digests_made_before: bool = False, num_cached: int = 0) -> PullStats:
+    def move(
+        self, num_blocks: int, digests_made_before: bool = False, num_cached: int = 0, shuffled: bool = False
+    ) -> PullStats:
         """One transfer of blocks that have been offered, but for those the puller has already."""
         transfer_id = secrets.randbits(128)
-        self.owner.call("offer", transfer_id, self.puller_address, num_blocks, digests_made_before)
+        self.owner.call("offer", transfer_id, self.puller_address, num_blocks, digests_made_before, shuffled)
         self.owner.start("offer_ended")
-        stats, _ = self.puller.call("pull", transfer_id, self.owner_address, num_blocks, num_cached)
+        stats, _ = self.puller.call("pull", transfer_id, self.owner_address, num_blocks, num_cached, shuffled)
         self.owner.end()
         assert isinstance(stats, PullStats)
         return stats

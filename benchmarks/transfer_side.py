@@ -1,8 +1,8 @@
 """One side of a measured hand-off: a pool, a TransferMachine and a TransferAgent, and what may be asked of them.
 
 The pool is private memory in huge pages, like the engine's (engine/kv_pool.py): numpy asks the kernel for them. It is
-larger than any cache, touched, and its blocks are handed out in random order, so that bytes are cold and descriptors do
-not merge.
+larger than any cache, so that bytes are cold, and touched. Blocks that others hold lie strewn over it, one by one, so
+the free ones are in short runs; or the blocks of a hand-off are shuffled, and hardly two are neighbours on both sides.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from kv_transfer.transports.transport import PoolMemory, ReadDone, Transport
 from runtime.driver import Driver
 
 TIMEOUT_S = 120.0
+BLOCKS_PER_HELD = 10  # one of so many is held by others
 BLOCKS_PER_READV = 16
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -95,15 +96,18 @@ class Side:
         self._driver: Driver[Any, Any] = Driver(self._machine, self._perform, self._fail, self._flush)
         self._actions: list[Any] = []
         self._offered: list[int] = []
-        order = random.Random(3).sample(range(memory.num_blocks), memory.num_blocks)
-        self._pool.release(sorted(self._pool.allocate(memory.num_blocks) or [], key=order.index))
+        self._random = random.Random(f"of core {spec.core}")  # each side its own
+        blocks = self._pool.allocate(memory.num_blocks) or []
+        held = set(self._random.sample(blocks, len(blocks) // BLOCKS_PER_HELD))
+        self._pool.release([block for block in blocks if block not in held])
 
     # ---- what the parent asks for
 
-    async def offer(self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool = False) -> None:
+    async def offer(
+        self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool, shuffled: bool
+    ) -> None:
         """Offer blocks that are ready; returns when their digests are, if they shall be. `offer_ended` follows."""
-        blocks = self._pool.allocate(num_blocks)
-        assert blocks is not None
+        blocks = self._taken(self._pool.allocate(num_blocks), shuffled)
         self._offered = blocks
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))
@@ -146,11 +150,10 @@ class Side:
         return seconds, ended_at
 
     async def pull(
-        self, transfer_id: int, owner: AgentAddress, num_blocks: int, num_cached: int = 0
+        self, transfer_id: int, owner: AgentAddress, num_blocks: int, num_cached: int = 0, shuffled: bool = False
     ) -> tuple[PullStats, float]:
         """Pull what is not cached of a sequence. Returns also when it had ended, on a clock all processes share."""
-        targets = self._pool.reserve(num_blocks - num_cached)
-        assert targets is not None
+        targets = self._taken(self._pool.reserve(num_blocks - num_cached), shuffled)
         target_of = dict(enumerate(targets, num_cached))
         now = self._driver.now()
         self._act(self._machine.reserve_pull(transfer_id, owner, now))
@@ -213,7 +216,7 @@ class Side:
         with self._watched() as costs:
             watch = asyncio.create_task(self._watch_loop())
             for transfer_id in transfer_ids:
-                await self.pull(transfer_id, owner, num_blocks)
+                await self.pull(transfer_id, owner, num_blocks, shuffled=True)
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
@@ -221,7 +224,7 @@ class Side:
 
     async def offer_often(self, peer: AgentAddress, transfer_ids: list[int], num_blocks: int) -> None:
         for transfer_id in transfer_ids:
-            await self.offer(transfer_id, peer, num_blocks)
+            await self.offer(transfer_id, peer, num_blocks, False, True)
             await self.offer_ended()
 
     async def about(self) -> tuple[int, AgentAddress]:
@@ -233,6 +236,11 @@ class Side:
             self._bare.close()
 
     # ---- inside
+
+    def _taken(self, blocks: list[int] | None, shuffled: bool) -> list[int]:
+        """What the pool gave, in the order in which a sequence has it."""
+        assert blocks is not None, "the pool is too small"
+        return self._random.sample(blocks, len(blocks)) if shuffled else blocks
 
     @property
     def _compute(self) -> ThreadPoolExecutor:

@@ -8,6 +8,9 @@
 A block may be held by many sequences (shared prefix) and leased to many readers; it is written only by the sequence
 that allocated it, and only before it is registered or leased. HELD wins over LEASED in the ledger; a LEASED block is
 one that only readers keep.
+
+Blocks are handed out in rising order, neighbours together as far as what is held allows: a hand-off moves neighbours on
+both sides as one.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 1, is {num_blocks}")
         self.num_blocks = num_blocks
         self._blocks = [_Block() for _ in range(num_blocks)]
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack, the lowest on top
+        self._freed: list[int] = []  # free, too; sorted into the stack when that is used up, not one by one
         self._cached: dict[int, None] = {}  # block id -> nothing; insertion order = least recently used first
         self._block_of_hash: dict[int, int] = {}
         self._counts = dict.fromkeys(Column, 0) | {Column.FREE: num_blocks}
@@ -80,7 +84,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and evictable cached ones."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._freed) + len(self._cached)
 
     def ledger(self) -> dict[Column, int]:
         """Number of blocks in each column; sums to `num_blocks`."""
@@ -193,8 +197,11 @@ class BlockPool:
         """Choose `count` available blocks, evicting the least recently used content; they are FREE until changed."""
         if count > self.num_available:
             return None
-        while len(self._free) < count:
-            self._forget(next(iter(self._cached)))
+        if len(self._free) < count:
+            while len(self._free) + len(self._freed) < count:
+                self._forget(next(iter(self._cached)))
+            self._free = sorted(self._free + self._freed, reverse=True)
+            self._freed = []
         blocks = self._free[: -count - 1 : -1]
         for block in blocks:
             self._blocks[block].num_uses += 1
@@ -206,7 +213,7 @@ class BlockPool:
         assert sequence_hash is not None
         del self._cached[block], self._block_of_hash[sequence_hash]
         self._blocks[block].sequence_hash, self._blocks[block].column = None, Column.FREE
-        self._free.append(block)
+        self._freed.append(block)
         self._counts[Column.CACHED] -= 1
         self._counts[Column.FREE] += 1
         self._events.append(BlockRemoved(sequence_hash))
@@ -233,7 +240,7 @@ class BlockPool:
             elif before is Column.CACHED:
                 del self._cached[block]
             if after is Column.FREE:
-                self._free.append(block)
+                self._freed.append(block)
             elif after is Column.CACHED:
                 self._cached[block] = None
 
@@ -251,6 +258,8 @@ class BlockPool:
             if block.sequence_hash is not None:
                 assert self._block_of_hash[block.sequence_hash] == index, f"block {index}"
         assert counts == self._counts, f"{counts} counted, {self._counts} in the ledger"
-        assert len(self._free) == counts[Column.FREE] == len(set(self._free))
-        assert all(self._blocks[index].column is Column.FREE for index in self._free)
+        free = {*self._free, *self._freed}
+        assert len(self._free) + len(self._freed) == counts[Column.FREE] == len(free)
+        assert all(self._blocks[index].column is Column.FREE for index in free)
+        assert self._free == sorted(self._free, reverse=True)
         assert len(self._block_of_hash) == sum(block.sequence_hash is not None for block in self._blocks)

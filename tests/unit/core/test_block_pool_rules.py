@@ -59,6 +59,21 @@ def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
     assert pool.known_hashes() == [1, 2]
 
 
+def test_neighbours_are_handed_out_together_whatever_the_order_they_came_back_in() -> None:
+    pool = BlockPool(8)
+    pool.allocate(8)
+    pool.release([6, 1, 4, 0, 7, 2, 5])
+    assert pool.allocate(7) == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_evicted_blocks_are_handed_out_among_the_free_ones_in_their_order() -> None:
+    pool = BlockPool(6)
+    assert cached(pool, [1, 2, 3]) == [0, 1, 2]
+    assert pool.allocate(3) == [3, 4, 5]
+    pool.release([5, 3, 4])
+    assert pool.allocate(5) == [1, 2, 3, 4, 5]  # 2 and 1 were the least recently used
+
+
 def test_a_leased_block_is_not_reused_until_its_last_reader_is_done() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1)
