@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import pickle
 import sys
@@ -36,6 +37,9 @@ class Placement:
 # wait that long for the interpreter, with 32 streams a twelfth of a step.
 SWITCH_INTERVAL_S = 1e-4
 
+# Of standard error, which Ray keeps in a file for each process.
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 # A module-level function or a functools.partial of one: it must pickle by name.
 ServiceFactory = Callable[[Placement], Service]
 
@@ -54,6 +58,7 @@ class ServiceHost:
         self._stopped = asyncio.Event()
 
     async def start(self, factory: bytes, placement: Placement) -> Endpoint | StartFault:
+        logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
         os.environ["OMP_NUM_THREADS"] = str(placement.num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         gc.disable()  # imports make half a million objects that stay, and each collection looks at them all

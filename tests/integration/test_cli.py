@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -51,6 +52,14 @@ async def test_generate_as_json_ends_with_the_path_and_the_timings(served: Serve
     assert finished["usage"]["completion_tokens"] == 4
     assert int(finished["transferred_bytes"]) > 0
     assert finished["timings"]["total_ms"] >= finished["timings"]["first_token_ms"] > 0
+
+
+async def test_the_log_of_each_service_says_whose_it_is_and_when(served: Served) -> None:
+    (raylet,) = [child for child in served.family if "raylet" in child.name()]
+    folder = next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--log_dir="))
+    log = "".join(path.read_text() for path in Path(folder).glob("worker-*.err"))
+    for name in ("prefill-0", "decode-0", "router-"):
+        assert re.search(rf"^20\d\d-\S+ \S+ INFO \S+: {name}\S+ serves ", log, re.MULTILINE), name
 
 
 async def test_several_choices_are_printed_apart(served: Served) -> None:
