@@ -57,7 +57,7 @@ async def test_generate_as_json_ends_with_the_path_and_the_timings(served: Serve
 async def test_the_log_of_each_service_says_whose_it_is_and_when(served: Served) -> None:
     (raylet,) = [child for child in served.family if "raylet" in child.name()]
     folder = next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--log_dir="))
-    log = "".join(path.read_text() for path in Path(folder).glob("worker-*.err"))
+    log = await asyncio.to_thread(said_in, Path(folder))
     for name in ("prefill-0", "decode-0", "router-"):
         assert re.search(rf"^20\d\d-\S+ \S+ INFO \S+: {name}\S+ serves ", log, re.MULTILINE), name
 
@@ -168,6 +168,11 @@ async def test_the_token_stands_in_no_command_line_and_no_environment(served: Se
     shown = [said for pid in family for said in await asyncio.to_thread(what_others_may_see, pid)]
     assert any(b"serve" in said for said in shown)
     assert not any(token in said for said in shown)
+
+
+def said_in(folder: Path) -> str:
+    """By every worker process of a Ray, on standard error."""
+    return "".join(path.read_text() for path in folder.glob("worker-*.err"))
 
 
 def what_others_may_see(pid: int) -> list[bytes]:

@@ -8,9 +8,10 @@ import pytest
 
 from core.block_pool import BlockPool
 from core.config import TransferConfig
-from core.handoff import Abort, AbortReason, Heartbeat, Ready, Want
+from core.errors import TransferFailed
+from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, Ready, Want
 from kv_transfer import puller
-from kv_transfer.events import PeerLost, PullCompleted, PullFailed, SendMessage
+from kv_transfer.events import MessageReceived, PeerLost, PullCompleted, PullFailed, SendMessage, StartRead
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
@@ -123,7 +124,7 @@ def test_a_want_may_list_as_many_blocks_as_a_message_holds(monkeypatch: pytest.M
     assert_completed(pair)
 
 
-def test_of_an_owner_with_smaller_blocks_those_pieces_are_wanted_that_the_sequence_fills() -> None:
+def test_of_an_owner_with_smaller_blocks_those_pieces_are_pulled_that_the_sequence_fills() -> None:
     pool = BlockPool(8)
     ours = address("puller", 22, num_blocks=8, layout=replace(LAYOUT, block_size=2 * LAYOUT.block_size))
     machine = TransferMachine(CONFIG, pool, ours)
@@ -135,3 +136,28 @@ def test_of_an_owner_with_smaller_blocks_those_pieces_are_wanted_that_the_sequen
     (want,) = [action.message for action in actions if isinstance(action, SendMessage)]
     assert isinstance(want, Want)
     assert want.positions == (0, 1, 2), "the fourth would lie behind the end"
+    blocks = OfferedBlocks.of((position, 20 + position, 0) for position in want.positions)
+    (read,) = machine.handle(MessageReceived("owner", Ready(ID, 11, 1, want.counter, 0, blocks, True, 42)), 0.0)
+    assert isinstance(read, StartRead)
+    assert (read.sources, read.targets) == ((20, 21, 22), (targets[0], targets[0], targets[1]))
+    assert read.pieces == (0, 1, 2)
+
+
+def test_of_an_owner_with_blocks_like_ours_whole_blocks_are_read() -> None:
+    pair = Pair()
+    pair.offer([0, 1])
+    pair.pull([0, 1])
+    pair.deliver_all()
+    (read,) = pair.puller.reads.values()
+    assert read.pieces == ()
+
+
+def test_ends_are_remembered_so_that_no_id_is_pulled_twice_and_the_oldest_is_forgotten_first() -> None:
+    pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
+    for transfer_id in (1, 2, 3):
+        pair.do(pair.puller, pair.puller.machine.reserve_pull, transfer_id, pair.owner.address)
+        pair.do(pair.puller, pair.puller.machine.cancel_pull, transfer_id, AbortReason.CANCELLED)
+    for transfer_id in (2, 3):
+        with pytest.raises(TransferFailed, match="pulled before"):
+            pair.puller.machine.reserve_pull(transfer_id, pair.owner.address, 1000.0)
+    pair.do(pair.puller, pair.puller.machine.reserve_pull, 1, pair.owner.address)
