@@ -45,23 +45,17 @@ class BlockRemoved:
 BlockEvent = BlockStored | BlockRemoved
 
 
-@dataclass(slots=True)
-class _Block:
-    column: Column = Column.FREE  # follows from the rest; `_change` and `_forget` see to it
-    num_holds: int = 0
-    num_leases: int = 0
-    num_incoming: int = 0
-    num_uses: int = 0  # how often it was handed out to be written
-    sequence_hash: int | None = None
+@dataclass(frozen=True, slots=True)
+class _Claims:
+    """On a block. One object stands for many blocks, so what follows for a thousand of a hand-off is found out once."""
 
-    def find_column(self) -> Column:
-        if self.num_incoming:
-            return Column.INCOMING
-        if self.num_holds:
-            return Column.HELD
-        if self.num_leases:
-            return Column.LEASED
-        return Column.FREE if self.sequence_hash is None else Column.CACHED
+    num_holds: int
+    num_leases: int
+    num_incoming: int
+    column: Column  # follows from the rest; without claims, from whether the content is known
+
+
+_FREE, _CACHED = _Claims(0, 0, 0, Column.FREE), _Claims(0, 0, 0, Column.CACHED)
 
 
 class BlockPool:
@@ -71,7 +65,9 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, is {num_blocks}")
         self.num_blocks = num_blocks
-        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._claims = [_FREE] * num_blocks
+        self._num_uses = [0] * num_blocks  # how often each was handed out to be written
+        self._hashes: list[int | None] = [None] * num_blocks  # of contents that are known
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, the lowest on top
         self._freed: list[int] = []  # free, too; sorted into the stack when that is used up, not one by one
         self._cached: dict[int, None] = {}  # block id -> nothing; insertion order = least recently used first
@@ -91,15 +87,15 @@ class BlockPool:
         return dict(self._counts)
 
     def column_of(self, block: int) -> Column:
-        return self._blocks[block].column
+        return self._claims[block].column
 
     def num_leases(self, block: int) -> int:
         """How many peers may read this block now."""
-        return self._blocks[block].num_leases
+        return self._claims[block].num_leases
 
     def content_of(self, block: int) -> int:
         """Rises when the block is handed out to be written anew: while it stays, leased or cached bytes do, too."""
-        return self._blocks[block].num_uses
+        return self._num_uses[block]
 
     def match_prefix(self, sequence_hashes: Sequence[int]) -> list[int]:
         """Block ids of the longest cached prefix of `sequence_hashes`. `share` them before anything else happens."""
@@ -118,8 +114,8 @@ class BlockPool:
     def num_available_without(self, holds: Iterable[int]) -> int:
         """`num_available` as it would be if these holds ended; a block held twice among them is named twice."""
         ended = Counter(holds)
-        states = ((self._blocks[block], num_ended) for block, num_ended in ended.items())
-        return self.num_available + sum(b.num_holds == num_ended and not b.num_leases for b, num_ended in states)
+        claims = ((self._claims[block], num_ended) for block, num_ended in ended.items())
+        return self.num_available + sum(c.num_holds == num_ended and not c.num_leases for c, num_ended in claims)
 
     def drain_events(self) -> list[BlockEvent]:
         """What was stored and removed since the last call, in order."""
@@ -137,7 +133,7 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Hold blocks that `match_prefix` found."""
         for block in blocks:
-            assert self._blocks[block].sequence_hash is not None, f"block {block} has no known content to share"
+            assert self._hashes[block] is not None, f"block {block} has no known content to share"
         self._change(blocks, holds=1)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -146,10 +142,10 @@ class BlockPool:
 
     def register(self, block: int, sequence_hash: int) -> None:
         """Make a fully computed block findable. Where the content is known already, the first block keeps the name."""
-        assert self._blocks[block].num_holds > 0, f"block {block} is not held"
-        if sequence_hash in self._block_of_hash or self._blocks[block].sequence_hash is not None:
+        assert self._claims[block].num_holds > 0, f"block {block} is not held"
+        if sequence_hash in self._block_of_hash or self._hashes[block] is not None:
             return
-        self._blocks[block].sequence_hash = sequence_hash
+        self._hashes[block] = sequence_hash
         self._block_of_hash[sequence_hash] = block
         self._events.append(BlockStored(sequence_hash))
 
@@ -158,8 +154,8 @@ class BlockPool:
         for block in blocks:
             if block in self._cached:
                 self._forget(block)
-            elif (sequence_hash := self._blocks[block].sequence_hash) is not None:
-                self._blocks[block].sequence_hash = None
+            elif (sequence_hash := self._hashes[block]) is not None:
+                self._hashes[block] = None
                 del self._block_of_hash[sequence_hash]
                 self._events.append(BlockRemoved(sequence_hash))
 
@@ -168,7 +164,7 @@ class BlockPool:
     def lease(self, blocks: Collection[int]) -> None:
         """One more peer may read these blocks; they are not reused until it is unleased."""
         for block in blocks:
-            assert self._blocks[block].column in (Column.HELD, Column.LEASED), f"block {block} holds nothing to offer"
+            assert self._claims[block].column in (Column.HELD, Column.LEASED), f"block {block} holds nothing to offer"
         self._change(blocks, leases=1)
 
     def unlease(self, blocks: Sequence[int]) -> None:
@@ -204,15 +200,15 @@ class BlockPool:
             self._freed = []
         blocks = self._free[: -count - 1 : -1]
         for block in blocks:
-            self._blocks[block].num_uses += 1
+            self._num_uses[block] += 1
         return blocks
 
     def _forget(self, block: int) -> None:
         """CACHED -> FREE: the content may be overwritten from here on."""
-        sequence_hash = self._blocks[block].sequence_hash
+        sequence_hash = self._hashes[block]
         assert sequence_hash is not None
         del self._cached[block], self._block_of_hash[sequence_hash]
-        self._blocks[block].sequence_hash, self._blocks[block].column = None, Column.FREE
+        self._hashes[block], self._claims[block] = None, _FREE
         self._freed.append(block)
         self._counts[Column.CACHED] -= 1
         self._counts[Column.FREE] += 1
@@ -220,46 +216,60 @@ class BlockPool:
 
     def _change(self, blocks: Iterable[int], *, holds: int = 0, leases: int = 0, incoming: int = 0) -> None:
         """Change the claims on each block and move it between columns; the only place that does."""
+        last, claims_then = None, _FREE
         for block in blocks:
-            state = self._blocks[block]
-            num_holds, num_leases = state.num_holds + holds, state.num_leases + leases
-            num_incoming = state.num_incoming + incoming
-            assert num_holds >= 0, f"block {block} is not held"
-            assert num_leases >= 0, f"block {block} is not leased"
-            assert num_incoming >= 0, f"block {block} is not incoming"
-            state.num_holds, state.num_leases, state.num_incoming = num_holds, num_leases, num_incoming
-            before, after = state.column, state.find_column()
-            if before is after:
+            before = self._claims[block]
+            if before is not last:
+                last, claims_then = before, _changed(block, before, holds, leases, incoming)
+            after = claims_then if claims_then is not _FREE or self._hashes[block] is None else _CACHED
+            self._claims[block] = after
+            if before.column is after.column:
                 continue
-            state.column = after
-            self._counts[before] -= 1
-            self._counts[after] += 1
-            if before is Column.FREE:
+            self._counts[before.column] -= 1
+            self._counts[after.column] += 1
+            if before is _FREE:
                 top = self._free.pop()  # outside the assert, which -O would drop with all it does
                 assert top == block, f"block {block} was taken out of turn"
-            elif before is Column.CACHED:
+            elif before is _CACHED:
                 del self._cached[block]
-            if after is Column.FREE:
+            if after is _FREE:
                 self._freed.append(block)
-            elif after is Column.CACHED:
+            elif after is _CACHED:
                 self._cached[block] = None
 
     def check(self) -> None:
         """Every block in exactly one column, every index in step with it."""
         counts = dict.fromkeys(Column, 0)
-        for index, block in enumerate(self._blocks):
-            assert block.num_holds >= 0
-            assert block.num_leases >= 0
-            if block.num_incoming:
-                assert (block.num_incoming, block.num_holds, block.num_leases, block.sequence_hash) == (1, 0, 0, None)
-            assert block.column is block.find_column(), f"block {index}"
-            counts[block.column] += 1
-            assert (index in self._cached) == (block.column is Column.CACHED), f"block {index}"
-            if block.sequence_hash is not None:
-                assert self._block_of_hash[block.sequence_hash] == index, f"block {index}"
+        for block, (claims, sequence_hash) in enumerate(zip(self._claims, self._hashes, strict=True)):
+            if claims.num_incoming:
+                assert (claims.num_incoming, claims.num_holds, claims.num_leases, sequence_hash) == (1, 0, 0, None)
+            unclaimed = _FREE if sequence_hash is None else _CACHED
+            assert claims is unclaimed or claims == _changed(block, claims, 0, 0, 0) != _FREE, f"block {block}"
+            counts[claims.column] += 1
+            assert (block in self._cached) == (claims is _CACHED), f"block {block}"
+            if sequence_hash is not None:
+                assert self._block_of_hash[sequence_hash] == block, f"block {block}"
         assert counts == self._counts, f"{counts} counted, {self._counts} in the ledger"
         free = {*self._free, *self._freed}
         assert len(self._free) + len(self._freed) == counts[Column.FREE] == len(free)
-        assert all(self._blocks[index].column is Column.FREE for index in free)
+        assert all(self._claims[block] is _FREE for block in free)
         assert self._free == sorted(self._free, reverse=True)
-        assert len(self._block_of_hash) == sum(block.sequence_hash is not None for block in self._blocks)
+        assert len(self._block_of_hash) == sum(sequence_hash is not None for sequence_hash in self._hashes)
+
+
+def _changed(block: int, claims: _Claims, holds: int, leases: int, incoming: int) -> _Claims:
+    """`_FREE` where no claim is left, whether the content is known or not."""
+    num_holds, num_leases = claims.num_holds + holds, claims.num_leases + leases
+    num_incoming = claims.num_incoming + incoming
+    assert num_holds >= 0, f"block {block} is not held"
+    assert num_leases >= 0, f"block {block} is not leased"
+    assert num_incoming >= 0, f"block {block} is not incoming"
+    if num_incoming:
+        column = Column.INCOMING
+    elif num_holds:
+        column = Column.HELD
+    elif num_leases:
+        column = Column.LEASED
+    else:
+        return _FREE
+    return _Claims(num_holds, num_leases, num_incoming, column)
