@@ -178,7 +178,7 @@ def doctor(console: Console) -> int:
         findings = asyncio.run(examine())
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("", "what", "found"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")  # a path that is cut short helps nobody
     for finding in findings:
         text = f"{finding.text}\n[bold]-> {finding.mend}[/]" if finding.mend else finding.text
         table.add_row(finding.health.value, finding.subject, text)
