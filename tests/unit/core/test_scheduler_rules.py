@@ -6,6 +6,7 @@ import pytest
 
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
+from core.sequence import Sequence
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven, make_sequence
 
 # ---- the token budget
@@ -154,6 +155,36 @@ def test_blocks_filled_by_decoding_are_found_too() -> None:
     assert follow_up.num_cached_tokens == 8
 
 
+def assert_never_found_again(driven: Driven, holder: Sequence) -> None:
+    """Its first two blocks, which were distrusted; what it fills later is registered."""
+    first, second, third, *_ = holder.full_block_hashes(BLOCK_SIZE)
+    known = driven.pool.known_hashes()
+    assert third in known
+    assert first not in known
+    assert second not in known
+
+
+def test_computed_blocks_that_are_distrusted_are_not_made_findable_again_by_who_holds_them() -> None:
+    driven = Driven()
+    holder = driven.add("holder", range(1, 10), max_tokens=12)
+    driven.step()
+    driven.pool.distrust(holder.block_table)
+    driven.run_until_idle()
+    assert_never_found_again(driven, holder)
+
+
+def test_nor_are_cached_blocks_that_are_distrusted_while_they_are_used() -> None:
+    driven = Driven()
+    driven.add("before", range(1, 10), max_tokens=1)
+    driven.run_until_idle()
+    holder = driven.add("holder", range(1, 10), max_tokens=12)
+    plan = driven.begin()
+    driven.pool.distrust(holder.block_table)
+    driven.end(plan)
+    driven.run_until_idle()
+    assert_never_found_again(driven, holder)
+
+
 def test_two_sequences_share_the_blocks_of_their_prefix_and_own_their_tails() -> None:
     driven = Driven()
     first = driven.add("first", range(1, 11))
@@ -216,6 +247,16 @@ def test_a_chunk_makes_do_with_the_blocks_there_are() -> None:
     driven.pool.cancel_reservation(reserved)
     assert driven.step() == {"prompt": 8}
     assert sequence.finish_reason is FinishReason.LENGTH
+
+
+def test_nobody_is_admitted_in_a_step_whose_blocks_did_not_suffice() -> None:
+    driven = Driven(num_blocks=7, budget=8)
+    driven.add("prompt", range(1, 21), arrival=2, priority=1, max_tokens=1)
+    driven.step()
+    assert driven.pool.reserve(3) is not None
+    driven.add_pulled("pulled", range(41, 44), arrival=1)
+    assert driven.step() == {"prompt": 4}
+    assert driven.step() == {"pulled": 1}, "nothing else can run"
 
 
 def test_waiting_sequences_are_robbed_only_where_that_is_enough() -> None:
