@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.cpu import cpu_flags
+from engine.cpu import cpu_flags, cpu_waits_for_many_lines
 from engine.native_build import CompilerFailed, NativeUnavailable, build, fitting_targets
 
 _log = logging.getLogger(__name__)
@@ -121,10 +121,11 @@ def _bf16_product(loaded: ctypes.CDLL, name: str) -> Callable[..., None] | None:
 def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
     """The best kernels for this CPU and heads of `head_dim` that the compiler makes, or None: the log says why."""
     reason: NativeUnavailable | None = None
+    fetching = ("-DFETCH_LOCALITY=0",) if cpu_waits_for_many_lines() else ()
     try:
         for target in fitting_targets(cpu_flags(), head_dim):
             try:
-                return Kernels(build(target, cache_dir))
+                return Kernels(build(target, cache_dir, fetching))
             except CompilerFailed as error:
                 reason = error
                 _log.warning("the C kernels do not compile for %s: %s", target.name, error)

@@ -1,0 +1,35 @@
+"""What /proc/cpuinfo tells of a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.cpu import cpu_flags, cpu_waits_for_many_lines
+
+ZEN_5 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: fpu avx512_bf16\n\nprocessor\t: 1\n"
+ZEN_4 = ZEN_5.replace("26", "25")
+INTEL = ZEN_5.replace("AuthenticAMD", "GenuineIntel")
+ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp bf16\n\n"
+
+
+@pytest.mark.parametrize(("cpuinfo", "expected"), [(ZEN_5, True), (ZEN_4, False), (INTEL, False), (ARM, False)])
+def test_only_a_zen_5_and_later_is_known_to_wait_for_many_lines(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(cpuinfo)
+    assert cpu_waits_for_many_lines(path) is expected
+
+
+def test_the_first_cpus_features_are_read_under_either_name(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(ZEN_5)
+    assert cpu_flags(path) == {"fpu", "avx512_bf16"}
+    path.write_text(ARM)
+    assert cpu_flags(path) == {"fp", "bf16"}
+
+
+def test_without_the_file_nothing_is_known(tmp_path: Path) -> None:
+    missing = tmp_path / "cpuinfo"
+    assert cpu_flags(missing) == frozenset()
+    assert not cpu_waits_for_many_lines(missing)
