@@ -16,26 +16,37 @@
 #define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, past the second cache, where it has but one */
 #define LINE_BYTES 64
 
+/* Keeps the compiler from addressing every row by a register of its own: there are too few for twelve. */
+#define OPAQUE(pointer) __asm__("" : "+r"(pointer))
+
 /* `rows` (a constant) input rows from `row` on by a panel. Meanwhile the bytes [ahead, ahead + ahead_bytes) are
    fetched; a fixed distance ahead of the panel where ahead is NULL. */
 INLINE void multiply_tile(const struct product *product, int64_t row, int64_t panel, const int rows,
                           const char *ahead, int64_t ahead_bytes) {
-    const int64_t in_size = product->in_size, num_pairs = in_size / 2;
-    const uint16_t *input = product->inputs + row * in_size, *weights = panel_at(product, panel);
+    const int64_t row_bytes = 2 * product->in_size;
+    const uint16_t *weights = panel_at(product, panel), *end = weights + PANEL * product->in_size;
+    const char *ahead_end = ahead == NULL ? NULL : ahead + ahead_bytes;
+    const char *threes[TILE_ROWS / 3]; /* rows 3 * i and two that follow: offsets that an address can hold */
     __m512 sums[TILE_ROWS][2];
+    for (int i = 0; 3 * i < rows; i++) threes[i] = (const char *)product->inputs + (row + 3 * i) * row_bytes;
     for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < num_pairs; pair++, weights += 2 * PANEL) {
+    for (; weights < end; weights += 2 * PANEL) {
         if (ahead == NULL) {
             _mm_prefetch((const char *)weights + AHEAD_BYTES, _MM_HINT_NTA);
             _mm_prefetch((const char *)weights + AHEAD_BYTES + LINE_BYTES, _MM_HINT_NTA);
-        } else if (pair * LINE_BYTES < ahead_bytes) {
-            _mm_prefetch(ahead + pair * LINE_BYTES, _MM_HINT_T1);
+        } else if (ahead < ahead_end) {
+            _mm_prefetch(ahead, _MM_HINT_T1);
+            ahead += LINE_BYTES;
         }
         const __m512bh first = load_wide(weights), second = load_wide(weights + PANEL);
         for (int r = 0; r < rows; r++) {
-            const __m512bh both = splat_pair(input + r * in_size + 2 * pair);
+            const __m512bh both = splat_pair((const uint16_t *)(threes[r / 3] + r % 3 * row_bytes));
             sums[r][0] = _mm512_dpbf16_ps(sums[r][0], first, both);
             sums[r][1] = _mm512_dpbf16_ps(sums[r][1], second, both);
+        }
+        for (int i = 0; 3 * i < rows; i++) {
+            threes[i] += 4;
+            OPAQUE(threes[i]);
         }
     }
     switch (product->ending) {
@@ -51,7 +62,7 @@ INLINE void multiply_tile(const struct product *product, int64_t row, int64_t pa
 /* A panel by input rows [from, until), in tiles of nearly the same height. */
 static void multiply_panel(const struct product *product, int64_t from, int64_t until, int64_t panel) {
     const int64_t num_rows = until - from, num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t panel_bytes = product->in_size * PANEL * 2, share = (panel_bytes / num_tiles + LINE_BYTES - 1);
+    const int64_t panel_bytes = product->in_size * PANEL * 2, share = panel_bytes / num_tiles + LINE_BYTES - 1;
     const char *next = (const char *)panel_at(product, panel + 1);
     for (int64_t tile = 0; tile < num_tiles; tile++) {
         const int64_t row = from + num_rows * tile / num_tiles;
