@@ -179,6 +179,8 @@ def test_blocks_that_a_pull_has_filled_are_held_and_those_of_a_failed_one_are_fr
     pool.arrive(filled)
     pool.cancel_reservation(failed)
     assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 2, Column.HELD: 2}
+    pool.release(filled)
+    assert pool.ledger()[Column.FREE] == 4, "it was held once"
     pool.check()
 
 

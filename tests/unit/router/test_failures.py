@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
+from dataclasses import replace
+
+import pytest
+
+from core.errors import LayoutMismatch, QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.lifecycle import FinishReason, Path, WorkerRole
 from core.step import SampledToken
 from router import events
-from tests.unit.router.driving_router import CONFIG, EOS, DrivenRouter, request
+from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, request
 
 LOST = WorkerUnavailable("connection reset")
 
@@ -128,3 +132,13 @@ def test_a_fresh_snapshot_of_the_same_process_changes_nothing_that_is_under_way(
     router.tokens(0, 11, 12, 13, 14)
     router.decoded()
     assert router.delivered() == [11, 12, 13, 14]
+
+
+def test_a_worker_that_comes_back_with_a_layout_that_fits_nobody_is_refused_and_nothing_has_changed() -> None:
+    router = DrivenRouter()
+    router.arrive()
+    with pytest.raises(LayoutMismatch):
+        router.join("D", WorkerRole.DECODE, incarnation=2, layout=replace(LAYOUT, model="another"))
+    assert router.machine.num_in_flight == 1
+    router.post(events.WorkerLost("D", "it cannot join"))
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1"
