@@ -38,7 +38,7 @@ def assert_adds_up(described: worker_pb2.DescribeLedgerResponse, num_blocks: int
 async def look(deployment: Deployment, **request: object) -> dict[str, cluster_pb2.WorkerLedger]:
     """By role and number of the worker."""
     asked = cluster_pb2.GetLedgerRequest(**request)  # type: ignore[arg-type]
-    answer = await deployment.cluster.GetLedger(asked, timeout=5.0)
+    answer = await deployment.cluster.GetLedger(asked, timeout=PATIENCE_S)
     return {worker.worker_id.partition(".")[0]: worker for worker in answer.workers}
 
 
@@ -133,5 +133,5 @@ async def test_the_router_shows_the_workers_its_token() -> None:
     async with deploy(config) as deployment:
         request = cluster_pb2.GetLedgerRequest()
         token = [("tandem-cluster-token", "the-token-of-this-cluster")]
-        answer = await deployment.cluster.GetLedger(request, timeout=5.0, metadata=token)
+        answer = await deployment.cluster.GetLedger(request, timeout=PATIENCE_S, metadata=token)
         assert [worker.error for worker in answer.workers] == ["", ""]

@@ -23,7 +23,7 @@ Page = dict[str, list[tuple[dict[str, str], float]]]  # name -> (labels, value) 
 
 async def scrape(port: int) -> Page:
     def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as page:
             return page.read().decode()
 
     found: Page = {}
@@ -35,7 +35,7 @@ async def scrape(port: int) -> Page:
 
 async def when_counted(port: int, name: str, role: str) -> tuple[Page, dict[str, float]]:
     """The page, and the metric by role, as soon as a worker of `role` has reported some of it."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             page = await scrape(port)
             values = {labels["role"]: value for labels, value in page[name]}

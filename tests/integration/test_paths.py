@@ -31,7 +31,7 @@ def config_of(transport: str, port: int = 0, expected_bytes_per_s: float = 0.0) 
 async def fleet_with_paths(deployment: Deployment) -> tuple[cluster_pb2.GetFleetResponse, list[PathStatus]]:
     """Once every path has been reported as it is now."""
     num_pairs = len(deployment.prefill) * len(deployment.decode)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest())
             paths = [path for _, path in paths_of(fleet)]

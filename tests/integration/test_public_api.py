@@ -18,6 +18,8 @@ from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, Sampl
 from runtime.grpc_server import FIELD_KEY, RETRYABLE_KEY
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 
+PATIENCE_S = 20.0  # for a busy machine; nothing here is to last so long
+
 
 @pytest.fixture
 async def deployment() -> AsyncIterator[Deployment]:
@@ -103,7 +105,7 @@ async def test_invalid_requests_are_refused_by_field_and_limit(
 
 async def test_tokenize_without_a_prompt_names_the_forms_it_takes(deployment: Deployment) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="prompt: one of text, chat must be set"):
-        await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(), timeout=5)
+        await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(), timeout=PATIENCE_S)
 
 
 async def test_who_asks_for_no_length_gets_what_a_pool_smaller_than_the_context_holds() -> None:
@@ -215,17 +217,21 @@ async def test_logprobs_come_with_every_token_the_first_one_too(deployment: Depl
 
 async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Deployment) -> None:
     sent = "naïve 日本語 🙂 text"
-    tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(text=sent), timeout=5)
-    back = await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=5)
+    tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(text=sent), timeout=PATIENCE_S)
+    back = await deployment.inference.Detokenize(
+        inference_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=PATIENCE_S
+    )
     assert back.text == sent
     with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary"):
-        await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=5)
+        await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=PATIENCE_S)
     with pytest.raises(grpc.aio.AioRpcError, match="at most 1000000, are 1000001"):
-        await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001), timeout=5)
+        await deployment.inference.Detokenize(
+            inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001), timeout=PATIENCE_S
+        )
 
 
 async def test_get_model_says_what_is_served(deployment: Deployment) -> None:
-    model = await deployment.inference.GetModel(inference_pb2.GetModelRequest(), timeout=5)
+    model = await deployment.inference.GetModel(inference_pb2.GetModelRequest(), timeout=PATIENCE_S)
     assert model.name == "fake:tiny"
     assert model.has_chat_template
     assert model.context_length > 0
@@ -263,7 +269,7 @@ async def test_all_choices_of_a_call_are_admitted_with_it_however_full_the_queue
 
 async def test_explain_names_the_candidates_and_runs_nothing(deployment: Deployment) -> None:
     request = make_request(text="where would this one go", max_tokens=4)
-    explained = await deployment.cluster.Explain(request, timeout=5)
+    explained = await deployment.cluster.Explain(request, timeout=PATIENCE_S)
     assert explained.prompt_tokens == 23
     assert explained.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
     assert [candidate.chosen for candidate in explained.candidates].count(True) == 1
@@ -276,9 +282,9 @@ async def test_explain_names_the_candidates_and_runs_nothing(deployment: Deploym
 async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(deployment: Deployment) -> None:
     await deployment.generate(text="something to remember for later", max_tokens=4)
     await deployment.assert_pools_settle()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
-            fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=5)
+            fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
             if all(worker.load.ledger.cached for worker in fleet.workers):
                 break
             await asyncio.sleep(0.02)  # the reports are on their way
@@ -296,17 +302,19 @@ async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(de
 
 async def test_scaling_without_a_supervisor_is_unavailable(deployment: Deployment) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await deployment.cluster.Scale(cluster_pb2.ScaleRequest(prefill=2), timeout=5)
+        await deployment.cluster.Scale(cluster_pb2.ScaleRequest(prefill=2), timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_health_and_reflection_are_served(deployment: Deployment) -> None:
     health = health_pb2_grpc.HealthStub(deployment.channel)
     for service in ("", "tandem.v1.Inference", "tandem.v1.Cluster"):
-        status = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        status = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S)
         assert status.status == health_pb2.HealthCheckResponse.SERVING
     stub = reflection_pb2_grpc.ServerReflectionStub(deployment.channel)
-    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5)
+    call = stub.ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=PATIENCE_S
+    )
     names = {service.name for reply in [await call.read()] for service in reply.list_services_response.service}
     assert {"tandem.v1.Inference", "tandem.v1.Cluster", "grpc.health.v1.Health"} <= names
 
@@ -330,7 +338,7 @@ def _slow_down(deployment: Deployment, step_s: float) -> None:
 async def _assert_no_call_is_open(deployment: Deployment) -> None:
     shell = deployment.router._shell
     assert shell is not None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while shell.num_open or shell.machine.num_in_flight:
             await asyncio.sleep(0.01)
     shell.machine.check()

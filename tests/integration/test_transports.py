@@ -95,7 +95,7 @@ class TestContract:
         handle = ends.b.start_read("a", blocks([(1, 1)]))
         seen_a: list[TransportEvent] = []
         seen_b: list[TransportEvent] = []
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 20.0
         while not (seen_a and seen_b):
             assert time.monotonic() < deadline
             seen_a += ends.a.poll()

@@ -27,7 +27,7 @@ class Ends:
         self.a.connect(self.address_b)
         self.b.connect(self.address_a)
 
-    def poll_until(self, enough: Callable[[list[TransportEvent]], bool], seconds: float = 5.0) -> list[TransportEvent]:
+    def poll_until(self, enough: Callable[[list[TransportEvent]], bool], seconds: float = 20.0) -> list[TransportEvent]:
         """What `b` reports, while both poll, until it is enough."""
         events: list[TransportEvent] = []
         deadline = time.monotonic() + seconds
