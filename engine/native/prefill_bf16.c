@@ -74,13 +74,21 @@ INLINE void multiply_rows(const uint16_t *rows, int row_stride, int num_pairs, c
     } while (++pair < num_pairs);
 }
 
-APART void score_tile(const uint16_t *query, const uint16_t *keys, int head_dim, float *scores) {
+/* Scores of `vectors` (a constant) vectors of positions. */
+INLINE void score_part(const uint16_t *query, const uint16_t *keys, int head_dim, const int vectors, float *scores) {
     __m512 sums[ROWS][SCORE_VECTORS];
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < SCORE_VECTORS; v++) sums[r][v] = _mm512_setzero_ps();
-    multiply_rows(query, head_dim, head_dim / 2, keys, 2 * TILE, SCORE_VECTORS, sums);
+        for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_setzero_ps();
+    multiply_rows(query, head_dim, head_dim / 2, keys, 2 * TILE, vectors, sums);
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < SCORE_VECTORS; v++) _mm512_storeu_ps(scores + r * WIDE_TILE + v * LANES, sums[r][v]);
+        for (int v = 0; v < vectors; v++) _mm512_storeu_ps(scores + r * WIDE_TILE + v * LANES, sums[r][v]);
+}
+
+/* The first `used` positions of WIDE_TILE, and at most 31 more. */
+APART void score_positions(const uint16_t *query, const uint16_t *keys, int head_dim, int used, float *scores) {
+    for (; used > TILE / 2; used -= TILE, keys += head_dim * TILE, scores += TILE)
+        score_part(query, keys, head_dim, SCORE_VECTORS, scores);
+    if (used > 0) score_part(query, keys, head_dim, SCORE_VECTORS / 2, scores);
 }
 
 /* A row's scores from place `from` on, of which those before `seen` count. */
@@ -164,8 +172,7 @@ static void attend_tile(const struct span *span, int64_t from, int count, size_t
     for (int row = 0; row < span->num_rows; row += ROWS) {
         const int used = smaller(position_of(span, row + ROWS - 1) - from + 1, count);
         if (used <= 0) continue;
-        for (int first = 0; first < used; first += TILE)
-            score_tile((uint16_t *)span->query + row * head_dim, keys + first * head_dim, head_dim, scores + first);
+        score_positions((uint16_t *)span->query + row * head_dim, keys, head_dim, used, scores);
         int seen[ROWS];
         for (int r = 0; r < ROWS; r++) seen[r] = smaller(position_of(span, row + r) - from + 1, used);
         weigh_rows(scores, seen, used, cache->scale * LOG2_E, span->maxima + row, span->totals + row, weights, rescale);
