@@ -18,15 +18,14 @@
 #endif
 
 /* `heads` (a constant) query heads from `h` on, of those whose queries and sums lie one behind the other. */
-INLINE void attend_heads(const struct kv_cache *cache, const struct place *here, int count, const struct place *ahead,
-                         int is_bf16, const int heads, int h, float *query, float *sums, float *maxima,
-                         float *totals) {
+INLINE void attend_heads(const struct kv_cache *cache, const struct course *course, int count, int is_bf16,
+                         const int heads, int h, float *query, float *sums, float *maxima, float *totals) {
     const int at = h * cache->head_dim;
     if (BF16_PRODUCTS && is_bf16)
-        attend_tile_bf16(cache, here, count, ahead, heads, (uint16_t *)(query + at), sums + at, maxima + h,
+        attend_tile_bf16(cache, course, count, heads, (uint16_t *)(query + at), sums + at, maxima + h,
                          totals + h * LANES);
     else
-        attend_tile(cache, here, count, ahead, is_bf16, heads, query + at, sums + at, maxima + h, totals + h * LANES);
+        attend_tile(cache, course, count, is_bf16, heads, query + at, sums + at, maxima + h, totals + h * LANES);
 }
 
 INLINE void load_queries(const struct kv_cache *cache, const void *queries, size_t index, int num_elements,
@@ -67,8 +66,13 @@ INLINE void locate_tile(const struct kv_cache *cache, const struct paged_batch *
     for (int p = tile->count; p < TILE; p++) tile->rows[p] = tile->rows[tile->count - 1];
 }
 
-INLINE struct place place_of(const struct kv_cache *cache, const struct tile *tile, size_t keys) {
-    return (struct place){tile->rows, keys, keys + cache->value_stride};
+#define TILES 3 /* the current one and those of the two places after it */
+
+/* KV head `head` and up: from the number of heads on it is one of the next tile, and so on. */
+INLINE struct place place_of(const struct kv_cache *cache, const struct tile *tiles, int turn, size_t first_key,
+                             int head, int num_heads) {
+    const size_t keys = first_key + head % num_heads * cache->head_stride;
+    return (struct place){tiles[(turn + head / num_heads) % TILES].rows, keys, keys + cache->value_stride};
 }
 
 INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index,
@@ -80,26 +84,27 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
     const size_t first_key = layer_offset + first_head * cache->head_stride;
     float *query = scratch, *sums = query + num_queries * head_dim, *totals = sums + num_queries * head_dim;
     float *maxima = totals + num_queries * LANES;
-    struct tile tiles[2];
-    locate_tile(cache, batch, index, 0, tiles);
+    struct tile tiles[TILES];
+    for (int turn = 0; turn + 1 < TILES; turn++) locate_tile(cache, batch, index, turn * TILE, tiles + turn);
     load_queries(cache, queries, row * query_stride + first_head * group * head_dim, num_queries * head_dim, is_bf16,
                  query);
     memset(sums, 0, sizeof(float) * num_queries * (head_dim + LANES));
     for (int h = 0; h < num_queries; h++) maxima[h] = -INFINITY;
 
     int turn = 0;
-    for (int64_t from = 0; from < length; from += TILE, turn = !turn) {
-        locate_tile(cache, batch, index, from + TILE, tiles + !turn);
+    for (int64_t from = 0; from < length; from += TILE, turn = (turn + 1) % TILES) {
+        locate_tile(cache, batch, index, from + (TILES - 1) * TILE, tiles + (turn + TILES - 1) % TILES);
         for (int head = 0; head < num_heads; head++) {
-            const int last = head + 1 == num_heads;
-            const struct place here = place_of(cache, tiles + turn, first_key + head * cache->head_stride);
-            const struct place ahead = last ? place_of(cache, tiles + !turn, first_key)
-                                            : place_of(cache, tiles + turn, here.keys + cache->head_stride);
+            const struct course course = {
+                place_of(cache, tiles, turn, first_key, head, num_heads),
+                place_of(cache, tiles, turn, first_key, head + 1, num_heads),
+                place_of(cache, tiles, turn, first_key, head + 2, num_heads),
+            };
             for (int h = head * group, left = group; left > 0;) {
                 const int heads = left < MAX_TILE_HEADS ? left : MAX_TILE_HEADS;
                 switch (heads) {
 #define HEADS(n) \
-    attend_heads(cache, &here, tiles[turn].count, &ahead, is_bf16, n, h, query, sums, maxima, totals); \
+    attend_heads(cache, &course, tiles[turn].count, is_bf16, n, h, query, sums, maxima, totals); \
     break;
                 case 1: HEADS(1)
                 case 2: HEADS(2)
@@ -120,9 +125,11 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
 void tandem_fetch_first_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t layer) {
     struct tile tile;
     locate_tile(cache, batch, 0, 0, &tile);
-    const struct place first = place_of(cache, &tile, layer * cache->layer_stride);
-    const size_t row_bytes = cache->head_dim * element_bytes(cache->is_bf16);
-    for (int p = 0; p < tile.count; p++) fetch_while_adding(&first, p, 0, row_bytes);
+    const size_t keys = layer * cache->layer_stride, row_bytes = cache->head_dim * element_bytes(cache->is_bf16);
+    for (int p = 0; p < tile.count; p++) {
+        fetch_row(tile.rows[p] + keys + cache->value_stride, row_bytes);
+        fetch_row(tile.rows[p] + keys, row_bytes);
+    }
 }
 
 /* One layer of a batch, in tasks of some KV heads of a sequence each. */

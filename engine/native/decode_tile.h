@@ -24,23 +24,31 @@ struct place {
     size_t keys, values;
 };
 
+/* The place that is computed, and the two that come after it. */
+struct course {
+    struct place here, next, later;
+};
+
 /* While a row is computed, rows that come later are asked for, so that memory is asked evenly and never rests. Each is
-   asked for twice, a whole tile and half a tile before it is needed: a CPU that waits for many lines already forgets
-   what else it is asked for. The second cache waits for more lines at once than the first: that doubles the speed of a
-   CPU whose first cache waits for few. Where it waits for enough, what is read once had better pass by the second, where
-   it would take the place of what the kernels and Python come back to in the next layer. */
+   asked for more than once: two places, one and half a one before it is needed, since a CPU that waits for many lines
+   already forgets what else it is asked for. The second cache waits for more lines at once than the first: that doubles
+   the speed of a CPU whose first cache waits for few. Where it waits for enough, what is read once had better pass by the
+   second, where it would take the place of what the kernels and Python come back to in the next layer; but what is
+   needed two places later has no room in the first. */
 INLINE void fetch_row(const char *row, size_t num_bytes) {
     for (size_t byte = 0; byte < num_bytes; byte += LINE_BYTES) __builtin_prefetch(row + byte, 0, FETCH_LOCALITY);
 }
 
-INLINE void fetch_while_scoring(const struct place *here, const struct place *ahead, int p, size_t num_bytes) {
-    fetch_row(ahead->rows[p] + ahead->keys, num_bytes);
-    fetch_row(here->rows[p] + here->values, num_bytes);
+INLINE void fetch_while_scoring(const struct course *course, int p, size_t num_bytes) {
+    if (FETCH_LOCALITY) fetch_row(course->later.rows[p] + course->later.keys, num_bytes);
+    fetch_row(course->next.rows[p] + course->next.keys, num_bytes);
+    fetch_row(course->here.rows[p] + course->here.values, num_bytes);
 }
 
-INLINE void fetch_while_adding(const struct place *ahead, int p, size_t at, size_t num_bytes) {
-    fetch_row(ahead->rows[p] + ahead->values + at, num_bytes);
-    fetch_row(ahead->rows[p] + ahead->keys + at, num_bytes);
+INLINE void fetch_while_adding(const struct course *course, int p, size_t at, size_t num_bytes) {
+    if (FETCH_LOCALITY) fetch_row(course->later.rows[p] + course->later.values + at, num_bytes);
+    fetch_row(course->next.rows[p] + course->next.values + at, num_bytes);
+    fetch_row(course->next.rows[p] + course->next.keys + at, num_bytes);
 }
 
 /* scores[h][p] = query[h] . key row p, for `heads` query heads and `count` rows. heads and count are constants. */
@@ -95,8 +103,9 @@ INLINE void add_row(const char *row, int d, const float *weights, int is_bf16, c
 }
 
 /* sums[h] = sums[h] * rescale[h] + weights[h] . value rows. Even and odd rows are summed apart: shorter chains. */
-INLINE void add_values(const struct place *here, int count, const struct place *ahead, const float *weights,
-                       const float *rescale, int head_dim, int is_bf16, const int heads, float *sums) {
+INLINE void add_values(const struct course *course, int count, const float *weights, const float *rescale,
+                       int head_dim, int is_bf16, const int heads, float *sums) {
+    const struct place *here = &course->here;
     const size_t pair_bytes = PAIR * element_bytes(is_bf16);
     for (int d = 0; d < head_dim; d += PAIR) {
         vfloat even[MAX_TILE_HEADS][2], odd[MAX_TILE_HEADS][2];
@@ -107,7 +116,7 @@ INLINE void add_values(const struct place *here, int count, const struct place *
         }
         int p = 0;
         for (; p + 2 <= count; p += 2) {
-            for (int i = p; i < p + 2; i++) fetch_while_adding(ahead, i, d * element_bytes(is_bf16), pair_bytes);
+            for (int i = p; i < p + 2; i++) fetch_while_adding(course, i, d * element_bytes(is_bf16), pair_bytes);
             add_row(here->rows[p] + here->values, d, weights + p, is_bf16, heads, even);
             add_row(here->rows[p + 1] + here->values, d, weights + p + 1, is_bf16, heads, odd);
         }
@@ -120,21 +129,22 @@ INLINE void add_values(const struct place *here, int count, const struct place *
 }
 
 /* One tile of one KV head for `heads` (a constant) of its query heads. */
-INLINE void attend_tile(const struct kv_cache *cache, const struct place *here, int count, const struct place *ahead,
-                        int is_bf16, const int heads, const float *query, float *sums, float *maxima, float *totals) {
+INLINE void attend_tile(const struct kv_cache *cache, const struct course *course, int count, int is_bf16,
+                        const int heads, const float *query, float *sums, float *maxima, float *totals) {
+    const struct place *here = &course->here;
     float scores[MAX_TILE_HEADS * TILE], rescale[MAX_TILE_HEADS];
     const int step = heads == 4 ? 2 : 4, head_dim = cache->head_dim;
     const size_t row_bytes = head_dim * element_bytes(is_bf16);
     int p = 0;
     for (; p + step <= count; p += step) {
-        for (int i = p; i < p + step; i++) fetch_while_scoring(here, ahead, i, row_bytes);
+        for (int i = p; i < p + step; i++) fetch_while_scoring(course, i, row_bytes);
         score_rows(query, head_dim, here->rows + p, here->keys, is_bf16, heads, step, scores + p);
     }
     for (; p < count; p++)
         score_rows(query, head_dim, here->rows + p, here->keys, is_bf16, heads, 1, scores + p);
     for (int h = 0; h < heads; h++)
         rescale[h] = weigh_scores(scores + h * TILE, count, maxima + h, totals + h * LANES);
-    add_values(here, count, ahead, scores, rescale, head_dim, is_bf16, heads, sums);
+    add_values(course, count, scores, rescale, head_dim, is_bf16, heads, sums);
 }
 
 #endif

@@ -31,15 +31,16 @@ INLINE void score_two_rows(const char *first, const char *second, const uint16_t
 }
 
 /* scores[h][i] = query[h] . key row p + i, for STEP rows. head_dim and heads are constants. */
-INLINE void score_step(const uint16_t *query, const int head_dim, const struct place *here, const struct place *ahead,
-                       int p, const int heads, float *scores) {
+INLINE void score_step(const uint16_t *query, const int head_dim, const struct course *course, int p,
+                       const int heads, float *scores) {
+    const struct place *here = &course->here;
     __m512 fours[STEP / 4][MAX_TILE_HEADS];
     for (int four = 0; four < STEP / 4; four++, p += 4) {
         __m512 sums[2][MAX_TILE_HEADS];
         for (int two = 0; two < 2; two++) {
             const char *const *rows = here->rows + p + 2 * two;
             for (int h = 0; h < heads; h++) sums[two][h] = _mm512_setzero_ps();
-            for (int i = 0; i < 2; i++) fetch_while_scoring(here, ahead, p + 2 * two + i, 2 * head_dim);
+            for (int i = 0; i < 2; i++) fetch_while_scoring(course, p + 2 * two + i, 2 * head_dim);
             score_two_rows(rows[0] + here->keys, rows[1] + here->keys, query, head_dim, heads, sums[two]);
         }
         for (int h = 0; h < heads; h++) {
@@ -88,9 +89,9 @@ INLINE void add_two_rows(const char *first, const char *second, const uint16_t *
 }
 
 /* sums[h] = sums[h] * rescale[h] + weights[h] . value rows, in the order of interleaved rows. */
-INLINE void add_values_bf16(const struct place *here, int count, const struct place *ahead,
-                            const uint16_t *weights, const float *rescale, int head_dim, const int heads,
-                            float *sums) {
+INLINE void add_values_bf16(const struct course *course, int count, const uint16_t *weights, const float *rescale,
+                            int head_dim, const int heads, float *sums) {
+    const struct place *here = &course->here;
     for (int d = 0; d < head_dim; d += WIDE) {
         __m512 even[MAX_TILE_HEADS][2], odd[MAX_TILE_HEADS][2]; /* two chains of sums: shorter waits */
         for (int h = 0; h < heads; h++) {
@@ -103,7 +104,7 @@ INLINE void add_values_bf16(const struct place *here, int count, const struct pl
         const size_t at = here->values + 2 * d;
         for (int p = 0; p < count; p += 4) { /* a padded row has the weight 0 */
             const char *const *rows = here->rows + p;
-            for (int i = 0; i < 4; i++) fetch_while_adding(ahead, p + i, 2 * d, 2 * WIDE);
+            for (int i = 0; i < 4; i++) fetch_while_adding(course, p + i, 2 * d, 2 * WIDE);
             add_two_rows(rows[0] + at, rows[1] + at, weights + p, heads, even);
             add_two_rows(rows[2] + at, rows[3] + at, weights + p + 2, heads, odd);
         }
@@ -114,22 +115,21 @@ INLINE void add_values_bf16(const struct place *here, int count, const struct pl
 }
 
 /* One tile of one KV head for `heads` (a constant) of its query heads. query: bfloat16 [heads, 2 * head_dim]. */
-INLINE void attend_tile_bf16(const struct kv_cache *cache, const struct place *here, int count,
-                             const struct place *ahead, const int heads, const uint16_t *query, float *sums,
-                             float *maxima, float *totals) {
+INLINE void attend_tile_bf16(const struct kv_cache *cache, const struct course *course, int count, const int heads,
+                             const uint16_t *query, float *sums, float *maxima, float *totals) {
     float scores[MAX_TILE_HEADS * TILE], rescale[MAX_TILE_HEADS];
     uint16_t weights[MAX_TILE_HEADS * TILE];
     const int head_dim = cache->head_dim;
     for (int p = 0; p < count; p += STEP) {
         if (head_dim == 64)
-            score_step(query, 64, here, ahead, p, heads, scores + p);
+            score_step(query, 64, course, p, heads, scores + p);
         else
-            score_step(query, head_dim, here, ahead, p, heads, scores + p);
+            score_step(query, head_dim, course, p, heads, scores + p);
     }
     for (int h = 0; h < heads; h++)
         rescale[h] = weigh_scores_bf16(scores + h * TILE, count, cache->scale * LOG2_E, maxima + h,
                                        totals + h * LANES, weights + h * TILE);
-    add_values_bf16(here, count, ahead, weights, rescale, head_dim, heads, sums);
+    add_values_bf16(course, count, weights, rescale, head_dim, heads, sums);
 }
 
 #endif
