@@ -53,12 +53,14 @@ INLINE void store_head(const float *sums, const float *total, int head_dim, void
     }
 }
 
-/* The tile of sequence `index` that begins at position `from`; where that one has ended, the next sequence's first. */
+/* The tile of sequence `index` that begins at position `from`; where that one has ended, the next sequence's first, and
+   after the last sequence its last tile once more, which is in the cache. */
 INLINE void locate_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index, int64_t from,
                         struct tile *tile) {
     if (from > batch->start[index]) {
-        if (index + 1 < batch->num_sequences) index++;
-        from = 0;
+        const int is_last = index + 1 == batch->num_sequences;
+        from = is_last ? batch->start[index] / TILE * TILE : 0;
+        index += !is_last;
     }
     const int64_t length = batch->start[index] + 1;
     tile->count = (int)(from + TILE < length ? TILE : length - from);
