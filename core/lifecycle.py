@@ -48,6 +48,7 @@ class Path(Enum):
     DISAGGREGATED = "disaggregated"  # prefill on one worker, decode on another
     LOCAL = "local"  # the decode worker prefilled, on purpose
     RECOMPUTED = "recomputed"  # a hand-off or a worker failed and the prompt was computed again
+    MIGRATED = "migrated"  # a draining worker handed the running sequence to a peer; no worker does it yet
 
 
 class WorkerRole(Enum):

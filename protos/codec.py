@@ -46,6 +46,7 @@ PATH_TO_WIRE = {
     Path.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
     Path.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
     Path.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
+    Path.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
 }
 
 # What a holder of blocks is, by the column its blocks are counted in.
