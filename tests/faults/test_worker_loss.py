@@ -11,6 +11,7 @@ import pytest
 
 from core.config import EngineConfig, WorkerConfig
 from core.request import Request, SamplingParams
+from prefill_worker.machine import PrefillArrived
 from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
 from runtime.worker_service import WorkerService
@@ -179,17 +180,24 @@ async def test_steps_that_end_in_time_are_never_taken_to_hang(expected: list[int
         assert answer.finished.attempts == 1
 
 
-class _Broken:
-    def handle(self, event: object, _: float) -> list[object]:
-        raise RuntimeError(f"a bug, on {type(event).__name__}")
+def fail_on_arrival(worker: WorkerService) -> None:
+    """Its machine takes whatever else comes: what the transfer still measures shall not be what makes it fail."""
+    assert worker._driver is not None
+    handle = worker._driver.machine.handle
+
+    def broken(event: object, now: float) -> object:
+        if isinstance(event, PrefillArrived):
+            raise RuntimeError("a bug, on an arrival")
+        return handle(event, now)
+
+    worker._driver.machine.handle = broken  # type: ignore[method-assign, assignment]
 
 
 async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once(expected: list[int]) -> None:
     """Who made it fail is not tried elsewhere, where it might do the same; all others are, and nobody waits."""
     async with deploy(tiny_config()) as deployment:
         (worker,) = deployment.prefill
-        assert worker._driver is not None
-        worker._driver.machine = _Broken()  # type: ignore[assignment]
+        fail_on_arrival(worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert caught.value.code() is grpc.StatusCode.INTERNAL

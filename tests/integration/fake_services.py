@@ -107,6 +107,7 @@ class Journal(asyncio.DatagramProtocol):
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+        self._closed = asyncio.Event()
         self.pids: set[int] = set()
         self.drained: set[object] = set()
         self.started: dict[str, dict[str, object]] = {}  # the newest start of each
@@ -117,8 +118,11 @@ class Journal(asyncio.DatagramProtocol):
         transport, journal = await asyncio.get_running_loop().create_datagram_endpoint(
             cls, local_addr=str(path), family=socket.AF_UNIX
         )
-        yield journal
-        transport.close()
+        try:
+            yield journal
+        finally:
+            transport.close()
+            await journal._closed.wait()
 
     def datagram_received(self, data: bytes, _addr: object) -> None:
         message = json.loads(data)
@@ -129,9 +133,17 @@ class Journal(asyncio.DatagramProtocol):
             self.drained.add(message["name"])
         self._messages.put_nowait(message)
 
+    def connection_lost(self, _: Exception | None) -> None:
+        self._closed.set()
+
     async def start_of(self, name: str) -> dict[str, object]:
         """The newest start of a service; waits for the first."""
         return self.started.get(name) or await self.wait_for(name=name, event="started")
+
+    async def wait_for_drains(self, names: set[str]) -> None:
+        """Until each of these services has drained: the fleet's own news may be read before the last message."""
+        while not names <= self.drained:
+            await self.wait_for(event="drained")
 
     async def wait_for(self, **wanted: object) -> dict[str, object]:
         """The next message with these fields; those before it are passed over."""
