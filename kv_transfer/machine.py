@@ -261,8 +261,8 @@ class TransferMachine:
             case Heartbeat():
                 self._puller.on_answer(sender, message, now)
             case Abort(transfer_id=transfer_id) if transfer_id in self._owner.offers:
-                self._owner.on_abort(sender, message, now)
-            case Abort():
+                self._owner.on_abort(sender, message)
+            case Abort():  # of a pull; or of an offer that has ended, which is counted there and changes nothing
                 self._puller.on_abort(sender, message, now)
 
     def _meet(self, peer: AgentAddress, now: float) -> None:

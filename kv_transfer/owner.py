@@ -195,10 +195,10 @@ class Owner:
         else:
             self._end(offer, OwnerState.RELEASED, release.reason)
 
-    def on_abort(self, sender: str, abort: Abort, now: float) -> None:
-        """The puller gives up; its RELEASE follows when its reads have ended."""
-        offer = self._offer_for(sender, abort, now)
-        if offer is None or offer.aborting is not None:
+    def on_abort(self, sender: str, abort: Abort) -> None:
+        """The puller of a live offer gives up; its RELEASE follows when its reads have ended."""
+        offer = self.offers[abort.transfer_id]
+        if not self._accept(offer, sender, abort) or offer.aborting is not None:
             return
         offer.aborting, offer.detail = abort.reason, abort.detail
         if not offer.may_be_read:
@@ -237,27 +237,27 @@ class Owner:
 
     # ---- inside
 
-    def _offer_for(self, sender: str, message: Want | Release | Abort, now: float) -> Offer | None:
+    def _offer_for(self, sender: str, message: Want | Release, now: float) -> Offer | None:
         """The live offer a message is for; where there is none, the message is answered, kept or dropped."""
         offer = self.offers.get(message.transfer_id)
         if offer is None:
             self._without_offer(sender, message, now)
             return None
-        if not self._peers.accept(offer.peer, offer.newest, sender, message):
-            return None
-        offer.newest = message.counter
-        return offer
+        return offer if self._accept(offer, sender, message) else None
 
-    def _without_offer(self, sender: str, message: Want | Release | Abort, now: float) -> None:
+    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort) -> bool:
+        accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
+        if accepted:
+            offer.newest = message.counter
+        return accepted
+
+    def _without_offer(self, sender: str, message: Want | Release, now: float) -> None:
         ended_by = self._ended.get(message.transfer_id)
         if ended_by is not None:
             self._peers.drop(Drop.LATE)
             peer = self._peers.address_of(sender)
             if isinstance(message, Want) and peer is not None:
                 self._send_abort(peer, message.transfer_id, ended_by)
-            return
-        if isinstance(message, Abort):
-            self._peers.drop(Drop.UNKNOWN_TRANSFER)
             return
         kept = self._early.get(message.transfer_id)
         if kept is None and len(self._early) >= self.config.max_transfers:
