@@ -13,12 +13,11 @@ import grpc.aio
 
 from core.errors import DeadlineExceeded, InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2
-from runtime.grpc_server import RETRYABLE_KEY, error_from, open_channel
+from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, RETRYABLE_KEY, error_from, open_channel
 from runtime.security import OPEN, Credentials
 
 CALL_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 0.05
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 T = TypeVar("T")
 
@@ -124,7 +123,7 @@ async def connect(address: str, credentials: Credentials = OPEN) -> AsyncIterato
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise InvalidRequest("router", f"must be host:port, is {address!r}")
-    channel = open_channel(address, MAX_MESSAGE_BYTES, credentials)
+    channel = open_channel(address, MAX_GRPC_MESSAGE_BYTES, credentials)
     try:
         yield Client(address, channel, credentials)
     finally:

@@ -18,13 +18,12 @@ from core.paths import PeerDismissed, PeerIntroduced
 from protos import codec, worker_pb2, worker_pb2_grpc
 from router import events
 from router.events import RouterEvent
-from runtime.grpc_server import cancel_and_wait, error_from, open_channel
+from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.security import Credentials
 from runtime.service import Endpoint
 
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # the last one again and again
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # snapshots of large pools
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class WorkerLink:
         self._post = post
         self._is_known = is_known
         self._credentials = credentials
-        self._channel = open_channel(endpoint.address, MAX_MESSAGE_BYTES, credentials)
+        self._channel = open_channel(endpoint.address, MAX_GRPC_MESSAGE_BYTES, credentials)
         self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]

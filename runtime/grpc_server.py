@@ -45,6 +45,9 @@ TRANSFER_KEY = "tandem-transfer-failed"  # it shares its status with a lost work
 # Calls that have arrived and were not looked at yet. Beyond it (its own is 1,000) gRPC ends some at random,
 # as CANCELLED, where the router would say RESOURCE_EXHAUSTED and when to come back: it shall have time for that.
 MAX_PENDING_CALLS = 20_000
+# Inside a cluster, for snapshots of large pools, and to a client of our own; what a router takes from others is
+# `max_message_bytes` in its config.
+MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:

@@ -25,13 +25,12 @@ from core.step import StepOutput, StepPlan
 from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
-from runtime.grpc_server import GrpcServer, cancel_and_wait
+from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.reports import ReportFeed
 from runtime.security import OPEN, WORKER_RULES, Credentials
 from runtime.service import Endpoint
 from runtime.telemetry import Telemetry
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # snapshots of large pools; workers talk to routers only
 STOP_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ class WorkerService:
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, parts.worker_id)
-        self._server = GrpcServer(self._config.host, 0, MAX_MESSAGE_BYTES, self._credentials, WORKER_RULES)
+        self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
         self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
