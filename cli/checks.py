@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 
 from rich.console import Console
 
 from core.config import RouterConfig, SecurityConfig, TandemConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from engine.catalogue import CATALOGUE, default_cache_dir, is_cached
-from engine.model_source import resolve_model
+from engine.model_source import resolve_model, usable_context
 
 COLLECTOR_TIMEOUT_S = 1.0
 
@@ -19,6 +20,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     """Raises `TandemError`. A model of the catalogue that is not here yet is fetched."""
     check_transport(config.transfer)
     check_port(config.router)
+    check_telemetry(config.telemetry)
     check_credentials(config.security)
     tell_of_silent_collector(config.telemetry, console)
     if config.cluster.address:
@@ -28,7 +30,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
         from cli.pull import pull
 
         pull(entry.name, console)
-    resolve_model(config.engine.model)
+    usable_context(resolve_model(config.engine.model), config.engine.max_context)
 
 
 def check_transport(config: TransferConfig) -> None:
@@ -61,14 +63,34 @@ def check_credentials(config: SecurityConfig) -> None:
 
 def check_port(config: RouterConfig) -> None:
     """Raises `ConfigError` where the router could not listen: seconds before the router itself could."""
-    if config.port == 0:
-        return
+    error = _why_not_listen(config.host, config.port)
+    if error is not None:
+        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with {flag}"
+        ) from error
+
+
+def check_telemetry(config: TelemetryConfig) -> None:
+    """Raises `ConfigError` where the router could not show its metrics, or its spans could not be written."""
+    error = _why_not_listen("0.0.0.0", config.metrics_port)
+    if error is not None:
+        raise ConfigError(
+            f"cannot serve metrics on port {config.metrics_port} ({error.strerror}); choose another with --metrics-port"
+        ) from error
+    if config.trace_file:
+        from runtime.telemetry import JsonLinesExporter
+
+        JsonLinesExporter(Path(config.trace_file))
+
+
+def _why_not_listen(host: str, port: int) -> OSError | None:
+    if port == 0:
+        return None
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.host, config.port))
+            probe.bind((host, port))
         except OSError as error:
-            flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-            raise ConfigError(
-                f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with {flag}"
-            ) from error
+            return error
+    return None

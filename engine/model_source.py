@@ -79,14 +79,11 @@ def load_model_info(spec: str, max_context: int = 0, cache_dir: Path | None = No
 def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
     """As `load_model_info`, for a source that is resolved already."""
     if source.kind is SourceKind.FAKE:
-        context_length = FAKE_CONFIGS[source.config_name].context_length
-        if max_context > context_length:
-            raise ConfigError(f"max_context is {max_context}, but {source.name} goes to {context_length} tokens")
         return ModelInfo(
             name=source.name,
             fingerprint=fingerprint(source),
             vocab_size=BYTE_VOCAB_SIZE,
-            context_length=max_context or context_length,
+            context_length=usable_context(source, max_context),
             eos_token_ids=frozenset({BYTE_EOS_ID}),
             bos_token_id=BYTE_BOS_ID,
         )
@@ -101,6 +98,17 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
     )
+
+
+def usable_context(source: ModelSource, max_context: int = 0) -> int:
+    """Tokens of context served, without a look at the weights. Raises `ConfigError` where that cannot be as many, or
+    the model is of a kind that is not served."""
+    if source.kind is not SourceKind.FAKE:
+        return load_config(source).usable_context(max_context)
+    context_length = FAKE_CONFIGS[source.config_name].context_length
+    if max_context > context_length:
+        raise ConfigError(f"max_context is {max_context}, but {source.name} goes to {context_length} tokens")
+    return max_context or context_length
 
 
 def load_config(source: ModelSource) -> ModelConfig:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import io
 import socket
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from cli.checks import check_credentials, check_port, check_transport, tell_of_silent_collector
+from cli.checks import (
+    check_before_start,
+    check_credentials,
+    check_port,
+    check_telemetry,
+    check_transport,
+    tell_of_silent_collector,
+)
 from cli.serve import why_it_takes_long
-from core.config import ClusterConfig, RouterConfig, SecurityConfig, TelemetryConfig, TransferConfig
+from core.config import (
+    ClusterConfig,
+    EngineConfig,
+    RouterConfig,
+    SecurityConfig,
+    TandemConfig,
+    TelemetryConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 
 
@@ -28,6 +44,31 @@ def test_a_taken_port_is_named_with_the_option_that_changes_it() -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .* --port"):
             check_port(RouterConfig(port=port))
     check_port(RouterConfig(port=0))
+
+
+def test_a_taken_metrics_port_is_named_with_the_option_that_changes_it() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
+            check_telemetry(TelemetryConfig(metrics_port=port))
+        check_telemetry(TelemetryConfig(metrics_port=0))
+
+
+def test_a_trace_file_that_cannot_be_written_is_named_with_its_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[telemetry\] trace_file: cannot write .*/none/spans.jsonl"):
+        check_telemetry(TelemetryConfig(trace_file=str(tmp_path / "none" / "spans.jsonl")))
+    check_telemetry(TelemetryConfig(trace_file=str(tmp_path / "spans.jsonl")))
+
+
+@pytest.mark.parametrize("model", ["fake:tiny", "random:llama-tiny"])
+def test_more_context_than_the_model_has_is_refused(model: str) -> None:
+    told = Console(file=io.StringIO())
+    router = RouterConfig(port=0)
+    with pytest.raises(ConfigError, match=r"^max_context is 1000000, but "):
+        check_before_start(TandemConfig(EngineConfig(model=model, max_context=10**6), router=router), told)
+    check_before_start(TandemConfig(EngineConfig(model=model), router=router), told)
 
 
 def test_an_address_that_is_not_of_this_machine_is_named_with_its_option() -> None:
