@@ -22,6 +22,7 @@ CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHAT_MESSAGES = 1024
 MAX_PRIORITY = 100
 MAX_REQUEST_ID_CHARS = 128
+MAX_SHOWN_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def prepare(
     info = tokenizer.info
     _check_plain_fields(wire)
     if wire.model and wire.model != info.name:
-        raise ModelNotFound(f"model {wire.model!r} is not served here; {info.name!r} is")
+        raise ModelNotFound(f"model {_shown(wire.model)} is not served here; {info.name!r} is")
     token_ids = tokenize_prompt(wire, tokenizer, config)
     num_prompt_tokens = len(token_ids)
     if num_prompt_tokens >= info.context_length:
@@ -125,7 +126,7 @@ def _check_chat(messages: Sequence[inference_pb2.ChatMessage], max_chars: int) -
     for position, message in enumerate(messages):
         field = f"chat.messages[{position}].role"
         if message.role not in CHAT_ROLES:
-            raise InvalidRequest(field, f"must be one of {', '.join(CHAT_ROLES)}, is {message.role!r}")
+            raise InvalidRequest(field, f"must be one of {', '.join(CHAT_ROLES)}, is {_shown(message.role)}")
         if message.role == "system" and position > 0:
             raise InvalidRequest(field, "only the first message may be 'system'")
     return [{"role": message.role, "content": message.content} for message in messages]
@@ -134,3 +135,8 @@ def _check_chat(messages: Sequence[inference_pb2.ChatMessage], max_chars: int) -
 def _check_length(field: str, text: str, limit: int) -> None:
     if len(text) > limit:
         raise InvalidRequest(field, f"must have at most {limit} characters, has {len(text)}")
+
+
+def _shown(text: str) -> str:
+    """As a refusal repeats what a client sent: with more in it than a status holds, the client would get none."""
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}...")

@@ -73,6 +73,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "request id too long": (text(request_id="r" * 129), "request_id", "at most 128"),
     "no messages": (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, user, assistant"),
+    "endless role": (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
     "late system": (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only the first"),
 }  # fmt: skip
 
@@ -126,6 +127,13 @@ async def test_an_unknown_model_is_not_found(deployment: Deployment) -> None:
         await deployment.generate(text="hi", model="gpt-17")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert "fake:tiny" in (caught.value.details() or "")
+
+
+async def test_a_model_whose_name_is_endless_is_not_found_either(deployment: Deployment) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await deployment.generate(text="hi", model="m" * 100_000)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "mmm...' is not served here" in (caught.value.details() or "")
 
 
 async def test_a_message_over_the_size_limit_is_refused(deployment: Deployment) -> None:
