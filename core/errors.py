@@ -29,6 +29,7 @@ class TandemError(Exception):
 
     code = ErrorCode.INTERNAL
     retryable = False
+    field = ""  # of the request, where one is to blame
 
 
 class InvalidRequest(TandemError, ValueError):
@@ -44,6 +45,7 @@ class InvalidRequest(TandemError, ValueError):
 
 class ModelNotFound(TandemError):
     code = ErrorCode.NOT_FOUND
+    field = "model"
 
 
 class Unauthenticated(TandemError):

@@ -160,7 +160,7 @@ class GrpcServer:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     """End the call with the status, field and retry hint of `error`."""
     metadata: list[tuple[str, str]] = [(RETRYABLE_KEY, "true" if error.retryable else "false")]
-    if isinstance(error, InvalidRequest):
+    if error.field:
         metadata.append((FIELD_KEY, error.field))
     if isinstance(error, TransferFailed):
         metadata.append((TRANSFER_KEY, "true"))

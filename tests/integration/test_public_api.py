@@ -127,6 +127,8 @@ async def test_an_unknown_model_is_not_found(deployment: Deployment) -> None:
         await deployment.generate(text="hi", model="gpt-17")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert "fake:tiny" in (caught.value.details() or "")
+    trailers = {str(key): value for key, value in caught.value.trailing_metadata() or ()}
+    assert (trailers[FIELD_KEY], trailers[RETRYABLE_KEY]) == ("model", "false")
 
 
 async def test_a_model_whose_name_is_endless_is_not_found_either(deployment: Deployment) -> None:
