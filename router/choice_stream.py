@@ -114,10 +114,7 @@ class ChoiceStream:
     def _request_attributes(self) -> dict[str, AttributeValue]:
         sampling = self.request.sampling
         return {
-            Attribute.OPERATION: self.operation,
-            Attribute.PROVIDER: PROVIDER,
-            Attribute.REQUEST_MODEL: self.model,
-            Attribute.RESPONSE_ID: self.client_request_id,
+            **call_attributes(self.operation, self.model, self.client_request_id),
             Attribute.CHOICE: self.choice,
             Attribute.MAX_TOKENS: sampling.max_tokens,
             Attribute.TEMPERATURE: sampling.temperature,
@@ -140,6 +137,16 @@ class ChoiceStream:
             Attribute.PREFILL_WORKER: candidate.prefill_worker or candidate.decode_worker,
             Attribute.DECODE_WORKER: candidate.decode_worker,
         }
+
+
+def call_attributes(operation: str, model: str, request_id: str) -> dict[str, AttributeValue]:
+    """What a root span says of a call, also where it is refused before there is a choice."""
+    return {
+        Attribute.OPERATION: operation,
+        Attribute.PROVIDER: PROVIDER,
+        Attribute.REQUEST_MODEL: model,
+        Attribute.RESPONSE_ID: request_id,
+    }
 
 
 def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:

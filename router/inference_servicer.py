@@ -14,7 +14,7 @@ from core.request import MAX_SEED
 from engine.tokenizer import ModelTokenizer
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
-from router.choice_stream import ChoiceStream, Results
+from router.choice_stream import ChoiceStream, Results, call_attributes
 from router.events import Deliver, Fail, Finish, StopMatched
 from router.shell import RouterShell
 from router.text_stream import TextStream
@@ -39,21 +39,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived_at = self._shell.now()
         deadline = arrived_at + remaining_s(context, self._config.default_timeout_s)
+        headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        operation = "chat" if request.HasField("chat") else "text_completion"
         new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
         try:
             generation = await asyncio.to_thread(
                 validation.prepare, request, self._tokenizer, self._config, new_id, _random_seed, longest
             )
         except TandemError as error:
-            self._shell.refuse(error)
+            request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
+            attributes = call_attributes(operation, self._tokenizer.info.name, request_id)
+            self._shell.refuse(error, headers, arrived_at, attributes)
             raise
         results: Results = asyncio.Queue()
-        headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
         streams = [
             ChoiceStream(
                 choice=choice,
                 model=self._tokenizer.info.name,
-                operation="chat" if request.HasField("chat") else "text_completion",
+                operation=operation,
                 request=choice_request,
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Mapping
 
 from core.config import RouterConfig, TelemetryConfig
 from core.errors import DeadlineExceeded, TandemError
@@ -20,7 +21,7 @@ from runtime.driver import Driver
 from runtime.metrics import Metrics
 from runtime.security import Credentials
 from runtime.service import Endpoint
-from runtime.telemetry import Telemetry, inject
+from runtime.telemetry import Attribute, AttributeValue, Telemetry, inject
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,18 @@ class RouterShell:
                 self._end(events.Fail(stream.request.request_id, error, timeline))
             raise
 
-    def refuse(self, error: TandemError) -> None:
-        """Count a call that did not come to be a stream."""
+    def refuse(
+        self,
+        error: TandemError,
+        headers: Mapping[str, str],
+        arrived_at: float,
+        attributes: Mapping[str, AttributeValue],
+    ) -> None:
+        """Count a call that did not come to be a stream, and leave a trace of it."""
         record_refusal(self.metrics, error)
+        root = self.telemetry.start_root(headers, arrived_at)
+        attributes = {**attributes, Attribute.ERROR_TYPE: error.code.value}
+        self.telemetry.end_root(root, self.now(), attributes, error=str(error))
 
     def post(self, event: RouterEvent) -> None:
         self._driver.post(event)

@@ -38,7 +38,7 @@ AttributeValue = str | int | float | bool | Sequence[str]
 class SpanName(Enum):
     """All spans. The first word says which process measured it."""
 
-    REQUEST = "tandem.request"  # root: one choice of one Generate call, arrival to last token
+    REQUEST = "tandem.request"  # root: one choice of one Generate call, arrival to last token; or a refused call
     ROUTER_TOKENIZE = "router.tokenize"
     ROUTER_QUEUE = "router.queue"
     ROUTER_ROUTE = "router.route"

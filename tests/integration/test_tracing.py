@@ -95,6 +95,30 @@ async def test_a_request_that_fails_has_its_reason_on_its_root(tmp_path: Path) -
     assert "max_queued" in errors["resource_exhausted"]
 
 
+async def test_a_request_that_is_invalid_has_a_root_with_the_field_and_the_client_s_trace(tmp_path: Path) -> None:
+    path = tmp_path / "spans.jsonl"
+    config = tiny_config("fake:tiny", "memory", TelemetryConfig(trace_file=str(path)))
+    async with deploy(config, num_prefill=0, num_decode=0) as deployment:
+        header = (("traceparent", f"00-{CLIENT_TRACE_ID}-00f067aa0ba902b7-01"),)
+        requests = make_request(text="hi", temperature=-1.0), make_request(text="hi", model="gpt-17")
+        requests[0].request_id = "my own"
+        for request in requests:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await deployment.inference.Generate(request, timeout=10, metadata=header).read()
+    invalid, unknown = [json.loads(line) for line in path.read_text().splitlines()]
+    for span in (invalid, unknown):
+        assert span["name"] == SpanName.REQUEST.value
+        assert span["context"]["trace_id"] == f"0x{CLIENT_TRACE_ID}"
+        assert span["status"]["status_code"] == "ERROR"
+        assert span["attributes"][Attribute.REQUEST_MODEL] == "fake:tiny"
+        assert times(span)[0] < times(span)[1]
+    assert invalid["attributes"][Attribute.ERROR_TYPE] == "invalid_argument"
+    assert invalid["attributes"][Attribute.RESPONSE_ID] == "my own"
+    assert unknown["attributes"][Attribute.RESPONSE_ID].startswith("router-")
+    assert invalid["status"]["description"].startswith("temperature: ")
+    assert unknown["attributes"][Attribute.ERROR_TYPE] == "not_found"
+
+
 async def test_the_trace_continues_the_client_s(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     config = tiny_config("fake:tiny", "memory", TelemetryConfig(trace_file=str(path)))
