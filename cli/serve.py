@@ -20,6 +20,7 @@ from rich.console import Console
 from cli import client, compose
 from cli.credentials import left_for_this_user, with_cluster_token
 from cli.entry import INTERRUPTED
+from cli.pools import ready_line
 from cli.pull import pull_if_named
 from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
@@ -189,8 +190,8 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
     async def main() -> None:
         async with ended_with_ray(cluster, tell), fleet(cluster, spec, tell, credentials) as router:
             with left_for_this_user(router.address, made_here):
-                sizes = f"{config.cluster.num_prefill} prefill, {config.cluster.num_decode} decode"
-                tell(f"serving {config.engine.model} at {router.address} ({sizes}); Ctrl-C drains and stops")
+                sizes = config.cluster.num_prefill, config.cluster.num_decode
+                tell(ready_line(config.engine.model, router.address, *sizes))
                 await follow(cluster, tell)
 
     if not config.cluster.address:

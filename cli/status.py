@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cli.client import Client, Connection
 from cli.paths import ID_DIGITS_HIDDEN, path_lines
+from cli.pools import num_serving, pool_lines
 from core.errors import InvalidRequest
 from protos import cluster_pb2, worker_pb2
 
@@ -62,13 +63,9 @@ def _num_tokens(load: worker_pb2.LoadReport) -> int:
 
 def fleet_table(fleet: cluster_pb2.GetFleetResponse, tokens_per_s: Mapping[str, float], with_ledger: bool) -> Table:
     """One row per worker, prefill pool first."""
-    serving = {
-        role: sum(w.role == role and w.state == worker_pb2.WORKER_STATE_SERVING for w in fleet.workers)
-        for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
-    }
     table = Table(
-        title=f"prefill {serving[worker_pb2.WORKER_ROLE_PREFILL]}/{fleet.wanted_prefill} · "
-        f"decode {serving[worker_pb2.WORKER_ROLE_DECODE]}/{fleet.wanted_decode} · "
+        title=f"prefill {num_serving(fleet, worker_pb2.WORKER_ROLE_PREFILL)}/{fleet.wanted_prefill} · "
+        f"decode {num_serving(fleet, worker_pb2.WORKER_ROLE_DECODE)}/{fleet.wanted_decode} · "
         f"{fleet.num_in_flight} in flight · {fleet.num_queued} queued",
         title_justify="left",
         box=box.SIMPLE_HEAD,
@@ -169,7 +166,8 @@ async def _look(client: Client, with_ledger: bool) -> Sample:
 def _view(before: Sample | None, now: Sample) -> RenderableType:
     table = fleet_table(now.fleet, rates(before, now), with_ledger=now.ledger is not None)
     holders = [] if now.ledger is None else [holders_table(now.ledger)]
-    return Group(table, *paths_text(now.fleet), *holders)
+    empty = [Text(line, style="yellow") for line in pool_lines(now.fleet)]
+    return Group(table, *empty, *paths_text(now.fleet), *holders)
 
 
 def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from cli import status
 from cli.paths import MAX_BROKEN_PATHS, path_lines
+from cli.pools import NO_DECODE, pool_lines, ready_line
 from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
 from protos import cluster_pb2, worker_pb2
 
@@ -102,11 +103,13 @@ def test_a_narrow_terminal_breaks_names_and_no_number() -> None:
 class OneFleet:
     """A router whose fleet never changes."""
 
-    num_looks = 0
+    def __init__(self, found: cluster_pb2.GetFleetResponse | None = None) -> None:
+        self.num_looks = 0
+        self._found = found or fleet(worker("decode-0"))
 
     async def fleet(self) -> cluster_pb2.GetFleetResponse:
         self.num_looks += 1
-        return fleet(worker("decode-0"))
+        return self._found
 
 
 async def test_a_status_that_nobody_could_see_change_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +119,42 @@ async def test_a_status_that_nobody_could_see_change_is_shown_once(monkeypatch: 
         await status.status(contextlib.nullcontext(client), Console(file=out), once=False, with_ledger=False)  # type: ignore[arg-type]
     assert client.num_looks == 2
     assert out.getvalue().count("decode-0.0123") == 1
+
+
+def prefill_worker() -> cluster_pb2.FleetWorker:
+    found = worker("prefill-0")
+    found.role = worker_pb2.WORKER_ROLE_PREFILL
+    return found
+
+
+def test_a_pool_in_which_nobody_serves_has_a_line_that_says_what_follows() -> None:
+    starting = worker("decode-0")
+    starting.state = worker_pb2.WORKER_STATE_STARTING
+    assert pool_lines(fleet(prefill_worker(), starting)) == ["no decode worker serves yet: requests wait"]
+    none_wanted = cluster_pb2.GetFleetResponse(workers=[prefill_worker()], wanted_prefill=1)
+    assert pool_lines(none_wanted) == [f"nothing is served: {NO_DECODE}"]
+    assert pool_lines(fleet(worker("decode-0"))) == ["no prefill worker serves: decode workers compute the prompts"]
+    assert pool_lines(fleet(prefill_worker(), worker("decode-0"))) == []
+
+
+async def test_status_says_that_nothing_is_served_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.01)
+    client, out = OneFleet(cluster_pb2.GetFleetResponse(workers=[prefill_worker()], wanted_prefill=1)), io.StringIO()
+    await status.status(contextlib.nullcontext(client), Console(file=out, width=90), once=True, with_ledger=False)  # type: ignore[arg-type]
+    assert f"nothing is served: {NO_DECODE}" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((2, 1), "serving m at h:1 (2 prefill, 1 decode); Ctrl-C drains and stops"),
+        ((0, 1), "serving m at h:1 (0 prefill, 1 decode): decode workers compute the prompts; Ctrl-C drains and stops"),
+        ((1, 0), f"nothing is served at h:1 (1 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
+        ((0, 0), f"nothing is served at h:1 (0 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
+    ],
+)
+def test_serve_says_that_it_serves_where_it_does(sizes: tuple[int, int], line: str) -> None:
+    assert ready_line("m", "h:1", *sizes) == line
 
 
 def test_a_long_ledger_is_cut_and_says_by_how_much() -> None:
