@@ -170,7 +170,7 @@ STATES: list[Hold] = [
 @pytest.fixture
 async def scene(request: pytest.FixtureRequest, fabric: MemoryFabric, wire: Wire) -> AsyncIterator[Scene]:
     # A puller without answers gives up after two thirds of a lease; VERIFYING is to last longer than that.
-    lease_s = 3.0 if request.node.callspec.params["hold"] is verifying else LEASE_S
+    lease_s = 2 * LEASE_S if request.node.callspec.params["hold"] is verifying else LEASE_S
     async with deploy(fault_config(lease_s=lease_s)) as deployment:
         slow_down(deployment.decode[0], 0.01)
         other = await Stream(deployment.inference, prompt_of(77), num_output=100).reach(3)

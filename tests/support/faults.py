@@ -32,7 +32,7 @@ from protos.handoff_codec import decode
 from runtime.worker_service import WorkerService
 from tests.support.deployment import Answer, Deployment, make_request, tiny_config
 
-LEASE_S = 1.0
+LEASE_S = 2.0  # longer than a busy machine lets its processes wait
 SLACK_S = 2.0  # for a busy machine: timers, threads and reports between the end of a lease and the ledger
 BUSY = (Column.HELD, Column.LEASED, Column.INCOMING)
 TYPED = {
@@ -50,11 +50,11 @@ def fault_config(
     *,
     lease_s: float = LEASE_S,
     verify_digests: bool = True,
-    read_grace_s: float = 0.4,
+    read_grace_s: float = 1.0,
     **router: object,
 ) -> TandemConfig:
     """Short leases and short patience, so that a test sees the end of both."""
-    patience: dict[str, object] = {"worker_wait_s": 3.0, "report_stale_s": 1.5, "worker_lost_s": 2.0}
+    patience: dict[str, object] = {"worker_wait_s": 4.0, "report_stale_s": 2.0, "worker_lost_s": 3.0}
     transfer = TransferConfig(
         transport=transport,
         lease_s=lease_s,
