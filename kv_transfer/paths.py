@@ -6,9 +6,10 @@
         |                UNREACHABLE <--- no answer within connect_timeout_s, or the connection broke
         +--> REFUSED     layouts that cannot be translated
 
-Who will read measures; the other end only sees whether there is an answer. A probe reads bytes that the peer keeps for
-nothing else, a few at first and more while that takes no time, and none while a pull is under way. The shortest round
-trip and the best of the last few speeds count: a busy moment is not a slow path. What is not fine is looked at again.
+Who will read measures; the other end only sees whether there is an answer, and asks again whenever somebody is
+introduced. A probe reads bytes that the peer keeps for nothing else, a few at first and more while that takes no time,
+and none while a pull is under way. The shortest round trip and the best of the last few speeds count: a busy moment is
+not a slow path. What is not fine is looked at again.
 
 Nothing here is needed for a hand-off. A peer that is not introduced, or for which there is no room, is connected to by
 its first hand-off.
@@ -98,6 +99,7 @@ class Paths:
     # ---- told by a router
 
     def introduce(self, event: PeerIntroduced, now: float) -> None:
+        self._ask_silent_readers(now)
         peer, ours = event.peer, self._peers.address
         known = self._paths.get(peer.name)
         if known is not None and known.peer.incarnation == peer.incarnation:
@@ -235,11 +237,18 @@ class Paths:
 
     # ---- inside
 
+    def _ask_silent_readers(self, now: float) -> None:
+        """Who reads from us may have died while no router lived to say so: a path on which we only wait would keep its
+        place for ever, and no router hears of it while it is fine."""
+        for path in self._paths.values():
+            if not path.is_owner and path.state is PathState.FINE and path.wait is _Wait.NOTHING:
+                self._connect(path, now)
+
     def _connect(self, path: _Path, now: float) -> None:
+        path.num_answers, path.heard = 0, False
         if not self._peers.meet_ahead(path.peer):
             path.wait_for(_Wait.TURN, now + MAX_PAUSE_S)
             return
-        path.num_answers, path.heard = 0, False
         path.give_up_at = now + self._config.connect_timeout_s
         self._ping(path, now)
 

@@ -74,3 +74,26 @@ async def test_a_worker_that_dies_while_no_router_lives_is_let_go_by_its_peers_w
             await until(lambda: peers() == {name_of[alive]}, lambda: f"it still has paths to {peers()}", seconds=20.0)
         finally:
             await router.stop()
+
+
+async def test_a_reader_that_dies_while_no_router_lives_is_let_go_when_one_lives_again() -> None:
+    """The path of an owner to its reader carries nothing of the owner's own: it has to ask."""
+    config = replace(impatient(), router=RouterConfig(port=0, worker_lost_s=1.0, report_stale_s=0.5))
+    async with deploy(config, num_decode=2) as deployment:
+        (owner,), (dead, alive) = deployment.prefill, deployment.decode
+        name_of = {worker: deployment.endpoints[id(worker)].service_id for worker in (dead, alive)}
+
+        def peers() -> set[str]:
+            return set(transfers(owner).paths_settled)
+
+        await deployment.router.stop()
+        await dead.stop()
+        router = build_router(config, place(0))
+        try:
+            await router.start()
+            assert peers() == set(name_of.values()), "nobody has told it"
+            assert not transfers(owner).paths, "and nothing is known to be wrong"
+            await router.set_workers([deployment.endpoints[id(worker)] for worker in (owner, alive)])
+            await until(lambda: peers() == {name_of[alive]}, lambda: f"it still has paths to {peers()}", seconds=20.0)
+        finally:
+            await router.stop()

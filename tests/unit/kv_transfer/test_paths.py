@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from core.block_pool import BlockPool
 from core.config import TransferConfig
-from core.handoff import AgentAddress, HandoffMessage, Location, Ping
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, Location, Ping
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.paths import Lane, PathState, PathStatus, PeerDismissed, PeerIntroduced
@@ -26,7 +26,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.machine import TransferMachine
-from kv_transfer.paths import FIRST_PROBE_BYTES, NUM_PINGS, NUM_PROBES, PAUSE_S
+from kv_transfer.paths import FIRST_PROBE_BYTES, MAX_PAUSE_S, NUM_PINGS, NUM_PROBES, PAUSE_S
 from kv_transfer.peers import MAX_IDLE_PEERS
 from tests.unit.kv_transfer.transfer_pair import LAYOUT, address
 
@@ -272,6 +272,59 @@ def test_who_is_read_from_answers_and_measures_nothing() -> None:
     owner.hear(Ping(7, 1, None), sender="peer")
     assert [ping.ack for ping in owner.pings()] == [1, None]
     owner.pass_time(0.5)
+    assert not owner.of(ProbePath)
+    assert owner.machine.paths == ()
+
+
+def owner_of(*names: str) -> Reader:
+    """A worker whose readers have all given a sign of life."""
+    owner = Reader()
+    for name in names:
+        owner.introduce(agent(name), is_owner=False)
+        answer_as(owner, name)
+    owner.told()
+    return owner
+
+
+def answer_as(owner: Reader, name: str) -> None:
+    for send in owner.of(SendMessage):
+        if send.peer == name and isinstance(send.message, Ping):
+            owner.hear(Ping(7, 1000 + send.message.counter, ack=send.message.counter), sender=name)
+
+
+def test_a_reader_that_died_unseen_is_noticed_when_another_is_introduced_and_leaves_its_place() -> None:
+    owner = owner_of("dead")
+    owner.pass_time(3600.0)
+    assert owner.machine.paths == (), "it has no reason to ask"
+    owner.introduce(agent("new"), is_owner=False)
+    owner.pass_time(5.1)
+    assert "unreachable: it gives no sign of life" in [str(path) for path in owner.machine.paths if path.peer == "dead"]
+    owner.post(PeerDismissed("dead"))
+    assert "dead" not in owner.machine.paths_settled
+
+
+def test_a_reader_that_lives_answers_and_nobody_hears_of_it() -> None:
+    owner = owner_of("alive")
+    for _ in range(2):  # known already, or new
+        owner.introduce(agent("alive"), is_owner=False)
+        answer_as(owner, "alive")
+    owner.pass_time(60.0)
+    assert owner.machine.paths == ()
+    assert owner.machine.paths_settled == ["alive"]
+    assert owner.machine.next_deadline() is None
+    assert not owner.told()
+    assert not owner.of(Disconnect)
+
+
+def test_a_reader_that_was_let_go_for_another_s_sake_is_not_probed_but_waited_for() -> None:
+    """Its connection went to peers that transfers needed; there is no room to ask it over."""
+    owner = owner_of("idle")
+    for number in range(MAX_IDLE_PEERS):
+        owner.take(owner.machine.offer(number, agent(f"reader-{number}"), owner.now))
+        owner.take(owner.machine.abort_offer(number, AbortReason.CANCELLED))
+    assert owner.of(Disconnect) == [Disconnect("idle")]
+    owner.introduce(agent("new"), is_owner=False)
+    owner.pass_time(2 * MAX_PAUSE_S)
     assert not owner.of(ProbePath)
     assert owner.machine.paths == ()
 
