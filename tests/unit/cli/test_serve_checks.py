@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from cli.checks import (
     check_before_start,
     check_credentials,
     check_port,
-    check_telemetry,
     check_transport,
     tell_of_silent_collector,
 )
@@ -28,6 +28,12 @@ from core.config import (
     TransferConfig,
 )
 from core.errors import ConfigError
+
+
+def fake_config(**parts: EngineConfig | TelemetryConfig) -> TandemConfig:
+    """Of a fleet that could start, but for these parts."""
+    config = TandemConfig(engine=EngineConfig(model="fake:tiny"), router=RouterConfig(port=0))
+    return replace(config, **parts)  # type: ignore[arg-type]
 
 
 def test_a_transport_that_cannot_leave_a_process_is_refused() -> None:
@@ -52,23 +58,22 @@ def test_a_taken_metrics_port_is_named_with_the_option_that_changes_it() -> None
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
-            check_telemetry(TelemetryConfig(metrics_port=port))
-        check_telemetry(TelemetryConfig(metrics_port=0))
+            check_before_start(fake_config(telemetry=TelemetryConfig(metrics_port=port)), Console())
 
 
 def test_a_trace_file_that_cannot_be_written_is_named_with_its_option(tmp_path: Path) -> None:
+    nowhere = TelemetryConfig(trace_file=str(tmp_path / "none" / "spans.jsonl"))
     with pytest.raises(ConfigError, match=r"\[telemetry\] trace_file: cannot write .*/none/spans.jsonl"):
-        check_telemetry(TelemetryConfig(trace_file=str(tmp_path / "none" / "spans.jsonl")))
-    check_telemetry(TelemetryConfig(trace_file=str(tmp_path / "spans.jsonl")))
+        check_before_start(fake_config(telemetry=nowhere), Console())
+    here = TelemetryConfig(trace_file=str(tmp_path / "spans.jsonl"))
+    check_before_start(fake_config(telemetry=here), Console())
 
 
 @pytest.mark.parametrize("model", ["fake:tiny", "random:llama-tiny"])
 def test_more_context_than_the_model_has_is_refused(model: str) -> None:
-    told = Console(file=io.StringIO())
-    router = RouterConfig(port=0)
     with pytest.raises(ConfigError, match=r"^max_context is 1000000, but "):
-        check_before_start(TandemConfig(EngineConfig(model=model, max_context=10**6), router=router), told)
-    check_before_start(TandemConfig(EngineConfig(model=model), router=router), told)
+        check_before_start(fake_config(engine=EngineConfig(model=model, max_context=10**6)), Console())
+    check_before_start(fake_config(engine=EngineConfig(model=model)), Console())
 
 
 def test_an_address_that_is_not_of_this_machine_is_named_with_its_option() -> None:
