@@ -264,6 +264,10 @@ class TandemConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
+    def __post_init__(self) -> None:
+        port = self.telemetry.metrics_port
+        _require(not port or port != self.router.port, f"[telemetry] metrics_port is {port}, the router's own port")
+
 
 def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
     """A `TandemConfig` from TOML tables. Raises `ConfigError` naming an unknown table or option, or a wrong type."""

@@ -128,6 +128,12 @@ def test_values_out_of_range_are_refused_by_name(part: type, options: dict[str, 
         part(**options)
 
 
+def test_one_port_is_not_the_router_s_and_its_metrics_page_s() -> None:
+    with pytest.raises(ConfigError, match=r"\[telemetry\] metrics_port is 9090, the router's own port"):
+        from_mapping({"router": {"port": 9090}, "telemetry": {"metrics_port": 9090}})
+    from_mapping({"router": {"port": 0}, "telemetry": {"metrics_port": 0}})
+
+
 def test_a_lease_is_renewed_six_times_in_its_length() -> None:
     assert TransferConfig(lease_s=30.0).heartbeat_s == 5.0
 
