@@ -14,10 +14,17 @@
 #define TILE_ROWS 12     /* times two vectors of sums: 24 of the 32 registers */
 #define BLOCK_ROWS 480   /* of inputs that pass by a panel before the next is taken: they stay in the second cache */
 #define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, past the second cache, where it has but one */
-#define LINE_BYTES 64
 
 /* Keeps the compiler from addressing every row by a register of its own: there are too few for twelve. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
+
+/* Asks for the lines that a tile's results begin in: they have no room in the second cache beside the inputs of many
+   rows, and a store waits for its line. */
+INLINE void fetch_results(const struct product *product, int64_t row, int64_t panel, const int rows) {
+    const int64_t element = product->ending == TO_FLOAT ? 4 : 2, row_bytes = product->out_size * element;
+    const char *to = (const char *)product->out + row * row_bytes + panel * panel_columns(product) * element;
+    for (int r = 0; r < rows; r++) __builtin_prefetch(to + r * row_bytes, 1, 2);
+}
 
 /* `rows` (a constant) input rows from `row` on by a panel. Meanwhile the bytes [ahead, ahead + ahead_bytes) are
    fetched; a fixed distance ahead of the panel where ahead is NULL. */
@@ -30,6 +37,7 @@ INLINE void multiply_tile(const struct product *product, int64_t row, int64_t pa
     __m512 sums[TILE_ROWS][2];
     for (int i = 0; 3 * i < rows; i++) threes[i] = (const char *)product->inputs + (row + 3 * i) * row_bytes;
     for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    if (ahead != NULL) fetch_results(product, row, panel, rows);
     for (; weights < end; weights += 2 * PANEL) {
         if (ahead == NULL) {
             _mm_prefetch((const char *)weights + AHEAD_BYTES, _MM_HINT_NTA);

@@ -22,7 +22,6 @@
 #define TILE_ROWS 16   /* at most */
 #define DEPTH 32       /* elements of `in` that one instruction takes: `in` is a multiple */
 #define BLOCK_ROWS 480 /* of inputs that pass by a panel before the next is taken: they stay in the second cache */
-#define LINE_BYTES 64
 #define STRIDE (PANEL * 4) /* bytes from pair to pair of a panel, and from row to row of sums */
 
 /* Numbers, for they become part of the instruction. */

@@ -6,7 +6,6 @@
 #include "kv_cache.h"
 
 #define MAX_TILE_HEADS 4
-#define LINE_BYTES 64 /* of a cache line */
 
 #ifndef FETCH_LOCALITY /* of __builtin_prefetch: 2 is into the second cache, 0 past it; the build says what suits the CPU */
 #define FETCH_LOCALITY 2

@@ -180,6 +180,13 @@ static void attend_tile(const struct span *span, int64_t from, int count, size_t
     }
 }
 
+/* Where the result of a row goes: [head_dim] of a token's query head. */
+INLINE uint16_t *result_of(const struct span *span, uint16_t *out, int kv_head, int row) {
+    const int64_t token = span->first_row + row / span->group;
+    const int64_t head = token * span->cache->num_heads + kv_head * span->group + row % span->group;
+    return out + head * span->cache->head_dim;
+}
+
 void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t query_stride, uint16_t *out,
                              int kv_head, int64_t layer) {
     const struct kv_cache *cache = span->cache;
@@ -190,6 +197,8 @@ void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t
                queries + (span->first_row + real / group) * query_stride + (kv_head * group + real % group) * head_dim,
                2 * head_dim);
         span->maxima[row] = -INFINITY, span->totals[row] = 0.0f;
+        const char *result = (const char *)result_of(span, out, kv_head, real); /* to be there when it is written */
+        for (int byte = 0; byte < 2 * head_dim; byte += LINE_BYTES) __builtin_prefetch(result + byte, 1, 2);
     }
     memset(span->sums, 0, sizeof(float) * span->num_rows * head_dim);
     const int64_t length = span->first_position + span->num_tokens;
@@ -199,8 +208,7 @@ void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t
     for (int row = 0; row < used_rows; row++) {
         const __m512 inverse = _mm512_set1_ps(1.0f / span->totals[row]);
         const float *sums = span->sums + row * head_dim;
-        const int64_t head = (span->first_row + row / group) * cache->num_heads + kv_head * group + row % group;
-        uint16_t *to = out + head * head_dim;
+        uint16_t *to = result_of(span, out, kv_head, row);
         for (int d = 0; d < head_dim; d += WIDE)
             store_interleaved(to + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), inverse),
                               _mm512_mul_ps(_mm512_loadu_ps(sums + d + LANES), inverse));

@@ -23,6 +23,7 @@
 #define LANES 8
 #endif
 #define PAIR (2 * LANES)
+#define LINE_BYTES 64 /* of a cache line */
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
