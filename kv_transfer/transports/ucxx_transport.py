@@ -44,8 +44,9 @@ from kv_transfer.transports.ucp_memory import IN_PROGRESS, RemoteKey, UcpMemory,
 
 logger = logging.getLogger(__name__)
 
-# Shared memory tells of errors, and what an owner copies for us comes in larger pieces, in no more memory than usual.
-_LANE_OPTIONS = {"ERROR_HANDLING": "y", "SEG_SIZE": "32k", "FIFO_SIZE": "64", "RX_BUFS_GROW": "128"}
+# Shared memory tells of errors. What an owner copies for us comes in larger pieces, and in so many that they have left
+# its core's own cache before we read them: from the cache of a core that is far away they would come at half the speed.
+_LANE_OPTIONS = {"ERROR_HANDLING": "y", "SEG_SIZE": "32k", "FIFO_SIZE": "256", "RX_BUFS_GROW": "512"}
 OPTIONS = {f"{lane}_{option}": value for lane in ("POSIX", "SYSV") for option, value in _LANE_OPTIONS.items()}
 MAX_GETS_IN_FLIGHT = 64  # per read; a run is one get
 MAX_CONNECTIONS = 1024  # that others have made to us
