@@ -74,8 +74,8 @@ def measure_decode(programs: dict[str, Program], context: int, repeats: int, fig
             program.call("keep", batch=batch)
         for _ in range(repeats):
             for name, program in here.items():
-                for part, times in program.steps(STEPS + 1).items():
-                    figures.step_ms[name, context, batch, part] += times[1:]
+                for part, values in program.steps(STEPS + 1).items():
+                    figures.steps[name, context, batch, part] += values[1:]
 
 
 def measure_prefill(programs: dict[str, Program], repeats: int, figures: Figures) -> None:

@@ -70,7 +70,8 @@ class Cell:
 @dataclass
 class Figures:
     model: ModelConfig
-    step_ms: dict[tuple[str, int, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    # Of each step of a (program, context, batch): "ms", those of its parts, and the "length" of its sequences.
+    steps: dict[tuple[str, int, int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     prefill_ms: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     serving_share: float | None = None  # around the model while a worker serves, of a step
     first_token_s: dict[str, float] = field(default_factory=dict)  # from the start of each program's process
@@ -85,8 +86,8 @@ class Figures:
         self.kv_bytes_per_token = about["kv_bytes_per_token"]
 
     def step(self, name: str, context: int, batch: int, part: str = "ms") -> float | None:
-        times = self.step_ms.get((name, context, batch, part))
-        return statistics.median(times) if times else None
+        values = self.steps.get((name, context, batch, part))
+        return statistics.median(values) if values else None
 
     # ---- floors
 
@@ -130,7 +131,7 @@ class Figures:
 
     def _quantized_cells(self) -> Iterator[Cell]:
         """Each weight format beside bfloat16, and at batch 1 beside llama.cpp, whose speed one of them has to reach."""
-        formats = sorted({name for name, *_ in self.step_ms} - {OURS, PLAIN, VLLM, LLAMA}) or [PLAIN]
+        formats = sorted({name for name, *_ in self.steps} - {OURS, PLAIN, VLLM, LLAMA}) or [PLAIN]
         llama = self.step(LLAMA, QUANTIZED_CONTEXT, 1)
         alone = {name: ours for name in formats if (ours := self.step(name, QUANTIZED_CONTEXT, 1)) is not None}
         for name, ours in alone.items():
@@ -159,9 +160,9 @@ class Figures:
             yield Line(what, goal, seconds, "s", holds=seconds < MOST_START_S if goal else None)
 
     def _attention(self, context: int, batch: int) -> Iterator[Line]:
-        milliseconds = self.step(OURS, context, batch, "attention_ms")
-        if milliseconds is not None:
-            speed = batch * context * self.kv_bytes_per_token / milliseconds * 1e3
+        milliseconds, length = (self.step(OURS, context, batch, part) for part in ("attention_ms", "length"))
+        if milliseconds is not None and length is not None:
+            speed = batch * length * self.kv_bytes_per_token / milliseconds * 1e3
             share = speed / self.read_bytes_per_s
             goal = f"at least {LEAST_ATTENTION_SHARE:.0%} of the core's read bandwidth"
             yield Line(f"paged attention in the model, batch {batch}, context {context}", goal, speed / 1e9, "GB/s",

@@ -47,6 +47,7 @@ class Probe:
     def __init__(self, runner: TorchRunner) -> None:
         self.model_s = self.attention_s = 0.0
         self.steps: list[tuple[int, float, float]] = []  # (sequences, begin, end) of the model in each step
+        self.length = 0.0  # of the last step's sequences on average, in tokens: sequences grow while they are measured
         self._begun = 0.0
         model: Any = runner._model
         self._forward, self._begin_step = model.forward, model.attention.begin_step
@@ -57,6 +58,7 @@ class Probe:
         end = time.perf_counter()
         self.model_s += end - self._begun
         self.steps.append((len(chunks), self._begun, end))
+        self.length = sum(chunk.start + chunk.num_tokens for chunk in chunks) / len(chunks)
         return logits
 
     def begin_step(self, *arguments: Any) -> Any:
@@ -122,8 +124,9 @@ class Worker:
         return {}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Milliseconds of each step, of the model in it, of attention in that, and of what emits its tokens."""
-        names = ("ms", "model_ms", "attention_ms", "emit_ms")
+        """Milliseconds of each step, of the model in it, of attention in that, and of what emits its tokens; and how
+        many tokens long its sequences are."""
+        names = ("ms", "model_ms", "attention_ms", "emit_ms", "length")
         answer: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(count):
             before = self.probe.model_s, self.probe.attention_s
@@ -132,9 +135,10 @@ class Worker:
             done = time.perf_counter()
             self._emit(events)
             emitted = time.perf_counter()
-            parts = (done - begun, self.probe.model_s - before[0], self.probe.attention_s - before[1], emitted - done)
-            for name, seconds in zip(names, parts, strict=True):
-                answer[name].append(seconds * 1e3)
+            model_s, attention_s = self.probe.model_s - before[0], self.probe.attention_s - before[1]
+            parts = [1e3 * seconds for seconds in (done - begun, model_s, attention_s, emitted - done)]
+            for name, value in zip(names, [*parts, self.probe.length], strict=True):
+                answer[name].append(value)
         return answer
 
     def prefill(self, tokens: int) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from engine.kv_pool import KVPool
 from engine.native_kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.rotary import Rotation
 
+NO_SCRATCH = "no memory for attention's scratch"
+
 
 class NativeAttention:
     """On the CPU, for float32 and bfloat16 pools whose heads the library's target divides."""
@@ -157,8 +159,11 @@ class NativeStepAttention:
         self.address = ctypes.addressof(self.struct)
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        """See `StepAttention`."""
-        self._call_kernel(self.address, heads, layer)
+        """See `StepAttention`. A short sequence takes the kernel 20 us, so every line of Python here is felt."""
+        if layer == 0:
+            self._check(heads)  # those of the other layers come from the same kind of product
+        if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
+            raise MemoryError(NO_SCRATCH)
         if self.torch_prefills:
             self._attend_with_torch(heads, self.attended, layer)
         return self.attended
@@ -168,14 +173,13 @@ class NativeStepAttention:
         ends = _Batch(self.sampling, self.sampling.num_tokens == 1)
         struct = StepAttentionStruct.from_buffer_copy(self.struct)
         struct.decodes, struct.prefills = ends.struct, PagedBatchStruct()
-        self._call_kernel(ctypes.addressof(struct), heads, layer)
+        if self.kernel(ctypes.addressof(struct), heads.data_ptr(), self.attended_address, layer):
+            raise MemoryError(NO_SCRATCH)
         return self.attended[self.sampling_rows]
 
-    def _call_kernel(self, step_address: int, heads: torch.Tensor, layer: int) -> None:
+    def _check(self, heads: torch.Tensor) -> None:
         assert heads.is_contiguous(), "rotated in place, so a copy will not do"
         assert heads.dtype is self.dtype, "the pool is read as what the model computes with"
-        if self.kernel(step_address, heads.data_ptr(), self.attended_address, layer):
-            raise MemoryError("no memory for attention's scratch")
 
     def _attend_with_torch(self, heads: torch.Tensor, attended: torch.Tensor, layer: int) -> None:
         torch_prefill = self.backend.torch_prefill

@@ -46,7 +46,7 @@ def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
 def test_one_weight_format_has_to_reach_llama_cpp_and_each_has_to_reach_bfloat16() -> None:
     figures = Figures(RANDOM_CONFIGS["llama-tiny"])
     for name, milliseconds in ((PLAIN, 20.0), (f"{OURS} int8", 12.0), (f"{OURS} int4", 9.0), ("llama.cpp", 10.0)):
-        figures.step_ms[name, 512, 1, "ms"] = [milliseconds]
+        figures.steps[name, 512, 1, "ms"] = [milliseconds]
     goals = {(cell.measure.split(", ")[1], cell.peer): cell.holds for cell in figures.cells()}
     assert goals == {
         ("int8", "llama.cpp"): None,
@@ -54,6 +54,15 @@ def test_one_weight_format_has_to_reach_llama_cpp_and_each_has_to_reach_bfloat16
         ("int8", PLAIN): True,
         ("int4", PLAIN): True,
     }
+
+
+def test_attention_is_told_the_bytes_of_sequences_as_long_as_they_had_become() -> None:
+    figures = Figures(RANDOM_CONFIGS["llama-tiny"], read_bytes_per_s=1e9, kv_bytes_per_token=1000)
+    figures.steps[OURS, 512, 8, "attention_ms"] = [8.0]
+    figures.steps[OURS, 512, 8, "length"] = [520.0, 540.0, 560.0]
+    (line,) = (line for line in figures.other_lines() if "attention" in line.measure)
+    assert line.value == pytest.approx(8 * 540 * 1000 / 8e-3 / 1e9)
+    assert (line.ratio, line.holds) == (pytest.approx(0.54), False)
 
 
 def test_the_time_around_the_model_is_that_between_two_models_of_the_whole_batch() -> None:
