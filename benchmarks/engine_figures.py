@@ -161,7 +161,7 @@ class Figures:
 
     def _attention(self, context: int, batch: int) -> Iterator[Line]:
         milliseconds, length = (self.step(OURS, context, batch, part) for part in ("attention_ms", "length"))
-        if milliseconds is not None and length is not None:
+        if milliseconds and length is not None:
             speed = batch * length * self.kv_bytes_per_token / milliseconds * 1e3
             share = speed / self.read_bytes_per_s
             goal = f"at least {LEAST_ATTENTION_SHARE:.0%} of the core's read bandwidth"
