@@ -45,7 +45,7 @@ bench-transfer: setup  ## Speed of the hand-off beside memcpy, process_vm_readv 
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.transfer
 
-bench-engine: setup  ## The engine beside vLLM and llama.cpp on one core (make bench-peers installs them), 10 minutes
+bench-engine: setup  ## The engine beside vLLM and llama.cpp on one core (make bench-peers installs them), 12 minutes
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.engine --write
 

@@ -36,6 +36,7 @@ from core.config import EngineConfig
 from engine.model_source import load_config, resolve_model
 
 STEPS = 5  # of one program before the next has its turn; the first one warms the caches and is not counted
+PROMPTS_PER_REPEAT = 3  # of each length; between two of a program each of the others has one
 FORMATS = ("int8", "int4")  # of weights, beside the plain one
 FLEET_STARTS = 3
 PARTS = ("decode", "prefill", "quantized", "serving", "startup")
@@ -79,8 +80,9 @@ def measure_decode(programs: dict[str, Program], context: int, repeats: int, fig
 
 
 def measure_prefill(programs: dict[str, Program], repeats: int, figures: Figures) -> None:
+    """A turn is one prompt, where in decode it is several steps: so there are more turns."""
     for tokens in PROMPTS:
-        for _ in range(repeats):
+        for _ in range(repeats * PROMPTS_PER_REPEAT):
             for name, program in programs.items():
                 figures.prefill_ms[name, tokens].append(program.prefill(tokens))
 
