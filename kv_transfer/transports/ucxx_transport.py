@@ -5,7 +5,8 @@
 - The first message on a connection says whose it is. Until it has left, reads wait: before that, UCX does not know
   which lanes the connection has, and so not what the peer's key is good for.
 - Each connection has a random tag, so what is left of an old one cannot pass for news.
-- A read is a ucp_get into the registered pool for each run; the peer's CPU may have to help, so both sides must poll.
+- A read is a ucp_get into the registered pool for each run. Over shared memory it has copied before its start returns;
+  over TCP the peer's CPU has to help, so both sides must poll.
 - No thread, no request that waits for what may never come: `poll` probes for notifications and then takes them.
 """
 
@@ -44,13 +45,19 @@ from kv_transfer.transports.ucp_memory import IN_PROGRESS, RemoteKey, UcpMemory,
 
 logger = logging.getLogger(__name__)
 
-# Shared memory tells of errors. What an owner copies for us comes in larger pieces, and in so many that they have left
-# its core's own cache before we read them: from the cache of a core that is far away they would come at half the speed.
-_LANE_OPTIONS = {"ERROR_HANDLING": "y", "SEG_SIZE": "32k", "FIFO_SIZE": "256", "RX_BUFS_GROW": "512"}
-OPTIONS = {f"{lane}_{option}": value for lane in ("POSIX", "SYSV") for option, value in _LANE_OPTIONS.items()}
+OPTIONS = {
+    # Shared memory tells of errors, and so serves connections that report the death of a peer.
+    "POSIX_ERROR_HANDLING": "y",
+    "SYSV_ERROR_HANDLING": "y",
+    # The kernel's copy from process to process cannot tell of them while a message waits for its receiver to fetch it,
+    # so UCX offers it to such connections only where no message may be sent so. Ours are small.
+    "RNDV_THRESH": "inf",
+    "CMA_SEG_SIZE": "64m",  # by that copy, in one call; UCX's 512 KB cost blocks of 2 MiB 8 % of their speed
+    "CMA_TX_QUOTA": "64",  # copies in a row: the Python between two of them would find the caches emptied
+}
 MAX_GETS_IN_FLIGHT = 64  # per read; a run is one get
 MAX_CONNECTIONS = 1024  # that others have made to us
-MAX_STEPS_PER_POLL = 16  # each may copy half a megabyte; what has landed is hashed while it is in the cache
+MAX_STEPS = 16  # of progress in a row: while bytes keep coming over TCP there would be no end
 CONNECT_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 0.5  # a cancelled read that has not ended by then takes its connection with it
 CLOSE_TIMEOUT_S = 0.5  # for the last notifications to leave
@@ -162,6 +169,7 @@ class UcxxTransport:
         read = self._reads[handle] = _Read(known, gets)
         if known.key is not None:
             self._start_gets(read)
+            self._progress(until_ended=read)
         return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
@@ -170,7 +178,7 @@ class UcxxTransport:
 
     def take_ended(self, handle: int) -> bool:
         read = self._reads[handle]
-        if read.gets or read.runs or read.broken is not None:
+        if read.broken is not None or not self._has_ended(read):
             return False
         del self._reads[handle]
         return True
@@ -184,12 +192,9 @@ class UcxxTransport:
         self._send(self._connected(peer), _NOTIFICATION + payload)
 
     def poll(self) -> list[TransportEvent]:
-        num_steps = 0
         self._poll_time.begin()
-        with _errors_mapped("progress"):
-            while num_steps < MAX_STEPS_PER_POLL and self._worker.progress_once():
-                num_steps += 1
-        self.busy = self._poll_time.end() or num_steps > 0
+        progressed = self._progress()
+        self.busy = self._poll_time.end() or progressed
         self._accept()
         for peer in [peer for peer in self._peers.values() if not peer.gone]:
             self._look_after(peer)
@@ -285,6 +290,15 @@ class UcxxTransport:
         peer.sends.clear()
 
     # ---- reads
+
+    def _progress(self, until_ended: _Read | None = None) -> bool:
+        """Whether UCX did anything. Over shared memory it copies here. What it raises is the end of the transport."""
+        for step in range(MAX_STEPS):
+            if not self._worker.progress_once():
+                return step > 0
+            if until_ended is not None and self._has_ended(until_ended):
+                break
+        return True
 
     def _start_gets(self, read: _Read) -> None:
         assert read.peer.key is not None

@@ -114,7 +114,7 @@ def test_a_read_from_a_frozen_owner_ends_by_itself_or_can_be_cancelled_for_good(
     owner.process.send_signal(signal.SIGSTOP)
     wanted = range(8, 40)
     handle = transport.start_block_read(owner.address.name, wanted, wanted)
-    if owner.kind == "nixl" and OVER_SHARED_MEMORY:  # process_vm_readv needs nothing of a process that stands still
+    if OVER_SHARED_MEMORY:  # process_vm_readv needs nothing of a process that stands still
         assert wait_for_end(transport) == ReadDone(handle)
         assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
         transport.close()
