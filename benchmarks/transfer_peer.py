@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -18,6 +20,7 @@ from typing import Any
 from benchmarks.transfer_side import TIMEOUT_S, Side, Spec
 from core.handoff import AgentAddress
 from kv_transfer.events import PullStats
+from runtime.service_host import SWITCH_INTERVAL_S
 
 
 def _serve(spec: Spec, pipe: Connection) -> None:
@@ -28,6 +31,8 @@ def _serve(spec: Spec, pipe: Connection) -> None:
 
     async def serve() -> None:
         side = Side(spec)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # this and what follows are as in a worker
+        gc.freeze()
         while True:
             method, arguments = await asyncio.to_thread(pipe.recv)
             try:

@@ -15,7 +15,7 @@ import random
 import resource
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +107,7 @@ class Side:
         self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool, shuffled: bool
     ) -> None:
         """Offer blocks that are ready; returns when their digests are, if they shall be. `offer_ended` follows."""
-        blocks = self._taken(self._pool.allocate(num_blocks), shuffled)
+        blocks = await self._taken(self._pool.allocate(num_blocks), shuffled)
         self._offered = blocks
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))
@@ -153,7 +153,7 @@ class Side:
         self, transfer_id: int, owner: AgentAddress, num_blocks: int, num_cached: int = 0, shuffled: bool = False
     ) -> tuple[PullStats, float]:
         """Pull what is not cached of a sequence. Returns also when it had ended, on a clock all processes share."""
-        targets = self._taken(self._pool.reserve(num_blocks - num_cached), shuffled)
+        targets = await self._taken(self._pool.reserve(num_blocks - num_cached), shuffled)
         target_of = dict(enumerate(targets, num_cached))
         now = self._driver.now()
         self._act(self._machine.reserve_pull(transfer_id, owner, now))
@@ -174,6 +174,9 @@ class Side:
         return time.perf_counter() - begun
 
     async def read_process(self, pid: int, owner: AgentAddress, num_blocks: int, hashed: bool) -> float:
+        return self._read_process(pid, owner, num_blocks, hashed)
+
+    def _read_process(self, pid: int, owner: AgentAddress, num_blocks: int, hashed: bool) -> float:
         """Seconds to read blocks out of the owner's memory by process_vm_readv; `hashed`, as many at a time as stay in
         the cache, and each hashed at once: the least that a core can do where every block is verified."""
         libc = ctypes.CDLL(None, use_errno=True)
@@ -214,12 +217,17 @@ class Side:
     async def pull_often(self, owner: AgentAddress, transfer_ids: list[int], num_blocks: int) -> Cost:
         """Several pulls, while the event loop is watched."""
         with self._watched() as costs:
-            watch = asyncio.create_task(self._watch_loop())
-            for transfer_id in transfer_ids:
-                await self.pull(transfer_id, owner, num_blocks, shuffled=True)
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            async with self._watching_loop():
+                for transfer_id in transfer_ids:
+                    await self.pull(transfer_id, owner, num_blocks, shuffled=True)
+        return costs[0]
+
+    async def read_often(self, pid: int, owner: AgentAddress, times: int, num_blocks: int) -> Cost:
+        """The same bytes by process_vm_readv, on a thread that does nothing else, while the event loop is watched."""
+        with self._watched() as costs:
+            async with self._watching_loop():
+                for _ in range(times):
+                    await asyncio.to_thread(self._read_process, pid, owner, num_blocks, False)
         return costs[0]
 
     async def offer_often(self, peer: AgentAddress, transfer_ids: list[int], num_blocks: int) -> None:
@@ -237,10 +245,12 @@ class Side:
 
     # ---- inside
 
-    def _taken(self, blocks: list[int] | None, shuffled: bool) -> list[int]:
+    async def _taken(self, blocks: list[int] | None, shuffled: bool) -> list[int]:
         """What the pool gave, in the order in which a sequence has it."""
         assert blocks is not None, "the pool is too small"
-        return self._random.sample(blocks, len(blocks)) if shuffled else blocks
+        if shuffled:  # not on the loop, which may be watched
+            await asyncio.to_thread(self._random.shuffle, blocks)
+        return blocks
 
     @property
     def _compute(self) -> ThreadPoolExecutor:
@@ -301,6 +311,14 @@ class Side:
         after, seconds = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - begun
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         costs.append(Cost(seconds, cpu, self._longest_stall_s))
+
+    @contextlib.asynccontextmanager
+    async def _watching_loop(self) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._watch_loop())
+        yield
+        watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watch
 
     async def _watch_loop(self) -> None:
         while True:
