@@ -7,13 +7,13 @@ structures below are those of UCX 1.x (ucp/api/ucp.h); fields behind those that 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from dataclasses import dataclass
 
 from core.errors import PeerDisconnected, TransportError
 
-IN_PROGRESS = 1
+_IN_PROGRESS = 1
 _GONE = {-25: "connection reset", -6: "unreachable", -80: "endpoint timeout", -16: "cancelled", -24: "not connected"}
-_FIRST_STATUS = -100  # status pointers: the last addresses of the space are errors, as in ucs/type/status.h
 
 _MAP_ADDRESS, _MAP_LENGTH, _MAP_MEMORY_TYPE = 1 << 0, 1 << 1, 1 << 4
 _MEMORY_HOST, _MEMORY_CUDA = 0, 1
@@ -116,21 +116,32 @@ class UcpMemory:
     def forget(self, key: RemoteKey) -> None:
         self._ucp.ucp_rkey_destroy(key.handle)
 
-    def get(self, key: RemoteKey, source: int, target: int, num_bytes: int) -> int | None:
-        """Start to read `num_bytes` from the peer's address `source`. A request, or None where it has ended already."""
-        pointer = self._ucp.ucp_get_nbx(
-            key.endpoint, target, num_bytes, source, key.handle, ctypes.byref(self._get_params)
-        )
-        if _FIRST_STATUS <= pointer < 0:
-            raise failure(pointer, "read")
-        return pointer or None
+    def get(self, key: RemoteKey, runs: deque[tuple[int, int, int]], requests: deque[int], most: int) -> None:
+        """Start to read runs (the peer's address, ours, bytes) while no more than `most` requests are under way.
 
-    def status(self, request: int) -> int:
-        """0 = done, 1 = in progress, below 0 = failed. One that has ended is freed: ask no more."""
-        status = int(self._ucp.ucp_request_check_status(request))
-        if status != IN_PROGRESS:
-            self._ucp.ucp_request_free(request)
-        return status
+        Takes the runs from the left, and appends a request for each that has not ended already.
+        """
+        start, params = self._ucp.ucp_get_nbx, ctypes.byref(self._get_params)
+        endpoint, handle = key.endpoint, key.handle
+        while runs and len(requests) < most:
+            source, target, num_bytes = runs.popleft()
+            pointer = start(endpoint, target, num_bytes, source, handle, params)
+            if pointer > 0:
+                requests.append(pointer)
+            elif pointer < 0:
+                raise failure(pointer, "read")
+
+    def forget_ended(self, requests: deque[int]) -> int:
+        """Take those that have ended from the left, up to one that has failed: its status. 0 where none has.
+
+        Only the oldest is asked for: they end about in their order, and all have to.
+        """
+        check, free = self._ucp.ucp_request_check_status, self._ucp.ucp_request_free
+        while requests and (status := check(requests[0])) != _IN_PROGRESS:
+            free(requests.popleft())
+            if status:
+                return int(status)
+        return 0
 
     def close(self) -> None:
         self._check(self._ucp.ucp_mem_unmap(self._context, self._memory), "close the pool")

@@ -41,7 +41,7 @@ from ucxx.types import Tag, TagMask  # noqa: E402
 for _name in os.environ.keys() - _environment.keys():
     del os.environ[_name]  # importing ucxx sets options for every UCX of the process; ours are in OPTIONS
 
-from kv_transfer.transports.ucp_memory import IN_PROGRESS, RemoteKey, UcpMemory, failure  # noqa: E402
+from kv_transfer.transports.ucp_memory import RemoteKey, UcpMemory, failure  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -303,23 +303,16 @@ class UcxxTransport:
     def _start_gets(self, read: _Read) -> None:
         assert read.peer.key is not None
         assert self._memory is not None
-        while read.runs and len(read.gets) < MAX_GETS_IN_FLIGHT:
-            try:
-                request = self._memory.get(read.peer.key, *read.runs.popleft())
-            except TransportError as error:
-                self._break(read, error)
-                return
-            if request is not None:
-                read.gets.append(request)
+        try:
+            self._memory.get(read.peer.key, read.runs, read.gets, MAX_GETS_IN_FLIGHT)
+        except TransportError as error:
+            self._break(read, error)
 
     def _has_ended(self, read: _Read) -> bool:
         """Nothing of it is in flight, and nothing is left to start."""
         assert self._memory is not None
-        # Only the oldest is asked: they end about in their order, and all have to.
-        while read.gets and (status := self._memory.status(read.gets[0])) != IN_PROGRESS:
-            read.gets.popleft()
-            if status < 0:
-                self._break(read, failure(status, f"read from {read.peer.address.name}"))
+        while status := self._memory.forget_ended(read.gets):
+            self._break(read, failure(status, f"read from {read.peer.address.name}"))
         if read.broken is not None:
             read.runs.clear()
             if read.gets and time.monotonic() > read.end_by and not read.peer.gone:
