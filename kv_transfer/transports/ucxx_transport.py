@@ -178,7 +178,7 @@ class UcxxTransport:
 
     def take_ended(self, handle: int) -> bool:
         read = self._reads[handle]
-        if read.broken is not None or not self._has_ended(read):
+        if not self._has_ended(read) or read.broken is not None:
             return False
         del self._reads[handle]
         return True

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +89,8 @@ def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
     return transport, array
 
 
-@pytest.mark.parametrize("owner", ["nixl"], indirect=True)
-def test_over_shared_memory_nixl_has_copied_when_start_read_returns(owner: OwnerProcess) -> None:
+@pytest.mark.skipif(not OVER_SHARED_MEMORY, reason="over TCP the bytes come later")
+def test_over_shared_memory_a_read_has_copied_when_its_start_returns(owner: OwnerProcess) -> None:
     """What makes hashing a slice cheap: without it each slice would wait for a poll."""
     transport, array = reader_of(owner)
     for block in range(8, 40):
@@ -106,6 +106,24 @@ def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None
     with pytest.raises(PeerDisconnected):
         read_until_it_breaks(transport, owner.address.name)
     transport.disconnect(owner.address.name)
+    transport.close()
+
+
+@pytest.mark.parametrize("owner", ["ucxx"], indirect=True)  # nixl knows what was registered, and refuses
+def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(owner: OwnerProcess) -> None:
+    """The owner's address says more than it has. Over TCP the owner itself would read, and die of it."""
+    if not OVER_SHARED_MEMORY:
+        pytest.skip("the owner would read")
+    transport, _ = reader_of(owner)
+    transport.disconnect(owner.address.name)
+    transport.connect(replace(owner.address, num_blocks=1 << 30))
+    handle = transport.start_block_read(owner.address.name, [3], [0])
+    assert wait_for_end(transport) == ReadDone(handle)
+    handle = transport.start_block_read(owner.address.name, [1 << 29], [0])
+    assert not transport.take_ended(handle)
+    event = wait_for_end(transport)
+    assert isinstance(event, ReadBroken)
+    assert event.handle == handle
     transport.close()
 
 
