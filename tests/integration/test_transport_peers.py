@@ -110,7 +110,10 @@ def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None
 
 
 @pytest.mark.parametrize("owner", ["ucxx"], indirect=True)  # nixl knows what was registered, and refuses
-def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(owner: OwnerProcess) -> None:
+@pytest.mark.parametrize("steps_in_start", [16, 0])  # 0: it is `take_ended` that sees first how the read went
+def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(
+    owner: OwnerProcess, steps_in_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The owner's address says more than it has. Over TCP the owner itself would read, and die of it."""
     if not OVER_SHARED_MEMORY:
         pytest.skip("the owner would read")
@@ -119,7 +122,11 @@ def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(owner: Owne
     transport.connect(replace(owner.address, num_blocks=1 << 30))
     handle = transport.start_block_read(owner.address.name, [3], [0])
     assert wait_for_end(transport) == ReadDone(handle)
+    from kv_transfer.transports import ucxx_transport
+
+    monkeypatch.setattr(ucxx_transport, "MAX_STEPS", steps_in_start)
     handle = transport.start_block_read(owner.address.name, [1 << 29], [0])
+    transport._worker.progress()  # type: ignore[attr-defined]
     assert not transport.take_ended(handle)
     event = wait_for_end(transport)
     assert isinstance(event, ReadBroken)
