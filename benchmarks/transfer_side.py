@@ -315,10 +315,12 @@ class Side:
     @contextlib.asynccontextmanager
     async def _watching_loop(self) -> AsyncIterator[None]:
         watch = asyncio.create_task(self._watch_loop())
-        yield
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
 
     async def _watch_loop(self) -> None:
         while True:

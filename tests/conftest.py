@@ -1,4 +1,7 @@
-"""What every test shares: Hypothesis draws the same examples on every machine and run, and never times them."""
+"""What every test shares: Hypothesis draws the same examples on every machine, and never times them.
+
+Some of them are constants of the modules that are loaded, so a test that runs alone may see others than in a full run.
+"""
 
 from __future__ import annotations
 
