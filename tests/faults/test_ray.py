@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
 from protos import inference_pb2, inference_pb2_grpc
-from tests.support.command import PATIENCE_S, Served, serve
+from tests.support.command import PATIENCE_S, Served, serving
 from tests.support.deployment import make_request
 
 NUM_OUTPUT = 1500  # a second, even for the fake; without a raylet, Ray's processes last for about ten
@@ -19,9 +21,11 @@ drain_timeout_s = 60.0
 """
 
 
-async def serve_patiently(tmp_path: Path) -> Served:
+@contextlib.asynccontextmanager
+async def serving_patiently(tmp_path: Path) -> AsyncIterator[Served]:
     (tmp_path / "tandem.toml").write_text(CONFIG)
-    return await serve("--config", str(tmp_path / "tandem.toml"))
+    async with serving("--config", str(tmp_path / "tandem.toml")) as fleet:
+        yield fleet
 
 
 async def says_that_ray_ended(fleet: Served) -> bool:
@@ -60,24 +64,23 @@ class Reader:
 async def test_a_ray_that_dies_takes_no_request_with_it_and_its_fleet_ends_with_the_reason(
     name: str, tmp_path: Path
 ) -> None:
-    fleet = await serve_patiently(tmp_path)
-    victim = next(process for process in fleet.family if process.name() == name)
-    async with grpc.aio.insecure_channel(fleet.address) as channel, asyncio.timeout(PATIENCE_S):
-        reader = Reader(channel)
-        await reader.some.wait()
-        victim.kill()
-        assert await says_that_ray_ended(fleet)
-        num_before = reader.num_tokens
-        assert num_before < NUM_OUTPUT, "the answer had ended: nothing was tested"
-        finished = await reader.whole
-        assert reader.num_tokens == finished.usage.completion_tokens == NUM_OUTPUT
-        await assert_ended_because_of(fleet, name)
+    async with serving_patiently(tmp_path) as fleet, asyncio.timeout(PATIENCE_S):
+        victim = next(process for process in fleet.family if process.name() == name)
+        async with grpc.aio.insecure_channel(fleet.address) as channel:
+            reader = Reader(channel)
+            await reader.some.wait()
+            victim.kill()
+            assert await says_that_ray_ended(fleet)
+            num_before = reader.num_tokens
+            assert num_before < NUM_OUTPUT, "the answer had ended: nothing was tested"
+            finished = await reader.whole
+            assert reader.num_tokens == finished.usage.completion_tokens == NUM_OUTPUT
+            await assert_ended_because_of(fleet, name)
 
 
 async def test_a_fleet_whose_ray_has_lost_its_keeper_ends_with_the_reason(tmp_path: Path) -> None:
-    fleet = await serve_patiently(tmp_path)
-    keeper = next(process for process in fleet.family if "runtime/ray_starter.py" in " ".join(process.cmdline()))
-    keeper.kill()
-    async with asyncio.timeout(PATIENCE_S):
+    async with serving_patiently(tmp_path) as fleet, asyncio.timeout(PATIENCE_S):
+        keeper = next(process for process in fleet.family if "runtime/ray_starter.py" in " ".join(process.cmdline()))
+        keeper.kill()
         assert await says_that_ray_ended(fleet)
-    await assert_ended_because_of(fleet, "the process that keeps it")
+        await assert_ended_because_of(fleet, "the process that keeps it")

@@ -22,7 +22,7 @@ from runtime.service import Endpoint
 from runtime.service_host import Placement
 from runtime.supervisor import FleetSpec
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0  # for a busy machine: real workers start in six seconds on a quiet one
 
 
 class FakeService:

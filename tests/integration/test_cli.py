@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from cli.credentials import find_credentials
-from tests.support.command import PATIENCE_S, Served, serve, start, tandem
+from tests.support.command import PATIENCE_S, Served, serving, start, tandem
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
     """One fleet for every test that only uses it; ended by one Ctrl-C."""
-    fleet = await serve("--local-prefill-tokens", "0")
-    assert len(fleet.family) > 6, "Ray's own, the supervisor, a router and two workers"
-    yield fleet
-    fleet.process.send_signal(signal.SIGINT)
-    assert await fleet.ended() == (0, [])
+    async with serving("--local-prefill-tokens", "0") as fleet:
+        assert len(fleet.family) > 6, "Ray's own, the supervisor, a router and two workers"
+        yield fleet
+        fleet.process.send_signal(signal.SIGINT)
+        assert await fleet.ended() == (0, [])
 
 
 async def test_generate_prints_the_answer_and_the_same_seed_prints_it_again(served: Served) -> None:
@@ -98,11 +98,11 @@ async def test_scale_grows_a_pool_and_status_shows_it(served: Served) -> None:
 
 
 async def test_a_second_ctrl_c_ends_everything_at_once() -> None:
-    fleet = await serve()
-    fleet.process.send_signal(signal.SIGINT)
-    fleet.process.send_signal(signal.SIGTERM)
-    code, left = await fleet.ended()
-    assert (code, left) == (130, [])
+    async with serving() as fleet:
+        fleet.process.send_signal(signal.SIGINT)
+        fleet.process.send_signal(signal.SIGTERM)
+        code, left = await fleet.ended()
+        assert (code, left) == (130, [])
 
 
 async def test_no_router_is_one_line_that_says_what_to_do() -> None:

@@ -137,11 +137,13 @@ async def test_prefill_and_decode_workers_compute_on_cores_of_their_own(ray_here
     engine = EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4)
     config = TandemConfig(engine=engine, cluster=CONFIG, router=RouterConfig(port=0))
     await ray_here.start(fleet_spec(config))
-    await wait_for_news(ray_here, FleetReady)
-    allowed = {process.pid: cores_of_threads(process.pid) for process in psutil.Process().children(recursive=True)}
-    await ray_here.shutdown()
-    await wait_for_news(ray_here, FleetStopped)
-    await ray_here.leave()
+    try:
+        await wait_for_news(ray_here, FleetReady)
+        allowed = {process.pid: cores_of_threads(process.pid) for process in psutil.Process().children(recursive=True)}
+        await ray_here.shutdown()
+        await wait_for_news(ray_here, FleetStopped)
+    finally:
+        await ray_here.leave()  # or the other tests' fleet would be refused
     workers = {pid: threads for pid, threads in allowed.items() if set(threads.values()) - {everything}}
     assert len(workers) == 2
     shares = [frozenset(threads.values()) - {everything} for threads in workers.values()]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -53,13 +54,23 @@ class Served:
         return self.process.returncode, left, err.decode()
 
 
-async def serve(*arguments: str) -> Served:
+@contextlib.asynccontextmanager
+async def serving(*arguments: str) -> AsyncIterator[Served]:
+    """`tandem serve`, once it serves. A test that fails before it has ended it leaves nothing behind."""
     process = await start("serve", "--model", "fake:tiny", "--port", "0", *arguments)
+    try:
+        yield Served(process, await _address(process), psutil.Process(process.pid).children(recursive=True))
+    finally:
+        if process.returncode is None:
+            process.kill()  # Ray and all that runs in it end with it
+        await process.communicate()
+
+
+async def _address(process: Process) -> str:
     assert process.stdout is not None
     async with asyncio.timeout(PATIENCE_S):
         while line := (await process.stdout.readline()).decode():
             if line.startswith("serving"):
-                address = line.split(" at ")[1].split()[0]
-                return Served(process, address, psutil.Process(process.pid).children(recursive=True))
+                return line.split(" at ")[1].split()[0]
     _, err = await process.communicate()
     raise AssertionError(f"it did not come up: {err.decode()}")
