@@ -99,8 +99,8 @@ class TransferConfig:
     min_bytes_per_s: float = 50e6  # a read slower than this (plus read_grace_s) has failed
     read_grace_s: float = 2.0
     max_reads_in_flight: int = 4  # per transfer
-    max_blocks_per_read: int = 256  # a read costs time of its own, more than the copy of ten blocks; but it must end
-    max_bytes_per_read: int = 67_108_864  # soon enough to cancel, and over shared memory the agent waits for its copy
+    max_blocks_per_read: int = 512  # a read costs time of its own, more than the copy of ten blocks; but it must end
+    max_bytes_per_read: int = 134_217_728  # soon enough to cancel, and over shared memory the agent waits for its copy
     max_read_attempts: int = 2  # of the same blocks, when a digest does not match
     max_transfers: int = 1024  # offers and pulls alive at one time, each
     verify_digests: bool = True

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 TransferId = int  # 128 random bits: a ticket, known to the router and the two workers it gave it to
 
@@ -153,7 +153,7 @@ class OfferedBlocks:
 
     def by_block(self) -> OfferedBlocks:
         """The same rows in order of their blocks."""
-        if len(self) < 2:
+        if all(map(operator.le, self.blocks, self.blocks[1:])):
             return self
         order = operator.itemgetter(*sorted(range(len(self)), key=self.blocks.__getitem__))
         return OfferedBlocks(order(self.positions), order(self.blocks), order(self.digests))

@@ -44,10 +44,10 @@ from kv_transfer.plan import TransferPlan
 
 # The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
 # reads begin; each one after it is four times as large, since every READY and every read costs the puller time. Where
-# no digests are sent, the second has all the others.
+# no digests are sent, one has all.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
-MAX_BLOCKS_PER_READY = 1024
+MAX_BLOCKS_PER_READY = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +269,9 @@ class Owner:
     def _announce(self, offer: Offer, first_block: int, now: float) -> None:
         """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
         total, start = offer.num_announced, first_block
-        count = max(1, min(FIRST_READY_BYTES // self._peers.address.layout.block_bytes, MAX_BLOCKS_PER_READY))
-        growth = READY_GROWTH if self.config.verify_digests else MAX_BLOCKS_PER_READY
+        count = MAX_BLOCKS_PER_READY
+        if self.config.verify_digests:
+            count = max(1, min(FIRST_READY_BYTES // self._peers.address.layout.block_bytes, count))
         while start == first_block or start < total:
             end = min(start + count, total)
             last = offer.last and end == total
@@ -286,7 +287,7 @@ class Owner:
                     first_token_id=offer.first_token_id if last else None,
                 ),
             )
-            start, count = start + count, min(growth * count, MAX_BLOCKS_PER_READY)
+            start, count = start + count, min(READY_GROWTH * count, MAX_BLOCKS_PER_READY)
         offer.ready_sent_at = now
 
     def _repeat_lost(self, offer: Offer, num_heard: int, now: float) -> None:

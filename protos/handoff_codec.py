@@ -6,7 +6,8 @@ Decoding trusts nothing: what is not exactly one well-formed message of this ver
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Sequence
+from itertools import chain, pairwise
 
 from google.protobuf.message import DecodeError
 
@@ -61,9 +62,9 @@ def encode(message: HandoffMessage) -> bytes:
         case Want():
             envelope.want.SetInParent()
             envelope.want.layout_fingerprint = message.layout_fingerprint
-            envelope.want.positions.extend(message.positions)
+            envelope.want.position_runs.extend(_runs_to_wire(message.positions))
         case Ready():
-            envelope.ready.CopyFrom(_ready_to_wire(message))
+            _ready_to_wire(message, envelope.ready)
         case Heartbeat():
             envelope.heartbeat.SetInParent()
             if message.ack is not None:
@@ -134,37 +135,61 @@ def _reason_from_wire(wire: int) -> AbortReason:
     return _REASON_FROM_WIRE[wire]
 
 
+def _runs_to_wire(positions: tuple[int, ...]) -> list[int]:
+    """[first, count, first, count, ...]"""
+    if positions and positions == tuple(range(positions[0], positions[0] + len(positions))):
+        return [positions[0], len(positions)]
+    runs: list[int] = []
+    for position in positions:
+        if runs and position == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += (position, 1)
+    return runs
+
+
+def _runs_from_wire(wire: Sequence[int]) -> list[range]:
+    """Not expanded before their sum is known."""
+    numbers = tuple(wire)
+    firsts, counts = numbers[::2], numbers[1::2]
+    _require(len(firsts) == len(counts) and all(counts), "positions are no runs of one or more")
+    _require(sum(counts) <= MAX_POSITIONS, f"{sum(counts)} positions are more than {MAX_POSITIONS}")
+    runs = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    _require(all(run.stop <= 1 << 32 for run in runs), "positions have more than 32 bits")
+    return runs
+
+
 def _want_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: handoff_pb2.HandoffWant) -> Want:
-    positions = tuple(wire.positions)
-    _require(len(positions) <= MAX_POSITIONS, f"{len(positions)} positions are more than {MAX_POSITIONS}")
-    _require(all(map(operator.lt, positions, positions[1:])), "positions do not rise")
-    return Want(transfer_id, *stamp, wire.layout_fingerprint, positions)
+    runs = _runs_from_wire(wire.position_runs)
+    _require(all(run.stop <= after.start for run, after in pairwise(runs)), "positions do not rise")
+    return Want(transfer_id, *stamp, wire.layout_fingerprint, tuple(chain.from_iterable(runs)))
 
 
-def _ready_to_wire(message: Ready) -> handoff_pb2.HandoffReady:
-    return handoff_pb2.HandoffReady(
-        ack=message.ack,
-        first_block=message.first_block,
-        positions=message.blocks.positions,
-        blocks=message.blocks.blocks,
-        digests=message.blocks.digests,
-        last=message.last,
-        first_token_id=message.first_token_id,
-    )
+def _ready_to_wire(message: Ready, wire: handoff_pb2.HandoffReady) -> None:
+    wire.ack = message.ack
+    wire.first_block = message.first_block
+    wire.position_runs.extend(_runs_to_wire(message.blocks.positions))
+    wire.blocks.extend(message.blocks.blocks)
+    if any(message.blocks.digests):
+        wire.digests.extend(message.blocks.digests)
+    wire.last = message.last
+    if message.first_token_id is not None:
+        wire.first_token_id = message.first_token_id
 
 
 def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: handoff_pb2.HandoffReady) -> Ready:
     _require(wire.ack > 0, "ack is missing")
-    lengths = {len(wire.positions), len(wire.blocks), len(wire.digests)}
-    _require(len(lengths) == 1, f"{len(wire.positions)} positions, but {sorted(lengths)} blocks and digests")
-    _require(max(lengths) <= MAX_POSITIONS, f"{len(wire.positions)} blocks are more than {MAX_POSITIONS}")
+    positions = tuple(chain.from_iterable(_runs_from_wire(wire.position_runs)))
+    blocks, digests = tuple(wire.blocks), tuple(wire.digests) or (0,) * len(wire.blocks)
+    lengths = {len(positions), len(blocks), len(digests)}
+    _require(len(lengths) == 1, f"{len(positions)} positions, but {sorted(lengths)} blocks and digests")
     _require(wire.last or not wire.HasField("first_token_id"), "first_token_id before the last READY")
     return Ready(
         transfer_id,
         *stamp,
         ack=wire.ack,
         first_block=wire.first_block,
-        blocks=OfferedBlocks(tuple(wire.positions), tuple(wire.blocks), tuple(wire.digests)),
+        blocks=OfferedBlocks(positions, blocks, digests),
         last=wire.last,
         first_token_id=wire.first_token_id if wire.HasField("first_token_id") else None,
     )

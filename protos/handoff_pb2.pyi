@@ -57,30 +57,30 @@ class HandoffEnvelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[int] = ..., counter: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., want: _Optional[_Union[HandoffWant, _Mapping]] = ..., ready: _Optional[_Union[HandoffReady, _Mapping]] = ..., heartbeat: _Optional[_Union[HandoffHeartbeat, _Mapping]] = ..., release: _Optional[_Union[HandoffRelease, _Mapping]] = ..., abort: _Optional[_Union[HandoffAbort, _Mapping]] = ..., ping: _Optional[_Union[HandoffPing, _Mapping]] = ...) -> None: ...
 
 class HandoffWant(_message.Message):
-    __slots__ = ("layout_fingerprint", "positions")
+    __slots__ = ("layout_fingerprint", "position_runs")
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_RUNS_FIELD_NUMBER: _ClassVar[int]
     layout_fingerprint: int
-    positions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layout_fingerprint: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...
+    position_runs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layout_fingerprint: _Optional[int] = ..., position_runs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandoffReady(_message.Message):
-    __slots__ = ("ack", "first_block", "positions", "last", "first_token_id", "blocks", "digests")
+    __slots__ = ("ack", "first_block", "position_runs", "last", "first_token_id", "blocks", "digests")
     ACK_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_RUNS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     ack: int
     first_block: int
-    positions: _containers.RepeatedScalarFieldContainer[int]
+    position_runs: _containers.RepeatedScalarFieldContainer[int]
     last: bool
     first_token_id: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ack: _Optional[int] = ..., first_block: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, ack: _Optional[int] = ..., first_block: _Optional[int] = ..., position_runs: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., first_token_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandoffHeartbeat(_message.Message):
     __slots__ = ("ack", "entries")

@@ -27,8 +27,10 @@ ids = st.integers(0, 2**128 - 1)
 u64 = st.integers(1, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
 reasons = st.sampled_from(AbortReason)
-positions = st.lists(u32, unique=True, max_size=20).map(lambda drawn: tuple(sorted(drawn)))
-offered = st.lists(st.tuples(u32, u32, st.integers(0, 2**64 - 1)), max_size=20).map(OfferedBlocks.of)
+numbers = st.integers(0, 30) | u32  # small ones have neighbours
+positions = st.lists(numbers, unique=True, max_size=20).map(lambda drawn: tuple(sorted(drawn)))
+digests = st.just(0) | st.integers(0, 2**64 - 1)
+offered = st.lists(st.tuples(numbers, u32, digests), max_size=20).map(OfferedBlocks.of)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Want, ids, u64, u64, st.integers(0, 2**64 - 1), positions),
@@ -83,6 +85,7 @@ def test_the_good_envelope_is_good() -> None:
     assert decode(envelope().SerializeToString()) == Release(0, 1, 1, None)
 
 
+WANT = handoff_pb2.HandoffWant
 READY = handoff_pb2.HandoffReady
 HEARTBEAT = handoff_pb2.HandoffHeartbeat
 NAMELESS = handoff_pb2.HandoffHeartbeatEntry()
@@ -98,9 +101,16 @@ NAMELESS = handoff_pb2.HandoffHeartbeatEntry()
         ({"transfer_id": bytes(15)}, "transfer_id"),
         ({"transfer_id": b""}, "transfer_id"),
         ({"release": None}, "body"),
-        ({"release": None, "want": handoff_pb2.HandoffWant(positions=[2, 1])}, "rise"),
-        ({"release": None, "want": handoff_pb2.HandoffWant(positions=range(70_000))}, "positions"),
+        ({"release": None, "want": WANT(position_runs=[2, 1, 1, 1])}, "rise"),
+        ({"release": None, "want": WANT(position_runs=[1, 2, 2, 1])}, "rise"),
+        ({"release": None, "want": WANT(position_runs=[0, 40_000, 50_000, 40_000])}, "80000 positions are more than"),
+        ({"release": None, "want": WANT(position_runs=[0, 2**32 - 1])}, "4294967295 positions are more than"),
+        ({"release": None, "want": WANT(position_runs=[2**32 - 1, 2])}, "32 bits"),
+        ({"release": None, "want": WANT(position_runs=[1, 0])}, "runs"),
+        ({"release": None, "want": WANT(position_runs=[1, 1, 3])}, "runs"),
         ({"release": None, "ready": READY()}, "ack"),
+        ({"release": None, "ready": READY(ack=1, position_runs=[3, 2], blocks=[1])}, "2 positions"),
+        ({"release": None, "ready": READY(ack=1, position_runs=[3, 2], blocks=[1, 2], digests=[1])}, "2 positions"),
         ({"release": None, "ready": READY(ack=1, first_token_id=1)}, "first_token_id"),
         ({"release": None, "abort": handoff_pb2.HandoffAbort()}, "reason"),
         ({"release": None, "abort": handoff_pb2.HandoffAbort(reason=99)}, "reason"),  # type: ignore[arg-type]
@@ -112,6 +122,13 @@ NAMELESS = handoff_pb2.HandoffHeartbeatEntry()
 def test_what_does_not_fit_is_refused_by_name(fields: dict[str, object], complaint: str) -> None:
     with pytest.raises(MalformedMessage, match=complaint):
         decode(envelope(**fields).SerializeToString())
+
+
+def test_neighbours_and_digests_that_nobody_computed_take_no_room() -> None:
+    def ready(num_blocks: int) -> bytes:
+        return encode(Ready(1, 1, 1, 1, 0, OfferedBlocks.of((n, 0, 0) for n in range(500, 500 + num_blocks)), False))
+
+    assert len(ready(60)) == len(ready(20)) + 40  # the ids of the blocks
 
 
 def test_oversized_messages_are_refused_both_ways() -> None:

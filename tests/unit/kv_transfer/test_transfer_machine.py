@@ -149,12 +149,20 @@ def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
     assert reads[0].timeout_s == pytest.approx(expected_s)
 
 
-@pytest.mark.parametrize(("num_blocks", "expected"), [(1500, [64, 256, 1024, 156]), (320, [64, 256])])
-def test_many_blocks_are_announced_in_messages_that_grow_and_are_bounded(
-    num_blocks: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("num_blocks", "digests", "expected"),
+    [
+        (3500, True, [64, 256, 1024, 2048, 108]),
+        (320, True, [64, 256]),
+        (2048, False, [2048]),
+        (2049, False, [2048, 1]),
+    ],
+)
+def test_many_blocks_are_announced_in_messages_that_grow_for_digests_and_are_bounded(
+    num_blocks: int, digests: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
-    pair = Pair(TransferConfig(max_blocks_per_read=256), num_blocks=1500)
+    pair = Pair(TransferConfig(max_blocks_per_read=256, verify_digests=digests), digests, num_blocks=3500)
     pair.offer(list(range(num_blocks)))
     targets = pair.pull(list(range(num_blocks)))
     while any(isinstance(mail.message, Want) for mail in pair.mail):
