@@ -7,16 +7,15 @@ whatever the layouts. Those of what a read has brought are computed where it lan
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
 from kv_transfer.events import StartRead
-from kv_transfer.plan import TransferPlan
+from kv_transfer.plan import Span, TransferPlan
 from kv_transfer.transports.transport import PoolMemory
 
 Digests = tuple[int, ...]
-Piece = tuple[list[int], int]  # first bytes of its spans, and the length of each
 
 
 class ReadDigests:
@@ -38,8 +37,7 @@ class ReadDigests:
         if not read.pieces:
             return of_blocks(self._view, targets, self._block_bytes)
         moved = zip(read.pieces[first:end], targets, strict=True)
-        pieces = [(plan.target_spans(piece, target), plan.span_bytes) for piece, target in moved]
-        return of_pieces(self._view, pieces)
+        return of_pieces(self._view, (plan.target_spans(piece, target) for piece, target in moved))
 
 
 def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Digests:
@@ -47,12 +45,13 @@ def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Di
     return tuple(xxhash.xxh3_64_intdigest(memory[block * block_bytes : (block + 1) * block_bytes]) for block in blocks)
 
 
-def of_pieces(memory: memoryview, pieces: Iterable[Piece]) -> Digests:
-    return tuple(_digest(memory, starts, num_bytes) for starts, num_bytes in pieces)
+def of_pieces(memory: memoryview, pieces: Iterable[Sequence[Span]]) -> Digests:
+    """Of the spans of each, as if they lay one behind the other: how they are torn apart does not matter."""
+    return tuple(_digest(memory, spans) for spans in pieces)
 
 
-def _digest(memory: memoryview, starts: list[int], num_bytes: int) -> int:
+def _digest(memory: memoryview, spans: Sequence[Span]) -> int:
     state = xxhash.xxh3_64()
-    for start in starts:
-        state.update(memory[start : start + num_bytes])
+    for first, num_bytes in spans:
+        state.update(memory[first : first + num_bytes])
     return state.intdigest()

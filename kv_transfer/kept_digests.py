@@ -90,7 +90,7 @@ class KeptDigests:
             self.take()
         else:
             plan = TransferPlan(self._layout, peer)
-            pieces = [(plan.source_spans(piece, block), plan.span_bytes) for piece, block, _ in ready.blocks]
+            pieces = [plan.source_spans(piece, block) for piece, block, _ in ready.blocks]
             self._ask(partial(of_pieces, self._view, pieces), partial(self._unless_spoilt, ready, then))
 
     def take(self) -> None:

@@ -13,8 +13,9 @@ equal layouts give one run per block, and neighbouring blocks move as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from core.errors import LayoutMismatch
@@ -28,6 +29,7 @@ class Run(NamedTuple):
 
 
 Runs = Sequence[tuple[int, int, int]]  # as a `Run`; plain tuples take a third of the time to make
+Span = tuple[int, int]  # first byte from block 0 of a pool, and length
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,52 +93,59 @@ class TransferPlan:
 
     @property
     def piece_bytes(self) -> int:
-        return len(self.layers) * 2 * len(self.kv_heads) * self.span_bytes
+        return len(self.layers) * 2 * len(self.kv_heads) * self._row_bytes
 
-    def runs(self, source_blocks: Mapping[int, int], target_blocks: Mapping[int, int]) -> list[Run]:
-        """Runs for all tokens that both maps cover. A map: index of the block in its sequence -> its id in the pool."""
-        if self.moves_whole_blocks:
-            common = sorted(source_blocks.keys() & target_blocks.keys())
-            pairs = ((source_blocks[i], target_blocks[i]) for i in common)
-            return [Run(*run) for run in runs_of_blocks(pairs, self.source.block_bytes)]
-        parts = self.source_parts
-        pieces = sorted(index * parts + part for index in source_blocks for part in range(parts))
-        return self.runs_of_pieces(
-            (piece, source_blocks[piece // parts], target_blocks[piece // self.target_parts])
-            for piece in pieces
-            if piece // self.target_parts in target_blocks
-        )
-
-    def runs_of_pieces(self, pieces: Iterable[tuple[int, int, int]]) -> list[Run]:
+    def runs_of_pieces(self, pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Runs for (piece, source block, target block) triples."""
-        return _merged(
-            Run(source, target, self.span_bytes)
-            for piece, source_block, target_block in pieces
-            for source, target in zip(
-                self.source_spans(piece, source_block), self.target_spans(piece, target_block), strict=True
-            )
-        )
+        source_bytes, source_parts = self.source.block_bytes, self.source_parts
+        target_bytes, target_parts = self.target.block_bytes, self.target_parts
+        runs = []
+        for piece, source_block, target_block in pieces:
+            source, target = source_block * source_bytes, target_block * target_bytes
+            within = _runs_of_piece(self, piece % source_parts, piece % target_parts)
+            runs += [(source + a, target + b, num_bytes) for a, b, num_bytes in within]
+        return _merged(runs)
 
-    def source_spans(self, piece: int, block: int) -> list[int]:
-        """Where the piece lies in a source block: the first byte of each of its spans, by layer, K or V, and head."""
-        return self._spans(self.source, block, piece % self.source_parts)
+    def source_spans(self, piece: int, block: int) -> list[Span]:
+        """Where the piece lies in a source block, by layer, K or V, and head."""
+        first = block * self.source.block_bytes
+        return [(first + at, num_bytes) for at, num_bytes in _spans(self, self.source, piece % self.source_parts)]
 
-    def target_spans(self, piece: int, block: int) -> list[int]:
-        """The same in a target block, in the same order."""
-        return self._spans(self.target, block, piece % self.target_parts)
+    def target_spans(self, piece: int, block: int) -> list[Span]:
+        """The same bytes in a target block, in the same order."""
+        first = block * self.target.block_bytes
+        return [(first + at, num_bytes) for at, num_bytes in _spans(self, self.target, piece % self.target_parts)]
 
     @property
-    def span_bytes(self) -> int:
-        """Length of a span: consecutive tokens of one head, in K or V of one layer."""
+    def _row_bytes(self) -> int:
+        """Consecutive tokens of one head, in K or V of one layer: what no layout tears apart."""
         return self.piece_tokens * self.source.head_dim * DTYPE_BYTES[self.source.dtype]
 
-    def _spans(self, layout: KVLayout, block: int, part: int) -> list[int]:
+    def _rows(self, layout: KVLayout, part: int) -> list[int]:
+        """First bytes of a piece's rows in block 0 of a pool."""
         return [
-            _offset(layout, block, (layer, key_or_value, head), part * self.piece_tokens)
+            _offset(layout, (layer, key_or_value, head), part * self.piece_tokens)
             for layer in self.layers
             for key_or_value in (0, 1)
             for head in self.kv_heads
         ]
+
+
+# Pieces are hundreds of runs each, the same in every block: they are found out once.
+
+
+@lru_cache(maxsize=256)
+def _runs_of_piece(plan: TransferPlan, source_part: int, target_part: int) -> tuple[tuple[int, int, int], ...]:
+    """Within source block 0 and target block 0."""
+    rows = zip(plan._rows(plan.source, source_part), plan._rows(plan.target, target_part), strict=True)
+    return tuple(_merged((source, target, plan._row_bytes) for source, target in rows))
+
+
+@lru_cache(maxsize=256)
+def _spans(plan: TransferPlan, layout: KVLayout, part: int) -> tuple[Span, ...]:
+    """Within block 0."""
+    rows = plan._rows(layout, part)
+    return tuple((first, num_bytes) for first, _, num_bytes in _merged((row, row, plan._row_bytes) for row in rows))
 
 
 def runs_of_blocks(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
@@ -163,20 +172,25 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:
     return range(max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1]))
 
 
-def _offset(layout: KVLayout, block: int, place: tuple[int, int, int], token: int) -> int:
-    """Byte offset of one token in [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+def _offset(layout: KVLayout, place: tuple[int, int, int], token: int) -> int:
+    """Byte offset of one token in block 0 of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
     layer, key_or_value, head = place
-    row = (block * layout.num_layers + layer - layout.first_layer) * 2 + key_or_value
+    row = (layer - layout.first_layer) * 2 + key_or_value
     row = row * layout.num_kv_heads + head - layout.first_kv_head
     return (row * layout.block_size + token) * layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
-def _merged(pieces: Iterable[Run]) -> list[Run]:
-    runs: list[Run] = []
-    for piece in pieces:
-        last = runs[-1] if runs else None
-        if last and (last.source + last.num_bytes, last.target + last.num_bytes) == (piece.source, piece.target):
-            runs[-1] = Run(last.source, last.target, last.num_bytes + piece.num_bytes)
-        else:
-            runs.append(piece)
-    return runs
+def _merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """With those as one that go on where the last one ended, on both sides."""
+    merged: list[tuple[int, int, int]] = []
+    first_source = first_target = length = 0  # of the run that grows
+    for source, target, num_bytes in runs:
+        if length and source - first_source == length == target - first_target:
+            length += num_bytes
+            continue
+        if length:
+            merged.append((first_source, first_target, length))
+        first_source, first_target, length = source, target, num_bytes
+    if length:
+        merged.append((first_source, first_target, length))
+    return merged

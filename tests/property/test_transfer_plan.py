@@ -44,6 +44,21 @@ def pool(layout: KVLayout, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 2**16, shape).astype(np.uint16)  # stands for float16
 
 
+def runs_of(plan: TransferPlan, source_blocks: dict[int, int], target_blocks: dict[int, int]) -> list[Run]:
+    """For all tokens that both maps cover. A map: index of the block in its sequence -> its id in the pool."""
+    if plan.moves_whole_blocks:
+        common = sorted(source_blocks.keys() & target_blocks.keys())
+        pairs = [(source_blocks[index], target_blocks[index]) for index in common]
+        return [Run(*run) for run in runs_of_blocks(pairs, plan.source.block_bytes)]
+    pieces = sorted(index * plan.source_parts + part for index in source_blocks for part in range(plan.source_parts))
+    triples = (
+        (piece, source_blocks[piece // plan.source_parts], target_blocks[piece // plan.target_parts])
+        for piece in pieces
+        if piece // plan.target_parts in target_blocks
+    )
+    return [Run(*run) for run in plan.runs_of_pieces(triples)]
+
+
 def copy_by_plan(runs: list[Run], source: np.ndarray, target: np.ndarray) -> np.ndarray:
     flat_source, flat_target = source.reshape(-1).view(np.uint8), target.copy().reshape(-1).view(np.uint8)
     for run in runs:
@@ -98,7 +113,7 @@ def test_a_plan_copies_what_both_pools_hold_and_nothing_else(
     plan = TransferPlan(source, target)
     maps = (data.draw(block_maps(8)), data.draw(block_maps(8)))
     source_pool, target_pool = pool(source, 1), pool(target, 2)
-    runs = plan.runs(*maps)
+    runs = runs_of(plan, *maps)
     by_plan = copy_by_plan(runs, source_pool, target_pool)
     assert np.array_equal(by_plan, copy_by_element(plan, maps, source_pool, target_pool))
     touched = sum(run.num_bytes for run in runs)
@@ -128,7 +143,7 @@ def test_thousands_of_random_layouts_are_copied_as_element_by_element() -> None:
         plan = TransferPlan(source, target)
         maps = tuple(dict(zip(rng.sample(range(5), 3), rng.sample(range(POOL_BLOCKS), 3), strict=True)) for _ in "ab")
         source_pool, target_pool = pool(source, num_compared), pool(target, num_compared + 1)
-        by_plan = copy_by_plan(plan.runs(*maps), source_pool, target_pool)
+        by_plan = copy_by_plan(runs_of(plan, *maps), source_pool, target_pool)
         assert np.array_equal(by_plan, copy_by_element(plan, maps, source_pool, target_pool)), (source, target, maps)
         num_compared += 1
 
@@ -137,7 +152,7 @@ def test_thousands_of_random_layouts_are_copied_as_element_by_element() -> None:
 @given(layout=layouts((2, 4)), maps=st.tuples(block_maps(8), block_maps(8)))
 def test_equal_layouts_move_whole_blocks(layout: KVLayout, maps: tuple[dict[int, int], dict[int, int]]) -> None:
     plan = TransferPlan(layout, layout)
-    runs = plan.runs(*maps)
+    runs = runs_of(plan, *maps)
     common = sorted(maps[0].keys() & maps[1].keys())
     assert sum(run.num_bytes for run in runs) == len(common) * layout.block_bytes
     breaks = sum((maps[0][b], maps[1][b]) != (maps[0][a] + 1, maps[1][a] + 1) for a, b in pairwise(common))
@@ -155,7 +170,7 @@ def test_adjacent_blocks_merge_only_where_they_are_adjacent_on_both_sides() -> N
 
 def test_head_shards_of_equal_width_merge_within_a_layer() -> None:
     plan = TransferPlan(replace(LAYOUT, num_kv_heads=4), replace(LAYOUT, first_kv_head=2))
-    runs = plan.runs({0: 0}, {0: 0})
+    runs = runs_of(plan, {0: 0}, {0: 0})
     assert len(runs) == 2 * 2  # layers x (K, V); the two heads of each go as one
     assert {run.num_bytes for run in runs} == {2 * 4 * 2 * 2}  # heads x tokens x head_dim x bytes
 
