@@ -6,6 +6,7 @@ build/bench/transfer.json, one object for each line. A goal that is missed is pr
 
 Blocks are handed off twice: as two pools hand them out of which others hold a tenth, so that many are neighbours on
 both sides and move as one; and shuffled, so that hardly any do. memcpy and process_vm_readv get theirs shuffled.
+Between unequal pools, where the puller keeps half of the heads, a block of the owner's is 64 runs.
 
 With verification on there are two lines. In serving the owner digests a block at the end of the step that filled it, so
 all digests but those of a prompt's last chunk are there when they are asked for: the goal is for that line. The other
@@ -25,7 +26,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.report import Line, Report, load
@@ -53,7 +54,7 @@ MAX_STALL_S = 0.005
 STALL_BYTES = 1_000_000_000
 PROMPTS = (256, 1024, 4096)
 CHUNK_TOKENS = 512
-PARTS = ("bandwidth", "hidden", "missing", "idle")
+PARTS = ("bandwidth", "unequal", "hidden", "missing", "idle")
 OWNER_CORE, PULLER_CORE = 0, 1
 
 
@@ -128,6 +129,25 @@ def bandwidth(report: Report, path: Measured, pool_bytes: int, repeats: int) -> 
         report.add(Line(f"{path}: xxh3 of cold blocks", "", per_s["hash"] / 1e9, "GB/s"))
         report.add(Line(f"{path}: the digest of a block, after its step", "", middle["hash"] / count * 1e6, "us"))
     return per_s["path"]
+
+
+def unequal(report: Report, transport: str, repeats: int) -> None:
+    """The owner's blocks have the heads of two pullers; what moves are one puller's."""
+    layout = LAYOUTS["2 MiB"]
+    half = replace(layout, num_kv_heads=layout.num_kv_heads // 2)
+    count = int(POOL_BYTES // layout.block_bytes * SHARE_IN_USE)
+    for digests in ("verify off", "verify on"):
+        config = TransferConfig(transport=transport, verify_digests=DIGESTS[digests][0])
+        owner, puller = pinned(config, layout, {})
+        with start_pair(owner, replace(puller, layout=half)) as pair:
+            pair.move(count)  # connects
+            plain, path = [], []
+            for _ in range(repeats):
+                plain.append(pair.puller.call("read_process", pair.owner_pid, pair.owner_address, count, False))
+                path.append(pair.move(count).total_s)
+        per_s, peer = [count * half.block_bytes / statistics.median(seconds) for seconds in (path, plain)]
+        what = f"{transport}, shared memory, half the heads of 2 MiB, {digests}"
+        report.add(Line(what, "", per_s / 1e9, "GB/s", "process_vm_readv of whole blocks", per_s / peer))
 
 
 def perftest_bytes_per_s() -> float | None:
@@ -257,6 +277,8 @@ def main() -> int:
             shared[f"{path.transport}, {path.lane}, {path.size}"] = per_s
     if "bandwidth" in arguments.parts:
         compare_with_perftest(report, shared)
+    for transport in arguments.transports if "unequal" in arguments.parts else ():
+        unequal(report, transport, arguments.repeats)
     if "hidden" in arguments.parts:
         hidden(report, arguments.model, arguments.prompts)
     if "missing" in arguments.parts:

@@ -114,7 +114,9 @@ def start_pair(owner: Spec, puller: Spec) -> Iterator[Pair]:
     sides = [Remote(owner)]
     try:
         pid, owner_address = sides[0].end()
-        sides.append(Remote(replace(puller, layout=owner_address.layout)))
+        if owner.engine is not None:
+            puller = replace(puller, layout=owner_address.layout)
+        sides.append(Remote(puller))
         _, puller_address = sides[1].end()
         yield Pair(sides[0], sides[1], pid, owner_address, puller_address)
     finally:

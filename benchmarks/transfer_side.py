@@ -45,7 +45,7 @@ SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a process is to be. A puller has the layout of its owner."""
+    """What a process is to be. With an engine its layout is the model's, and its puller has the same."""
 
     config: TransferConfig
     layout: KVLayout
