@@ -39,7 +39,7 @@ from runtime.driver import Driver
 
 TIMEOUT_S = 120.0
 BLOCKS_PER_HELD = 10  # one of so many is held by others
-BLOCKS_PER_READV = 16
+BLOCKS_PER_READV = 16  # per call of the system
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -173,15 +173,22 @@ class Side:
             np.copyto(self.array[target], self.array[source])
         return time.perf_counter() - begun
 
-    async def read_process(self, pid: int, owner: AgentAddress, num_blocks: int, hashed: bool) -> float:
-        return self._read_process(pid, owner, num_blocks, hashed)
+    async def read_process(
+        self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int = BLOCKS_PER_READV
+    ) -> float:
+        return self._read_process(pid, owner, num_blocks, per_call)
 
-    def _read_process(self, pid: int, owner: AgentAddress, num_blocks: int, hashed: bool) -> float:
-        """Seconds to read blocks out of the owner's memory by process_vm_readv; `hashed`, as many at a time as stay in
-        the cache, and each hashed at once: the least that a core can do where every block is verified."""
+    async def read_and_hash(self, pid: int, owner: AgentAddress, num_blocks: int) -> float:
+        """As many at a time as stay in the cache, and each hashed at once: the least that a core can do where every
+        block is verified."""
+        return self._read_process(pid, owner, num_blocks, max(1, SLICE_BYTES // self.layout.block_bytes), hashed=True)
+
+    def _read_process(
+        self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int, hashed: bool = False
+    ) -> float:
+        """Seconds to read blocks out of the owner's memory by process_vm_readv, so many with each call."""
         libc = ctypes.CDLL(None, use_errno=True)
         size = self.layout.block_bytes
-        per_call = max(1, SLICE_BYTES // size) if hashed else BLOCKS_PER_READV
         sources, targets = self._scattered(owner, num_blocks)
         pieces = [
             (self._vectors(self.address.pool_base, targets[i : i + per_call], size),
@@ -227,7 +234,7 @@ class Side:
         with self._watched() as costs:
             async with self._watching_loop():
                 for _ in range(times):
-                    await asyncio.to_thread(self._read_process, pid, owner, num_blocks, False)
+                    await asyncio.to_thread(self._read_process, pid, owner, num_blocks, BLOCKS_PER_READV)
         return costs[0]
 
     async def offer_often(self, peer: AgentAddress, transfer_ids: list[int], num_blocks: int) -> None:
