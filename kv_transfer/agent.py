@@ -4,8 +4,9 @@
 
 The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
 moves it goes round without a pause; else it waits for a command, longer the longer it was quiet, up to a limit that is
-shorter when transfers are alive. A second thread computes the digests of what is offered. The agent decides nothing:
-which block goes where, what is repeated and given up is the business of the machine.
+shorter when transfers are alive. A second thread computes the digests of what is offered. Both give way to the event
+loop of their worker. The agent decides nothing: which block goes where, what is repeated and given up is the business
+of the machine.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -54,6 +56,7 @@ from protos.handoff_codec import MalformedMessage, decode, encode
 # The shortest sleep takes half as long, and where this thread copies for a reader, the reader waits for its end.
 SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
+NICENESS = 5  # an event loop that wakes beside a copy need not wait for the end of its slice, 3 to 4 ms
 PAUSE_SHARE = 1 / 16  # of the time since something happened: so much later, at most, is the next thing seen
 MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
 
@@ -150,6 +153,8 @@ class TransferAgent:
 
     def _run(self) -> None:
         transport: Transport | None = None
+        if sys.platform == "linux":  # where it is this thread's alone, and of those that it starts
+            os.nice(NICENESS)
         try:
             transport = self._open_transport(self.identity.name)
             transport.register(self.pool)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +17,7 @@ from core.config import TransferConfig
 from core.errors import TransportError
 from core.handoff import AbortReason, OwnerState, Ready, Release
 from core.kv_layout import KVLayout
+from kv_transfer.agent import NICENESS
 from kv_transfer.events import (
     AgentEvent,
     AgentFailed,
@@ -143,6 +147,19 @@ def test_a_byte_that_changes_after_the_digest_is_noticed_over_nixl() -> None:
 def test_blocks_move_over_the_fake(hand_off: HandOff) -> None:
     hand_off.run()
     hand_off.assert_completed()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a whole process's")
+def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) -> None:
+    hand_off.run()
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    niceness: dict[str, set[int]] = {}
+    for thread in threading.enumerate():
+        assert thread.native_id is not None
+        kind = thread.name.partition("-")[0]
+        niceness.setdefault(kind, set()).add(os.getpriority(os.PRIO_PROCESS, thread.native_id) - ours)
+    assert niceness["transfer"] == niceness["digests"] == {NICENESS}
+    assert niceness["MainThread"] == {0}
 
 
 def test_a_bit_flipped_on_the_way_is_read_again(fabric: MemoryFabric, hand_off: HandOff) -> None:
