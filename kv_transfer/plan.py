@@ -149,22 +149,8 @@ def _spans(plan: TransferPlan, layout: KVLayout, part: int) -> tuple[Span, ...]:
 
 
 def runs_of_blocks(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
-    """Runs for (source block, target block) pairs of two equal layouts.
-
-    Plain Python: it runs right after a copy that has emptied the caches, where numpy takes three times as long.
-    """
-    runs = []
-    first_source = first_target = count = 0  # of the run that grows
-    for source, target in pairs:
-        if count and source - first_source == count == target - first_target:
-            count += 1
-            continue
-        if count:
-            runs.append((first_source * block_bytes, first_target * block_bytes, count * block_bytes))
-        first_source, first_target, count = source, target, 1
-    if count:
-        runs.append((first_source * block_bytes, first_target * block_bytes, count * block_bytes))
-    return runs
+    """Runs for (source block, target block) pairs of two equal layouts."""
+    return _merged((source * block_bytes, target * block_bytes, block_bytes) for source, target in pairs)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:
@@ -181,7 +167,10 @@ def _offset(layout: KVLayout, place: tuple[int, int, int], token: int) -> int:
 
 
 def _merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """With those as one that go on where the last one ended, on both sides."""
+    """With those as one that go on where the last one ended, on both sides.
+
+    Plain Python: it runs right after a copy that has emptied the caches, where numpy takes three times as long.
+    """
     merged: list[tuple[int, int, int]] = []
     first_source = first_target = length = 0  # of the run that grows
     for source, target, num_bytes in runs:
