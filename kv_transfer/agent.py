@@ -56,8 +56,8 @@ from protos.handoff_codec import MalformedMessage, decode, encode
 # The shortest sleep takes half as long, and where this thread copies for a reader, the reader waits for its end.
 SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
-NICENESS = 5  # an event loop that wakes beside a copy need not wait for the end of its slice, 3 to 4 ms
 PAUSE_SHARE = 1 / 16  # of the time since something happened: so much later, at most, is the next thing seen
+NICENESS = 5  # an event loop that wakes beside a copy need not wait for the end of its slice, 3 to 4 ms
 MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
 
 logger = logging.getLogger(__name__)
@@ -153,9 +153,9 @@ class TransferAgent:
 
     def _run(self) -> None:
         transport: Transport | None = None
-        if sys.platform == "linux":  # where it is this thread's alone, and of those that it starts
-            os.nice(NICENESS)
         try:
+            if sys.platform == "linux":  # where it is this thread's alone, and of those that it starts
+                os.nice(NICENESS)
             transport = self._open_transport(self.identity.name)
             transport.register(self.pool)
             self._address = AgentAddress(

@@ -44,7 +44,7 @@ from kv_transfer.plan import TransferPlan
 
 # The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
 # reads begin; each one after it is four times as large, since every READY and every read costs the puller time. Where
-# no digests are sent, one has all.
+# digests are off, one has all.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
 MAX_BLOCKS_PER_READY = 2048

@@ -136,7 +136,7 @@ def _reason_from_wire(wire: int) -> AbortReason:
 
 
 def _runs_to_wire(positions: tuple[int, ...]) -> list[int]:
-    """[first, count, first, count, ...]"""
+    """[first, count, first, count, ...]; mostly they are one run, and that is seen without a loop."""
     if positions and positions == tuple(range(positions[0], positions[0] + len(positions))):
         return [positions[0], len(positions)]
     runs: list[int] = []
