@@ -33,7 +33,7 @@ from benchmarks.engine_page import section, write_page
 from benchmarks.engine_peers import Launch, PeerFailed, Program, launch_llama, launch_tandem, launch_vllm
 from benchmarks.report import Report, load
 from core.config import EngineConfig
-from engine.model_source import load_config, resolve_model
+from model_files.model_source import load_config, resolve_model
 
 STEPS = 5  # of one program before the next has its turn; the first one warms the caches and is not counted
 PROMPTS_PER_REPEAT = 3  # of each length; between two of a program each of the others has one

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import Line
-from engine.model_config import ModelConfig
 from engine.model_weights import allocate_weights
+from model_files.model_config import ModelConfig
 
 OURS, PLAIN, VLLM, LLAMA = "Tandem", "Tandem bfloat16", "vLLM", "llama.cpp"
 BATCHES, CONTEXTS, PROMPTS = (32, 8, 1), (512, 2048), (512, 1024, 1900)

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import hf_directory
 from benchmarks.install_peers import is_installed, llama_dir, peers_dir, tcmalloc, vllm_dir
 from core.config import EngineConfig
-from engine.model_source import resolve_model
+from model_files.model_source import resolve_model
 
 WORKERS = Path(__file__).parent / "peers"
 VLLM_KV_GB = 3

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.gguf_file import GGUFFile
-from engine.model_config import ModelConfig
-from engine.model_source import SourceKind, load_config, resolve_model
-from engine.tokenizer_files import from_gguf
 from engine.weights import load_weights
+from model_files.gguf_file import GGUFFile
+from model_files.model_config import ModelConfig
+from model_files.model_source import SourceKind, load_config, resolve_model
+from text.tokenizer_files import from_gguf
 
 
 def hf_config(config: ModelConfig, file: GGUFFile) -> dict[str, Any]:

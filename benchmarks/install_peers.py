@@ -20,7 +20,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from engine.catalogue import default_cache_dir
+from model_files.catalogue import default_cache_dir
 
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"

@@ -16,11 +16,11 @@ import torch
 
 from benchmarks.report import Line, Report
 from core.config import EngineConfig
-from engine.builtin_configs import RANDOM_CONFIGS
 from engine.linear import Linear, LinearMethod, Matrix
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.quantization import QuantizedMatrix
 from engine.torch_runner import choose_linear_method, find_kernels
+from model_files.builtin_configs import RANDOM_CONFIGS
 
 CONFIG = RANDOM_CONFIGS["smollm2-135m"]
 KINDS = ("none", "int8", "int4")

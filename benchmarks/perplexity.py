@@ -23,10 +23,10 @@ from benchmarks.report import Line, Report
 from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk
-from engine.catalogue import fetch
 from engine.model import Model
-from engine.tokenizer import load_tokenizer
 from engine.torch_runner import TorchRunner
+from model_files.catalogue import fetch
+from text.tokenizer import load_tokenizer
 
 MOST_MORE = {"int8": 0.005, "int4": 0.04}  # the goals: this share more than bfloat16
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from core.config import RouterConfig, SecurityConfig, TandemConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
-from engine.catalogue import CATALOGUE, default_cache_dir, is_cached
-from engine.model_source import resolve_model, usable_context
+from model_files.catalogue import CATALOGUE, default_cache_dir, is_cached
+from model_files.model_source import resolve_model, usable_context
 
 COLLECTOR_TIMEOUT_S = 1.0
 

@@ -36,8 +36,8 @@ FABRIC = MemoryFabric()
 
 def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
     """A `runtime.service.RouterControl`."""
-    from engine.tokenizer import load_tokenizer
     from router.service import RouterService
+    from text.tokenizer import load_tokenizer
 
     router = replace(config.router, host=_listen_on(config.router.host, RouterConfig().host, placement))
     if placement.address:  # it died: come back where the clients know it

@@ -19,7 +19,7 @@ from pathlib import Path
 from cli.config_file import load_config
 from core.config import TandemConfig
 from core.errors import ConfigError
-from engine.catalogue import default_cache_dir
+from model_files.catalogue import default_cache_dir
 from runtime.security import Credentials, load_credentials, read_token
 
 TOKEN_BYTES = 32

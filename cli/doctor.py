@@ -31,7 +31,7 @@ from cli.transport_probe import probe
 from core.config import RouterConfig, TransferConfig
 from core.errors import ConfigError, TandemError
 from core.paths import BROKEN
-from engine import catalogue
+from model_files import catalogue
 from protos import cluster_pb2
 
 MB, GB = 1 << 20, 1 << 30

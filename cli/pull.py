@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from engine import catalogue
+from model_files import catalogue
 
 
 def pull(name: str, console: Console) -> Path:

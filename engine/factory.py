@@ -6,8 +6,8 @@ from pathlib import Path
 
 from core.config import EngineConfig
 from engine.fake_runner import FakeRunner
-from engine.model_source import SourceKind, resolve_model
 from engine.runner import Runner
+from model_files.model_source import SourceKind, resolve_model
 
 
 def build_runner(config: EngineConfig, cache_dir: Path | None = None) -> Runner:

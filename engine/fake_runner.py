@@ -24,9 +24,9 @@ from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.request import Request
 from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
-from engine.builtin_configs import FAKE_CONFIGS
-from engine.model_source import describe, resolve_model
 from engine.sampling import sample
+from model_files.builtin_configs import FAKE_CONFIGS
+from model_files.model_source import describe, resolve_model
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
 _SHIFT = np.uint64(29)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.gguf_file import GGUFFile
 from engine.quantization import GroupedRows
+from model_files.gguf_file import GGUFFile
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [rows, groups, 32], scales and minimums [rows, groups]
 

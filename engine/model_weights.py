@@ -15,8 +15,8 @@ import torch
 
 from engine.huge_pages import HugePages
 from engine.linear import Matrix
-from engine.model_config import ModelConfig
 from engine.quantization import BITS, MatrixSlot, QuantizedMatrix
+from model_files.model_config import ModelConfig
 
 Slot = torch.Tensor | MatrixSlot
 NewMatrix = Callable[..., Matrix]

@@ -12,13 +12,10 @@ from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from core.step import StepOutput, StepPlan
 from engine.attention import AttentionBackend, TorchAttention
-from engine.catalogue import default_cache_dir
 from engine.cpu import cpu_has_amx_bf16, cpu_multiplies_bf16, keep_freed_memory
 from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
 from engine.linear import LinearMethod, PlainLinear
 from engine.model import Model
-from engine.model_config import ModelConfig
-from engine.model_source import describe, load_config, resolve_model
 from engine.model_weights import allocate_weights
 from engine.native_attention import NativeAttention
 from engine.native_kernels import Kernels, load_kernels
@@ -30,6 +27,9 @@ from engine.ops import Ops, TorchOps
 from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
 from engine.sampling import sample
 from engine.weights import Progress, fill_weights
+from model_files.catalogue import default_cache_dir
+from model_files.model_config import ModelConfig
+from model_files.model_source import describe, load_config, resolve_model
 
 
 class TorchRunner:

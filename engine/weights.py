@@ -16,14 +16,14 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from core.errors import ConfigError
-from engine.gguf_file import GGUFFile
 from engine.gguf_groups import exact_groups
-from engine.model_config import ModelConfig
-from engine.model_source import ModelSource, SourceKind, read_json
 from engine.model_weights import ModelWeights, Slot, allocate_weights
 from engine.native_dequantize import dequantize_into
 from engine.native_kernels import Kernels
 from engine.quantization import GroupedRows, MatrixSlot, quantize
+from model_files.gguf_file import GGUFFile
+from model_files.model_config import ModelConfig
+from model_files.model_source import ModelSource, SourceKind, read_json
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
 

@@ -12,8 +12,8 @@ from core.request import Request
 from core.step import SampledToken
 from protos import codec, inference_pb2
 from router.events import Deliver, Fail, Finish, Outcome
-from router.text_stream import TextStream
 from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
+from text.text_stream import TextStream
 
 PROVIDER = "tandem"  # as the semantic conventions for generative AI want one named
 

@@ -10,7 +10,6 @@ import grpc.aio
 from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import WorkerRole, WorkerState
-from engine.tokenizer import ModelTokenizer
 from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2
 from router import validation
 from router.policy import Candidate, choose, reason_for
@@ -18,6 +17,7 @@ from router.shell import RouterShell
 from router.worker_link import WorkerLink
 from runtime.grpc_server import abort, remaining_s
 from runtime.service import Scale
+from text.tokenizer import ModelTokenizer
 
 LEDGER_TIMEOUT_S = 3.0
 ANSWER_SHARE = 0.9  # of the caller's time; the rest is for the way back

@@ -11,14 +11,14 @@ import grpc.aio
 from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError
 from core.request import MAX_SEED
-from engine.tokenizer import ModelTokenizer
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.choice_stream import ChoiceStream, Results, call_attributes
 from router.events import Deliver, Fail, Finish, StopMatched
 from router.shell import RouterShell
-from router.text_stream import TextStream
 from runtime.grpc_server import abort, remaining_s
+from text.text_stream import TextStream
+from text.tokenizer import ModelTokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_DETOKENIZE_TOKENS = 1_000_000

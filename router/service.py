@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 
 from core.config import RouterConfig, SecurityConfig, TelemetryConfig
-from engine.tokenizer import ModelTokenizer
 from protos import cluster_pb2_grpc, inference_pb2_grpc
 from router.cluster_servicer import ClusterServicer
 from router.inference_servicer import InferenceServicer
@@ -16,6 +15,7 @@ from runtime.grpc_server import GrpcServer
 from runtime.security import load_credentials, router_rules
 from runtime.service import Endpoint, Scale
 from runtime.telemetry import Telemetry
+from text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 

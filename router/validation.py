@@ -15,8 +15,8 @@ from core.request import (
     MAX_STOP_STRINGS,
     Request,
 )
-from engine.tokenizer import ModelTokenizer
 from protos import codec, inference_pb2
+from text.tokenizer import ModelTokenizer
 
 CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHAT_MESSAGES = 1024

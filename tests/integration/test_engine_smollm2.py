@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from core.config import EngineConfig
-from engine.catalogue import fetch
 from engine.factory import build_runner
-from engine.gguf_file import GGUFFile
-from engine.model_source import load_model_info, resolve_model
 from engine.runner import Runner
-from engine.tokenizer import ModelTokenizer, load_tokenizer
-from engine.tokenizer_files import byte_level_bytes, from_gguf
+from model_files.catalogue import fetch
+from model_files.gguf_file import GGUFFile
+from model_files.model_source import load_model_info, resolve_model
 from tests.unit.engine.driving import Engine, request
+from text.tokenizer import ModelTokenizer, load_tokenizer
+from text.tokenizer_files import byte_level_bytes, from_gguf
 
 MODEL = "smollm2-135m"
 PARIS = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

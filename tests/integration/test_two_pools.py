@@ -11,7 +11,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
-from engine.catalogue import fetch
+from model_files.catalogue import fetch
 from protos import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.reference import CoLocatedEngine

@@ -12,7 +12,7 @@ from benchmarks.engine_figures import OURS, PLAIN, VLLM, Cell, Figures
 from benchmarks.engine_page import BEGIN, END, PAGE, section, write_page
 from benchmarks.engine_serving import MIN_STEPS, share_around
 from benchmarks.report import Line, Report
-from engine.builtin_configs import RANDOM_CONFIGS
+from model_files.builtin_configs import RANDOM_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 

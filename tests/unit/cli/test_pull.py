@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from cli.pull import pull
-from engine import catalogue
+from model_files import catalogue
 
 
 @pytest.mark.parametrize("downloads", [False, True])

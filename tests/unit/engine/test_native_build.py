@@ -13,12 +13,12 @@ import pytest
 from core.config import EngineConfig
 from engine import native_build
 from engine.attention import TorchAttention
-from engine.catalogue import default_cache_dir
 from engine.cpu import cpu_flags
 from engine.native_attention import NativeAttention
 from engine.native_build import TARGETS, NativeUnavailable, Target, build, fitting_targets
 from engine.native_kernels import Kernels, load_kernels
 from engine.torch_runner import TorchRunner
+from model_files.catalogue import default_cache_dir
 from tests.unit.engine.driving import Engine, request
 
 GENERIC = TARGETS[-1]

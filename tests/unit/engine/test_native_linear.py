@@ -8,11 +8,11 @@ import torch.nn.functional as F
 
 from core.config import EngineConfig
 from engine import torch_runner
-from engine.catalogue import default_cache_dir
 from engine.linear import LinearMethod, PlainLinear
 from engine.native_kernels import Ending, Kernels, load_kernels
 from engine.native_linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
 from engine.torch_runner import choose_linear_method
+from model_files.catalogue import default_cache_dir
 from tests.unit.engine.native_cases import TOLERANCE, linear_differences
 
 CPU = torch.device("cpu")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from core.request import SamplingParams
-from engine.catalogue import default_cache_dir
 from engine.native_kernels import Kernels, load_kernels
 from engine.native_sampling import NativeDraw
 from engine.sampling import draw_token
+from model_files.catalogue import default_cache_dir
 from tests.unit.engine.native_cases import draw_differences
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.builtin_configs import RANDOM_CONFIGS
-from engine.gguf_file import GGUFFile
 from engine.gguf_groups import exact_groups
 from engine.huge_pages import HugePages
 from engine.quantization import GROUP, GroupedRows, MatrixSlot, QuantizedMatrix, quantize
 from engine.weights import GGUFWeights
+from model_files.builtin_configs import RANDOM_CONFIGS
+from model_files.gguf_file import GGUFFile
 from tests.unit.engine.quantized_cases import matrix_of
 
 SHAPES = [(1, 1), (47, 31), (48, 32), (49, 33), (100, 576)]

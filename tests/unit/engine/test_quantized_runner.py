@@ -16,13 +16,13 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.step import SampledToken
-from engine.builtin_configs import RANDOM_CONFIGS
 from engine.linear import PlainLinear
-from engine.model_source import resolve_model
 from engine.quantization import MatrixSlot, QuantizedMatrix
 from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
 from engine.torch_runner import TorchRunner, choose_linear_method
 from engine.weights import load_weights
+from model_files.builtin_configs import RANDOM_CONFIGS
+from model_files.model_source import resolve_model
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.test_native_runner import MODELS, top_tokens
 from tests.unit.engine.test_weights import random_weights, write_gguf

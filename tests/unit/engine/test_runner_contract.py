@@ -15,8 +15,8 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk, StepPlan
 from engine.factory import build_runner
 from engine.fake_runner import expected_tokens
-from engine.model_source import load_model_info
 from engine.runner import Runner
+from model_files.model_source import load_model_info
 from tests.unit.engine.driving import Engine, request
 
 MODELS = ["fake:tiny", "random:llama-tiny", "random:llama3-tiny", "random:qwen2-tiny", "random:qwen3-tiny"]

@@ -15,15 +15,15 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
 from core.step import ScheduledChunk, StepPlan
-from engine.builtin_configs import RANDOM_CONFIGS
-from engine.catalogue import default_cache_dir
-from engine.gguf_file import GGUFFile
-from engine.model_config import ModelConfig, config_from_gguf
-from engine.model_source import load_model_info, resolve_model
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.native_kernels import load_kernels
 from engine.torch_runner import TorchRunner
 from engine.weights import fill_weights, load_weights
+from model_files.builtin_configs import RANDOM_CONFIGS
+from model_files.catalogue import default_cache_dir
+from model_files.gguf_file import GGUFFile
+from model_files.model_config import ModelConfig, config_from_gguf
+from model_files.model_source import load_model_info, resolve_model
 
 CPU = torch.device("cpu")
 HF_CONFIG = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from core.errors import ConfigError, ModelNotFound
-from engine.model_config import RopeScaling, config_from_hf
-from engine.model_source import SourceKind, fingerprint, load_model_info, resolve_model
+from model_files.model_config import RopeScaling, config_from_hf
+from model_files.model_source import SourceKind, fingerprint, load_model_info, resolve_model
 
 LLAMA = {
     "model_type": "llama",

@@ -6,21 +6,14 @@ Text that may be the beginning of a stop string is held back until it is known t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Detokenizer(Protocol):
-    """engine.detokenizer.IncrementalDetokenizer"""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+from text.detokenizer import IncrementalDetokenizer
 
 
 class TextStream:
     """After `stop_match` is set the text is complete, and further tokens add nothing."""
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
         self._held = ""

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
-from engine.builtin_configs import BYTE_SPECIAL_TOKENS
-from engine.chat_template import ChatTemplate
-from engine.detokenizer import IncrementalDetokenizer, decode_tokens
-from engine.model_source import SourceKind, describe, resolve_model
-from engine.tokenizer_files import TokenizerFiles, byte_level_bytes, from_directory, from_gguf, sentencepiece_bytes
+from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
+from model_files.model_source import SourceKind, describe, resolve_model
+from text.chat_template import ChatTemplate
+from text.detokenizer import IncrementalDetokenizer, decode_tokens
+from text.tokenizer_files import TokenizerFiles, byte_level_bytes, from_directory, from_gguf, sentencepiece_bytes
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

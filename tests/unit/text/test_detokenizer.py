@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import IncrementalDetokenizer, decode_tokens
-from engine.tokenizer import load_tokenizer
+from text.detokenizer import IncrementalDetokenizer, decode_tokens
+from text.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("random:llama-tiny")
 TRICKY = "naïve 日本語 😀 👨‍👩‍👧 \u0000 \ufffd end"

@@ -20,10 +20,10 @@ import xxhash
 
 from core.errors import ConfigError, ModelNotFound
 from core.model_info import ModelInfo
-from engine.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZE, FAKE_CONFIGS, RANDOM_CONFIGS
-from engine.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
-from engine.gguf_file import GGUFFile
-from engine.model_config import ModelConfig, config_from_gguf, config_from_hf
+from model_files.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZE, FAKE_CONFIGS, RANDOM_CONFIGS
+from model_files.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
+from model_files.gguf_file import GGUFFile
+from model_files.model_config import ModelConfig, config_from_gguf, config_from_hf
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 

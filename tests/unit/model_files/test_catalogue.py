@@ -16,8 +16,16 @@ from pathlib import Path
 import pytest
 
 from core.errors import ModelNotFound
-from engine import catalogue
-from engine.catalogue import CATALOGUE, CatalogueEntry, FetchFailed, cached_path, default_cache_dir, fetch, is_cached
+from model_files import catalogue
+from model_files.catalogue import (
+    CATALOGUE,
+    CatalogueEntry,
+    FetchFailed,
+    cached_path,
+    default_cache_dir,
+    fetch,
+    is_cached,
+)
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4096
 WHEEL = "tiny_model-1.0-py3-none-any.whl"

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 
 from core.errors import ConfigError, InvalidRequest
-from engine.chat_template import MAX_MESSAGES, ChatTemplate
-from engine.tokenizer import load_tokenizer
-from engine.tokenizer_files import byte_level_bytes
+from text.chat_template import MAX_MESSAGES, ChatTemplate
+from text.tokenizer import load_tokenizer
+from text.tokenizer_files import byte_level_bytes
 
 CONFIG = {
     "model_type": "llama",
@@ -188,7 +188,7 @@ def test_every_byte_has_one_character() -> None:
     assert sorted(byte_level_bytes(character) for character in alphabet) == [bytes([byte]) for byte in range(256)]
 
 
-@pytest.mark.parametrize("module", ["engine.tokenizer", "engine.catalogue", "engine.fake_runner", "engine.factory"])
+@pytest.mark.parametrize("module", ["text.tokenizer", "model_files.catalogue", "engine.fake_runner", "engine.factory"])
 def test_importing_what_the_router_and_the_simulator_use_brings_no_torch(module: str) -> None:
     command = f"import sys, {module}; print('torch' in sys.modules, 'gguf' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)

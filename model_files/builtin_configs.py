@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.model_config import ModelConfig, RopeScaling
+from model_files.model_config import ModelConfig, RopeScaling
 
 BYTE_SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 BYTE_BOS_ID = BYTE_SPECIAL_TOKENS["<|endoftext|>"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import ConfigError
-from engine.gguf_file import GGUFFile
+from model_files.gguf_file import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)

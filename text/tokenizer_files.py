@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from core.errors import ConfigError
-from engine.gguf_file import GGUFFile
-from engine.model_source import ModelSource, read_json
+from model_files.gguf_file import GGUFFile
+from model_files.model_source import ModelSource, read_json
 
 
 @dataclass(frozen=True, slots=True)
