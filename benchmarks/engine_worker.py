@@ -26,11 +26,11 @@ from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.step import ScheduledChunk, TokenEvent
-from core.worker import WorkerCore
 from engine.torch_runner import TorchRunner
 from protos import codec, worker_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import load_tokenizer
+from worker.core import WorkerCore
 
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000
 NEVER = float("inf")

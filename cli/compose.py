@@ -17,18 +17,18 @@ from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.errors import ConfigError, TransportError
 from core.lifecycle import WorkerRole
 from core.scheduler import Scheduler
-from core.worker import WorkerCore
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed
 from kv_transfer.machine import TransferMachine
 from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
-from runtime.cores import pinned
 from runtime.security import load_credentials
 from runtime.service_host import Placement
 from runtime.telemetry import Telemetry
-from runtime.worker_service import BuildParts, WorkerMachine, WorkerParts, WorkerService
+from worker.core import WorkerCore
+from worker.executor import StepExecutor, pinned
+from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
 
 # Workers that share one process (tests) reach each other's pools through it; `transport = "memory"`.
 FABRIC = MemoryFabric()
@@ -104,7 +104,6 @@ def _worker_parts(
     """What builds a worker's inside: runner, pool, transfer agent, machine. Called in a thread."""
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
-        from engine.executor import StepExecutor
         from engine.factory import build_runner
 
         own_size = config.engine.prefill_block_size if role is WorkerRole.PREFILL else 0

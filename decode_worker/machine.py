@@ -21,7 +21,7 @@ from core.machine import Tick
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken, StepOutput
-from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad, claim_of
+from core.worker_load import WorkerLoad
 from kv_transfer.events import (
     AgentAction,
     CacheChecked,
@@ -33,8 +33,8 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
-from kv_transfer.load import with_transfers
 from kv_transfer.machine import TransferMachine
+from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, claim_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class DecodeMachine:
 
     def load(self) -> WorkerLoad:
         waiting = sum(pull.targets is None for pull in self._pulls.values())
-        return with_transfers(self.core.load(num_pulls_waiting=waiting), self.transfers)
+        return self.core.load(self.transfers, num_pulls_waiting=waiting)
 
     def claims(self) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""

@@ -27,10 +27,10 @@ from core.machine import Tick
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk, StepOutput
-from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
+from core.worker_load import WorkerLoad
 from kv_transfer.events import AgentAction, CacheChecked, TransferAction, TransferEvent, TransferResult
-from kv_transfer.load import with_transfers
 from kv_transfer.machine import TransferMachine
+from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
 MAX_STALL_S = 1.0  # a reader's reserved room waits this long for blocks of ours, then other offers are withdrawn
 
@@ -149,7 +149,7 @@ class PrefillMachine:
         return self.transfers.alive
 
     def load(self) -> WorkerLoad:
-        return with_transfers(self.core.load(), self.transfers)
+        return self.core.load(self.transfers)
 
     def claims(self) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""

@@ -17,7 +17,7 @@ from core.lifecycle import FinishReason, Path, WorkerRole, WorkerState
 from core.paths import PeerDismissed, PeerIntroduced
 from core.request import Request, SamplingParams
 from core.step import SampledToken
-from core.worker import WorkerLoad
+from core.worker_load import WorkerLoad
 from protos import inference_pb2, worker_pb2
 from protos.path_codec import decode_path, encode_path
 

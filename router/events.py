@@ -15,7 +15,7 @@ from core.machine import Tick
 from core.paths import PeerDismissed, PeerIntroduced
 from core.request import Request
 from core.step import SampledToken
-from core.worker import WorkerLoad
+from core.worker_load import WorkerLoad
 from router.policy import Candidate
 
 IndexedTokens = tuple[tuple[int, SampledToken], ...]  # (index in the output, token)

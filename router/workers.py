@@ -11,7 +11,7 @@ from core.errors import InvalidRequest, LayoutMismatch
 from core.handoff import AgentAddress
 from core.lifecycle import WorkerRole, WorkerState
 from core.request import Request
-from core.worker import WorkerLoad
+from core.worker_load import WorkerLoad
 from router.policy import Candidate, WorkerView, candidates
 from router.prefix_index import PrefixIndex
 

@@ -9,9 +9,8 @@ how torch's and the kernels' threads get theirs. Event loops and transports stay
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -42,23 +41,6 @@ def share_of_cores(cores: Sequence[int], seat: int, num_sharers: int) -> tuple[i
     if num_sharers > len(cores):
         return (cores[seat % len(cores)],)
     return tuple(cores[seat * len(cores) // num_sharers : (seat + 1) * len(cores) // num_sharers])
-
-
-def pin_thread(cores: Sequence[int]) -> None:
-    """Keep the calling thread, and all it will make, on `cores`; empty = leave it as it is."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-
-
-@contextlib.contextmanager
-def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """As `pin_thread`, for as long as this lasts."""
-    before = os.sched_getaffinity(0)
-    pin_thread(cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 class Seats:

@@ -22,7 +22,6 @@ from core.lifecycle import Stage, WorkerRole
 from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import StepPlan
-from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction
 from kv_transfer.machine import TransferMachine
@@ -32,6 +31,7 @@ from simulator.agent import MEMORY_BYTES_PER_S, SimulatedAgent
 from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
+from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
 TIMER_LATENESS_S = 1e-6  # as any event loop, and so that rounding between two clocks never makes a timer early
 MAX_PULLS_WAITING = 32

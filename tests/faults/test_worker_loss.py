@@ -14,10 +14,10 @@ from core.request import Request, SamplingParams
 from prefill_worker.machine import PrefillArrived
 from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
-from runtime.worker_service import WorkerService
 from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
 from tests.support.faults import Gate, slow_down, transfers, until
 from tests.support.reference import CoLocatedEngine
+from worker.service import WorkerService
 
 PROMPT = tuple(range(1, 70))
 NUM_OUTPUT = 40

@@ -24,7 +24,7 @@ from runtime.grpc_server import open_channel
 from runtime.security import load_credentials
 from runtime.service import Endpoint
 from runtime.service_host import Placement
-from runtime.worker_service import WorkerService
+from worker.service import WorkerService
 
 SETTLE_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 60.0

@@ -17,11 +17,11 @@ from core.machine import Tick
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan
-from core.worker import RunStep, StepFailed, StepFinished, WorkerCore
 from decode_worker.machine import DecodeMachine
 from kv_transfer.events import MessageReceived, SendMessage
 from kv_transfer.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
+from worker.core import RunStep, StepFailed, StepFinished, WorkerCore
 
 BLOCK_SIZE = 4
 EOS = 63

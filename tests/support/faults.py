@@ -29,8 +29,8 @@ from kv_transfer.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos import inference_pb2_grpc
 from protos.handoff_codec import decode
-from runtime.worker_service import WorkerService
 from tests.support.deployment import Answer, Deployment, make_request, tiny_config
+from worker.service import WorkerService
 
 LEASE_S = 2.0  # longer than a busy machine lets its processes wait
 SLACK_S = 2.0  # for a busy machine: timers, threads and reports between the end of a lease and the ledger

@@ -18,10 +18,10 @@ from core.handoff import AbortReason, Release, Want
 from core.kv_layout import KVLayout
 from core.ledger import SequenceState
 from core.lifecycle import Stage, WorkerState
-from core.worker import DrainRequested
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
 from tests.support.driven_worker import LAYOUT, address, request
 from tests.unit.decode_worker.driven_decode import Decode
+from worker.core import DrainRequested
 
 # ---- the prompt computed here
 

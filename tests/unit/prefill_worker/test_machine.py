@@ -9,10 +9,10 @@ from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCanc
 from core.handoff import Abort, AbortReason, Ready
 from core.lifecycle import FinishReason, Stage, WorkerState
 from core.machine import Tick
-from core.worker import DrainRequested
 from prefill_worker.machine import MAX_STALL_S, PrefillCancelled, PrefillDone, PrefillFailed
 from tests.support.driven_worker import EOS, LEASE_S, request
 from tests.unit.prefill_worker.driven_prefill import Prefill
+from worker.core import DrainRequested
 
 # ---- offers
 

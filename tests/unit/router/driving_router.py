@@ -14,7 +14,7 @@ from core.lifecycle import FinishReason, WorkerRole, WorkerState
 from core.machine import Tick
 from core.request import Request, SamplingParams
 from core.step import SampledToken
-from core.worker import WorkerLoad
+from core.worker_load import WorkerLoad
 from router import events
 from router.events import RouterAction, RouterEvent
 from router.machine import RouterMachine

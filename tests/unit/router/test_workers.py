@@ -9,7 +9,7 @@ import pytest
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import WorkerRole, WorkerState
-from core.worker import WorkerLoad
+from core.worker_load import WorkerLoad
 from router.workers import WorkerRecord, WorkerTable
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 

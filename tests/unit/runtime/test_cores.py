@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cores import Seats, pin_thread, pinned, share_of_cores, usable_cores
+from runtime.cores import Seats, share_of_cores, usable_cores
+from worker.executor import pin_thread, pinned
 
 
 @pytest.mark.parametrize(("num_cores", "num_sharers"), [(1, 1), (2, 1), (2, 2), (3, 2), (8, 3), (8, 8), (13, 8)])

@@ -11,9 +11,9 @@ import torch
 
 from core.config import EngineConfig
 from core.step import ScheduledChunk, StepOutput, StepPlan
-from engine.executor import StepExecutor
 from engine.fake_runner import FakeRunner
 from tests.unit.engine.driving import request
+from worker.executor import StepExecutor
 
 DEADLINE_S = 5.0
 

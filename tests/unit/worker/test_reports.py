@@ -16,9 +16,9 @@ from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
 from core.lifecycle import WorkerState
 from core.paths import Lane, PathState, PathStatus, PeerDismissed, PeerIntroduced
-from core.worker import WorkerLoad
+from core.worker_load import WorkerLoad
 from protos import codec, worker_pb2
-from runtime.reports import MAX_HOLDERS, ReportFeed
+from worker.reports import MAX_HOLDERS, ReportFeed
 
 NOBODY: Any = None  # the call's context, which is not used
 

@@ -11,50 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from core.block_pool import BlockEvent, BlockStored
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
-from core.handoff import AgentAddress
 from core.ledger import Claim, count_once
 from core.lifecycle import WorkerRole
-from core.step import StepOutput, StepPlan
-from core.worker import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, WorkerLoad
+from core.step import StepOutput
+from core.worker_load import WorkerLoad
+from kv_transfer.agent import TransferAgent
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
-from runtime.reports import ReportFeed
 from runtime.security import OPEN, WORKER_RULES, Credentials
 from runtime.service import Endpoint
 from runtime.telemetry import Telemetry
+from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
+from worker.executor import StepExecutor
+from worker.reports import ReportFeed
 
 STOP_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
-
-
-class Executor(Protocol):
-    """engine.executor.StepExecutor"""
-
-    def submit(self, plan: StepPlan, on_done: Callable[[StepOutput | Exception], None]) -> None: ...
-
-    def close(self, timeout_s: float) -> bool: ...
-
-
-class Agent(Protocol):
-    """kv_transfer.agent.TransferAgent, started."""
-
-    num_malformed: int  # notifications that were no message
-
-    @property
-    def address(self) -> AgentAddress: ...
-
-    def perform(self, actions: Sequence[Any], active: bool) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
 
 
 class WorkerMachine(Protocol):
@@ -103,8 +84,8 @@ class WorkerParts:
 
     worker_id: str
     machine: WorkerMachine
-    executor: Executor
-    agent: Agent
+    executor: StepExecutor
+    agent: TransferAgent  # started
 
 
 # Given: how to hand an event to the machine, and how to say that a part has failed, both from any thread.

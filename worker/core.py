@@ -1,25 +1,26 @@
-"""What a prefill and a decode worker's machines share: the scheduler's step loop, deadlines, and the worker's load.
+"""The part that prefill and decode machines share: the scheduler's step loop, deadlines, and the worker's load.
 
-A role's machine owns one `WorkerCore` and adds what its role is about. One step is in flight at a time: `next_step`
+The machine of a role owns one `WorkerCore` and adds the rules of the role. One step is in flight at a time: `next_step`
 asks the scheduler for it, and the shell answers with `StepFinished` or `StepFailed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from core.block_pool import BlockPool, Column
+from core.block_pool import BlockPool
 from core.deadlines import Deadlines
 from core.errors import InvalidRequest, TandemError
-from core.handoff import OwnerState, PullerState
+from core.handoff import OwnerState
 from core.ledger import Claim, SequenceState
 from core.lifecycle import FinishReason, Stage, Timeline, WorkerState
-from core.paths import PathStatus
 from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Sequence
 from core.step import StepOutput, StepPlan, TokenEvent
+from core.worker_load import WorkerLoad
+from kv_transfer.machine import TransferMachine
+from kv_transfer.peers import Drop
 
 # ---- events and actions of every worker
 
@@ -44,30 +45,6 @@ class DrainRequested:
 @dataclass(frozen=True, slots=True)
 class RunStep:
     plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """A worker's own words about itself; goes to the routers (protos/worker.proto, LoadReport)."""
-
-    state: WorkerState
-    num_running: int = 0
-    num_waiting: int = 0
-    num_pulls_waiting: int = 0
-    num_queued_tokens: int = 0  # to compute before every sequence here is in decode
-    ledger: Mapping[Column, int] = field(default_factory=dict)
-    num_prefilled_tokens: int = 0  # since the start
-    num_sampled_tokens: int = 0
-    num_transfers: int = 0
-    transferred_bytes: int = 0
-    transfer_seconds: float = 0.0  # in which pulls were reading; bytes / seconds is the speed of the paths
-    num_expired_leases: int = 0
-    num_preemptions: int = 0
-    transfers: Mapping[OwnerState | PullerState, int] = field(default_factory=dict)  # alive; sums to num_transfers
-    num_malformed_messages: int = 0  # notifications of peers that were no message; dropped
-    num_dropped_messages: int = 0  # messages of peers that were late, doubled, foreign or for no transfer here
-    num_corrupt_blocks: int = 0  # whose bytes were not those of their digest: read by it, or in its prefix cache
-    paths: tuple[PathStatus, ...] = ()
 
 
 @dataclass(slots=True)
@@ -129,8 +106,8 @@ class WorkerCore:
                 timeline.enter(Stage.DECODE, now)
         return events
 
-    def load(self, num_pulls_waiting: int = 0) -> WorkerLoad:
-        """The load, but for what transfers add to it."""
+    def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0) -> WorkerLoad:
+        counters = transfers.counters
         return WorkerLoad(
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
             num_running=len(self.scheduler.running),
@@ -141,6 +118,14 @@ class WorkerCore:
             num_prefilled_tokens=self.num_prefilled_tokens,
             num_sampled_tokens=self.num_sampled_tokens,
             num_preemptions=self.scheduler.num_preemptions,
+            num_transfers=transfers.num_alive,
+            transfers=transfers.num_by_state(),
+            transferred_bytes=counters.num_bytes_read,
+            transfer_seconds=counters.read_seconds,
+            num_expired_leases=counters.offers[OwnerState.EXPIRED.value],
+            num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
+            num_corrupt_blocks=counters.num_digest_mismatches + counters.num_spoilt_blocks,
+            paths=transfers.paths,
         )
 
     def claims(self) -> list[Claim]:

@@ -9,13 +9,14 @@ The thread is pinned before its first step, and with it every compute thread tha
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from core.step import StepOutput, StepPlan
 from engine.runner import Runner
-from runtime.cores import pin_thread
 
 StepDone = Callable[[StepOutput | Exception], None]
 
@@ -64,3 +65,20 @@ class StepExecutor:
             with self._lock:
                 self._busy = False
             on_done(result)
+
+
+def pin_thread(cores: Sequence[int]) -> None:
+    """Keep the calling thread, and every thread it starts later, on `cores`. Empty `cores` change nothing."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Pin the calling thread inside the `with` block, and restore its cores afterwards."""
+    before = os.sched_getaffinity(0)
+    pin_thread(cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
