@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker simulator cli
+PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
 .DEFAULT_GOAL := help
 
 .PHONY: help setup check test demo bench bench-transfer bench-engine bench-perplexity bench-matrices bench-peers soak protos clean

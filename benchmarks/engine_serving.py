@@ -25,9 +25,9 @@ from benchmarks.engine_worker import FIRST_WORD_ID, LAST_WORD_ID, Probe
 from cli.compose import build_decode_worker
 from core.config import EngineConfig, TandemConfig, TelemetryConfig
 from core.request import Request, SamplingParams
+from fleet.service_host import Placement, ServiceHost, StartFault
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
-from runtime.service_host import Placement, ServiceHost, StartFault
 
 MIN_STEPS = 24  # of the whole batch
 MAX_MESSAGE_BYTES = 4 << 20

@@ -18,8 +18,8 @@ from benchmarks.report import Line, Report, load
 from cli.client import Client, connect
 from cli.serve import fleet, fleet_spec
 from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
+from fleet import cluster as ray_cluster
 from protos import inference_pb2
-from runtime import cluster as ray_cluster
 
 TIMEOUT_S = 300.0
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model

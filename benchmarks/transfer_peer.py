@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.transfer_side import TIMEOUT_S, Side, Spec
 from core.handoff import AgentAddress
+from fleet.service_host import SWITCH_INTERVAL_S
 from kv_transfer.events import PullStats
-from runtime.service_host import SWITCH_INTERVAL_S
 
 
 def _serve(spec: Spec, pipe: Connection) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 from core.block_pool import BlockPool
 from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.errors import ConfigError, TransportError
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from core.scheduler import Scheduler
+from fleet.service_host import Placement
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed
 from kv_transfer.machine import TransferMachine
@@ -24,7 +25,6 @@ from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from runtime.security import load_credentials
-from runtime.service_host import Placement
 from runtime.telemetry import Telemetry
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
@@ -35,7 +35,7 @@ FABRIC = MemoryFabric()
 
 
 def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
-    """A `runtime.service.RouterControl`."""
+    """A `core.service.RouterControl`."""
     from router.service import RouterService
     from text.tokenizer import load_tokenizer
 
@@ -53,8 +53,10 @@ def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: 
     credentials = load_credentials(config.security)
     telemetry = Telemetry(config.telemetry, "tandem-prefill-worker")
     servicer = PrefillServicer(config.worker.default_timeout_s, telemetry)
-    build = _worker_parts(WorkerRole.PREFILL, config, placement, PrefillMachine, cache_dir)
-    return WorkerService(WorkerRole.PREFILL, _worker_config(config, placement), build, servicer, telemetry, credentials)
+    build = _worker_parts(ServiceRole.PREFILL, config, placement, PrefillMachine, cache_dir)
+    return WorkerService(
+        ServiceRole.PREFILL, _worker_config(config, placement), build, servicer, telemetry, credentials
+    )
 
 
 def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
@@ -65,8 +67,9 @@ def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: P
     credentials = load_credentials(config.security)
     telemetry = Telemetry(config.telemetry, "tandem-decode-worker")
     servicer = DecodeServicer(config.worker.default_timeout_s, telemetry)
-    build = _worker_parts(WorkerRole.DECODE, config, placement, machine, cache_dir)
-    return WorkerService(WorkerRole.DECODE, _worker_config(config, placement), build, servicer, telemetry, credentials)
+    build = _worker_parts(ServiceRole.DECODE, config, placement, machine, cache_dir)
+    worker = _worker_config(config, placement)
+    return WorkerService(ServiceRole.DECODE, worker, build, servicer, telemetry, credentials)
 
 
 def open_transport(config: TransferConfig, name: str) -> Transport:
@@ -95,7 +98,7 @@ def _listen_on(configured: str, default: str, placement: Placement) -> str:
 
 
 def _worker_parts(
-    role: WorkerRole,
+    role: ServiceRole,
     config: TandemConfig,
     placement: Placement,
     make_machine: Callable[[WorkerCore, TransferMachine], WorkerMachine],
@@ -106,7 +109,7 @@ def _worker_parts(
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
         from engine.factory import build_runner
 
-        own_size = config.engine.prefill_block_size if role is WorkerRole.PREFILL else 0
+        own_size = config.engine.prefill_block_size if role is ServiceRole.PREFILL else 0
         engine = replace(
             config.engine,
             num_threads=config.engine.num_threads or placement.num_threads,

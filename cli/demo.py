@@ -16,8 +16,8 @@ from cli.serve import fleet, fleet_spec, run_to_end
 from cli.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
+from fleet.cluster import Cluster
 from protos import inference_pb2
-from runtime.cluster import Cluster
 
 TIMEOUT_S = 60.0
 MAX_TOKENS = 64

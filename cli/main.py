@@ -83,7 +83,7 @@ def serve(
     """Start a router and both pools, and serve until Ctrl-C. A flag wins over the file."""
     from cli.checks import check_before_start
     from cli.config_file import load_config
-    from runtime.cluster import begin
+    from fleet.cluster import begin
 
     loaded = load_config(config, flags)
     check_before_start(loaded, console)
@@ -188,7 +188,7 @@ def demo() -> None:
     """Start everything on this machine, ask three questions, show where the time went, and stop it again."""
     from cli.checks import check_before_start
     from cli.demo_config import demo_config
-    from runtime.cluster import begin
+    from fleet.cluster import begin
 
     config = demo_config()
     check_before_start(config, console)

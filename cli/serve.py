@@ -1,6 +1,6 @@
 """`tandem serve`: bring the fleet up, keep it up, take it down.
 
-Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and runtime/ray_head.py ends what is left.
+Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and fleet/ray_head.py ends what is left.
 `cli/checks.py` has said before what could be known to be wrong; from then on Ray starts, also while this is imported.
 """
 
@@ -24,12 +24,12 @@ from cli.pools import ready_line
 from cli.pull import pull_if_named
 from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
-from core.fleet import DRAIN_GRACE_S, LAST_DRAIN_S
-from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
-from runtime.cluster import Cluster
+from core.service import Endpoint
+from fleet.cluster import Cluster
+from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
+from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
+from fleet.supervisor import FleetSpec
 from runtime.security import OPEN, Credentials, load_credentials, read_token
-from runtime.service import Endpoint
-from runtime.supervisor import FleetSpec
 
 STOP_MARGIN_S = 5.0
 

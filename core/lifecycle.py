@@ -51,7 +51,8 @@ class Path(Enum):
     MIGRATED = "migrated"  # a draining worker handed the running sequence to a peer; no worker does it yet
 
 
-class WorkerRole(Enum):
+class ServiceRole(Enum):
+    ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
 

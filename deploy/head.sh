@@ -7,6 +7,7 @@
 # PORT     port of the cluster (default: 6379)
 set -euo pipefail
 export RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=0 # Ray's default of 15 gives the cores of a serving worker to any other program
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" # who joins can run code here: only with the cluster's token
 exec ray start --head --block \
     --port "${PORT:-6379}" ${NODE_IP:+--node-ip-address "$NODE_IP"} \

@@ -10,6 +10,7 @@
 set -euo pipefail
 head="${1:?usage: $0 HEAD_IP:PORT [PLACES]}"
 export RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=0 # Ray's default of 15 gives the cores of a serving worker to any other program
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" # who joins can run code here: only with the cluster's token
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 # a worker is placed by "prefill" and still sees the machine's GPUs
 exec ray start --block \

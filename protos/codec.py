@@ -13,7 +13,7 @@ from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, HolderState, SequenceState
-from core.lifecycle import FinishReason, Path, WorkerRole, WorkerState
+from core.lifecycle import FinishReason, Path, ServiceRole, WorkerState
 from core.paths import PeerDismissed, PeerIntroduced
 from core.request import Request, SamplingParams
 from core.step import SampledToken
@@ -22,10 +22,10 @@ from protos import inference_pb2, worker_pb2
 from protos.path_codec import decode_path, encode_path
 
 ROLE_TO_WIRE = {
-    WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
-    WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+    ServiceRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    ServiceRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
 }
-ROLE_FROM_WIRE: dict[int, WorkerRole] = {wire: role for role, wire in ROLE_TO_WIRE.items()}
+ROLE_FROM_WIRE: dict[int, ServiceRole] = {wire: role for role, wire in ROLE_TO_WIRE.items()}
 
 STATE_TO_WIRE = {
     WorkerState.STARTING: worker_pb2.WORKER_STATE_STARTING,
@@ -65,7 +65,7 @@ _LAYOUT_FIELDS = (
 )  # fmt: skip
 
 
-def decode_role(wire: int) -> WorkerRole:
+def decode_role(wire: int) -> ServiceRole:
     if wire not in ROLE_FROM_WIRE:
         raise InvalidRequest("role", f"{wire} is not a WorkerRole")
     return ROLE_FROM_WIRE[wire]

@@ -9,14 +9,14 @@ import grpc.aio
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
-from core.lifecycle import WorkerRole, WorkerState
+from core.lifecycle import ServiceRole, WorkerState
+from core.service import Scale
 from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2
 from router import validation
 from router.policy import Candidate, choose, reason_for
 from router.shell import RouterShell
 from router.worker_link import WorkerLink
 from runtime.grpc_server import abort, remaining_s
-from runtime.service import Scale
 from text.tokenizer import ModelTokenizer
 
 LEDGER_TIMEOUT_S = 3.0
@@ -64,7 +64,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             state = WorkerState.LOST if link.reported_at else WorkerState.STARTING
         return cluster_pb2.FleetWorker(
             worker_id=endpoint.service_id,
-            role=codec.ROLE_TO_WIRE[endpoint.role] if endpoint.role else None,
+            role=codec.ROLE_TO_WIRE[endpoint.role],
             state=codec.STATE_TO_WIRE[state],
             address=endpoint.address,
             load=link.load,
@@ -89,7 +89,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             prompt_tokens=generation.choices[0].num_prompt_tokens,
             candidates=[_encode_candidate(candidate, candidate is chosen) for candidate in found],
             path=codec.PATH_TO_WIRE[chosen.path],
-            reason=reason_for(chosen, machine.workers.has_role(WorkerRole.PREFILL)),
+            reason=reason_for(chosen, machine.workers.has_role(ServiceRole.PREFILL)),
         )
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, Path, Timeline, WorkerRole
+from core.lifecycle import FinishReason, Path, ServiceRole, Timeline
 from core.machine import Tick
 from core.paths import PeerDismissed, PeerIntroduced
 from core.request import Request
@@ -51,7 +51,7 @@ class WorkerJoined:
     """A new worker, or the fresh snapshot of a known one."""
 
     worker_id: str
-    role: WorkerRole
+    role: ServiceRole
     agent: AgentAddress
     cached_blocks: tuple[int, ...]
     load: WorkerLoad

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from core.paths import PeerDismissed, PeerIntroduced
 from router.events import Introduce
 from router.workers import WorkerRecord
@@ -43,4 +43,4 @@ def _other_pool(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[W
 
 
 def _introduced(worker: WorkerRecord) -> PeerIntroduced:
-    return PeerIntroduced(worker.agent, is_owner=worker.role is WorkerRole.PREFILL)
+    return PeerIntroduced(worker.agent, is_owner=worker.role is ServiceRole.PREFILL)

@@ -22,7 +22,7 @@ from core.config import RouterConfig
 from core.deadlines import Deadlines
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import TransferId
-from core.lifecycle import FinishReason, Stage, Timeline, WorkerRole
+from core.lifecycle import FinishReason, ServiceRole, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
 from router import events
@@ -319,7 +319,7 @@ class RouterMachine:
             if kind == "request":
                 stage = routed.timeline.stage.value
                 actions += self._fail(routed, DeadlineExceeded(f"the deadline passed in stage {stage}"), now)
-            elif self.workers.has_role(WorkerRole.DECODE):
+            elif self.workers.has_role(ServiceRole.DECODE):
                 self._deadlines.set(("wait", name), now + self._config.worker_wait_s)
             else:
                 actions += self._fail(routed, WorkerUnavailable(routed.why_no_worker), now)

@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable
 
 from core.config import RouterConfig, SecurityConfig, TelemetryConfig
+from core.lifecycle import ServiceRole
+from core.service import Endpoint, Scale
 from protos import cluster_pb2_grpc, inference_pb2_grpc
 from router.cluster_servicer import ClusterServicer
 from router.inference_servicer import InferenceServicer
 from router.shell import RouterShell
 from runtime.grpc_server import GrpcServer
 from runtime.security import load_credentials, router_rules
-from runtime.service import Endpoint, Scale
 from runtime.telemetry import Telemetry
 from text.tokenizer import ModelTokenizer
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouterService:
-    """A `runtime.service.RouterControl`. `load_tokenizer` is called once, in a thread, by `start`."""
+    """A `core.service.RouterControl`. `load_tokenizer` is called once, in a thread, by `start`."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class RouterService:
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
         address = await server.start()
         logger.info("%s serves %s on %s", shell.router_id, tokenizer.info.name, address)
-        return Endpoint(shell.router_id, address, None)
+        return Endpoint(shell.router_id, address, ServiceRole.ROUTER)
 
     async def failed(self) -> BaseException:
         assert self._shell is not None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from core.config import RouterConfig, TelemetryConfig
 from core.errors import DeadlineExceeded, TandemError
 from core.lifecycle import Stage, Timeline
+from core.service import Endpoint
 from router import events
 from router.choice_stream import ChoiceStream
 from router.events import RouterAction, RouterEvent
@@ -20,7 +21,6 @@ from router.worker_link import Metadata, WorkerLink
 from runtime.driver import Driver
 from runtime.metrics import Metrics
 from runtime.security import Credentials
-from runtime.service import Endpoint
 from runtime.telemetry import Attribute, AttributeValue, Telemetry, inject
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ import grpc.aio
 
 from core.errors import InvalidRequest, LayoutMismatch, TandemError, Unauthenticated, WorkerUnavailable
 from core.paths import PeerDismissed, PeerIntroduced
+from core.service import Endpoint
 from protos import codec, worker_pb2, worker_pb2_grpc
 from router import events
 from router.events import RouterEvent
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.security import Credentials
-from runtime.service import Endpoint
 
 CONNECT_TIMEOUT_S = 2.0
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # the last one again and again

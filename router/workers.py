@@ -9,7 +9,7 @@ from core.block_hash import root_hash, sequence_hashes
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
 from core.handoff import AgentAddress
-from core.lifecycle import WorkerRole, WorkerState
+from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
 from core.worker_load import WorkerLoad
 from router.policy import Candidate, WorkerView, candidates
@@ -21,7 +21,7 @@ PrefixHashes = Mapping[int, Sequence[int]]  # block size of a pool -> sequence h
 @dataclass(slots=True)
 class WorkerRecord:
     worker_id: str
-    role: WorkerRole
+    role: ServiceRole
     agent: AgentAddress
     load: WorkerLoad
     reported_at: float
@@ -83,18 +83,18 @@ class WorkerTable:
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self._records.values())
 
-    def block_size(self, role: WorkerRole) -> int | None:
+    def block_size(self, role: ServiceRole) -> int | None:
         """Tokens per block, the same in a whole pool; None while no worker of it is here."""
         return next((r.agent.layout.block_size for r in self._records.values() if r.role is role), None)
 
-    def has_role(self, role: WorkerRole, avoid: frozenset[str] = frozenset()) -> bool:
+    def has_role(self, role: ServiceRole, avoid: frozenset[str] = frozenset()) -> bool:
         """Is a worker of this role, other than those to `avoid`, alive and not draining?"""
         return any(
             record.role is role and record.load.state is WorkerState.SERVING and record.worker_id not in avoid
             for record in self._records.values()
         )
 
-    def views(self, role: WorkerRole, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[WorkerView]:
+    def views(self, role: ServiceRole, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[WorkerView]:
         """Workers of this role that can take a request now, those to `avoid` only where there are no others."""
         matched = self.index.match(hashes.get(self.block_size(role) or 0, ()))
         usable = [record for record in self._records.values() if record.role is role and self._usable(record, now)]
@@ -130,9 +130,9 @@ class WorkerTable:
 
     def longest_request(self) -> int | None:
         """Tokens of prompt and output that the largest decode worker's whole pool has room for; None without one."""
-        pools = [r.agent.num_blocks for r in self._records.values() if r.role is WorkerRole.DECODE]
+        pools = [r.agent.num_blocks for r in self._records.values() if r.role is ServiceRole.DECODE]
         # The last token is only ever sampled, never computed, so it needs no slot.
-        return max(pools) * (self.block_size(WorkerRole.DECODE) or 1) + 1 if pools else None
+        return max(pools) * (self.block_size(ServiceRole.DECODE) or 1) + 1 if pools else None
 
     def hashes(self, request: Request) -> PrefixHashes:
         """Of the full blocks of a request; empty while no worker has said how long a block is."""
@@ -142,13 +142,13 @@ class WorkerTable:
 
     def candidates(self, num_tokens: int, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """Every way a request of `num_tokens` may go now, cheapest first."""
-        block_size = self.block_size(WorkerRole.DECODE)
+        block_size = self.block_size(ServiceRole.DECODE)
         if block_size is None:
             return []
-        decode = self.views(WorkerRole.DECODE, hashes, avoid, now)
-        prefill_alive = self.has_role(WorkerRole.PREFILL, avoid)
+        decode = self.views(ServiceRole.DECODE, hashes, avoid, now)
+        prefill_alive = self.has_role(ServiceRole.PREFILL, avoid)
         # Where all have failed it, the decode worker prefills: what they have cached must not draw it back to them.
-        prefill = self.views(WorkerRole.PREFILL, hashes, avoid, now) if prefill_alive else []
+        prefill = self.views(ServiceRole.PREFILL, hashes, avoid, now) if prefill_alive else []
         return candidates(num_tokens, prefill, decode, prefill_alive, self._config, block_size)
 
     def chosen(self, worker_id: str) -> WorkerRecord:

@@ -21,7 +21,7 @@ from core.errors import (
     TransferFailed,
     WorkerUnavailable,
 )
-from core.lifecycle import FinishReason, WorkerRole
+from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
 from core.step import SampledToken
@@ -178,9 +178,9 @@ class Oracle:
 def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
     """Where nothing breaks, everybody has met everybody of the other pool, and every path is fine."""
     nodes = list(nodes)
-    for reader in (node for node in nodes if node.spec.role is WorkerRole.DECODE):
+    for reader in (node for node in nodes if node.spec.role is ServiceRole.DECODE):
         fine = {path.peer for path in reader.machine.load().paths if path.state is PathState.FINE}
-        owners = {node.agent.name for node in nodes if node.spec.role is WorkerRole.PREFILL}
+        owners = {node.agent.name for node in nodes if node.spec.role is ServiceRole.PREFILL}
         if fine != owners:
             raise SimulationError(f"seed {seed}: {reader.agent.name} has fine paths to {fine}, not to {owners}")
 

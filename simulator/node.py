@@ -18,7 +18,7 @@ from core.config import SchedulerConfig, TransferConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
-from core.lifecycle import Stage, WorkerRole
+from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import StepPlan
@@ -41,7 +41,7 @@ PROBE_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     worker_id: str
-    role: WorkerRole
+    role: ServiceRole
     num_blocks: int
     layout: KVLayout
     scheduler: SchedulerConfig
@@ -86,7 +86,7 @@ class WorkerNode:
         scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, EOS_TOKEN_IDS)
         core = WorkerCore(scheduler, self.pool)
         transfers = TransferMachine(spec.transfer, self.pool, self.address)
-        if spec.role is WorkerRole.PREFILL:
+        if spec.role is ServiceRole.PREFILL:
             return PrefillMachine(core, transfers)
         return DecodeMachine(core, transfers, MAX_PULLS_WAITING)
 
@@ -204,7 +204,7 @@ class WorkerNode:
             self._world.note(f"{self.agent.name} <- cancel of {call.call_id}")
             call.worker = CallState.ENDED
             self.calls.pop(call.call_id, None)
-            is_prefill = self.spec.role is WorkerRole.PREFILL
+            is_prefill = self.spec.role is ServiceRole.PREFILL
             self.post(PrefillCancelled(call.call_id) if is_prefill else DecodeCancelled(call.call_id))
 
     def _end_call(self, call_id: str, result: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from core.config import RouterConfig, SchedulerConfig, TransferConfig
 from core.kv_layout import KVLayout
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
 from simulator.agent import ReadFaults
 from simulator.memory import VOCAB_SIZE
@@ -122,8 +122,8 @@ def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tup
     layout = KVLayout("simulated", "float32", 1, 1, chance.choice(BLOCK_SIZES), 1)
     num_tokens = chance.choice((96, 96, 160, 320))  # of one pool
     step_failure = 0.0 if calm or chance.random() < 0.6 else 0.004
-    names = [(WorkerRole.PREFILL, index) for index in range(chance.choice((0, 1, 1, 2, 2, 3)))]
-    names += [(WorkerRole.DECODE, index) for index in range(chance.choice((1, 1, 2, 2)))]
+    names = [(ServiceRole.PREFILL, index) for index in range(chance.choice((0, 1, 1, 2, 2, 3)))]
+    names += [(ServiceRole.DECODE, index) for index in range(chance.choice((1, 1, 2, 2)))]
     return tuple(
         WorkerSpec(
             worker_id=f"{role.value}-{index}",

@@ -19,7 +19,8 @@ from core.block_pool import BlockEvent, BlockStored
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.ledger import Claim, count_once
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
 from core.step import StepOutput
 from core.worker_load import WorkerLoad
 from kv_transfer.agent import TransferAgent
@@ -27,7 +28,6 @@ from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.security import OPEN, WORKER_RULES, Credentials
-from runtime.service import Endpoint
 from runtime.telemetry import Telemetry
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.executor import StepExecutor
@@ -93,11 +93,11 @@ BuildParts = Callable[[Callable[[Any], None], Callable[[BaseException], None]], 
 
 
 class WorkerService:
-    """A `runtime.service.Service`. `build` is called once, in a thread, by `start`."""
+    """A `core.service.Service`. `build` is called once, in a thread, by `start`."""
 
     def __init__(
         self,
-        role: WorkerRole,
+        role: ServiceRole,
         config: WorkerConfig,
         build: BuildParts,
         servicer: Servicer,

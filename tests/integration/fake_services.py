@@ -17,10 +17,10 @@ from pathlib import Path
 
 from core.config import ClusterConfig
 from core.errors import ModelNotFound
-from core.lifecycle import WorkerRole
-from runtime.service import Endpoint
-from runtime.service_host import Placement
-from runtime.supervisor import FleetSpec
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
+from fleet.service_host import Placement
+from fleet.supervisor import FleetSpec
 
 PATIENCE_S = 90.0  # for a busy machine: real workers start in six seconds on a quiet one
 
@@ -28,11 +28,11 @@ PATIENCE_S = 90.0  # for a busy machine: real workers start in six seconds on a 
 class FakeService:
     """A router or a worker. Its port is taken for real, so that a restart on the same port means something."""
 
-    def __init__(self, role: WorkerRole | None, journal: str, placement: Placement) -> None:
+    def __init__(self, role: ServiceRole, journal: str, placement: Placement) -> None:
         self._role, self._journal, self._placement = role, journal, placement
         self._server: asyncio.Server | None = None
         self._broken = asyncio.Event()
-        self.name = f"{role.value if role else 'router'}-{placement.ordinal}"
+        self.name = f"{role.value}-{placement.ordinal}"
 
     async def start(self) -> Endpoint:
         port = int(self._placement.address.rpartition(":")[2] or 0)
@@ -46,6 +46,7 @@ class FakeService:
             num_threads=self._placement.num_threads,
             cores=self._placement.cores,
             omp=os.environ["OMP_NUM_THREADS"],
+            niceness=os.nice(0),
         )
         return Endpoint(f"{self.name}-{os.getpid():x}", address, self._role)
 
@@ -76,15 +77,15 @@ class FakeService:
 
 
 def build_router(journal: str, placement: Placement) -> FakeService:
-    return FakeService(None, journal, placement)
+    return FakeService(ServiceRole.ROUTER, journal, placement)
 
 
 def build_prefill_worker(journal: str, placement: Placement) -> FakeService:
-    return FakeService(WorkerRole.PREFILL, journal, placement)
+    return FakeService(ServiceRole.PREFILL, journal, placement)
 
 
 def build_decode_worker(journal: str, placement: Placement) -> FakeService:
-    return FakeService(WorkerRole.DECODE, journal, placement)
+    return FakeService(ServiceRole.DECODE, journal, placement)
 
 
 def build_nothing(placement: Placement) -> FakeService:

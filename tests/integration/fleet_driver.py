@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from core.config import ClusterConfig
-from core.fleet_events import FleetReady
-from runtime.cluster import connect
+from fleet.cluster import connect
+from fleet.events import FleetReady
 from tests.integration.fake_services import fake_fleet
 
 

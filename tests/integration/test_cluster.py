@@ -20,9 +20,9 @@ import pytest_asyncio
 from cli.serve import fleet_spec
 from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest
-from core.fleet_events import FleetFailed, FleetReady, FleetStopped, Notice
-from runtime.cluster import Cluster, connect
-from runtime.cores import share_of_cores, usable_cores
+from fleet.cluster import Cluster, connect
+from fleet.cores import share_of_cores, usable_cores
+from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
 from tests.support.ports import kept_for_its_successor
 
@@ -102,7 +102,7 @@ async def test_ray_runs_without_the_processes_that_nothing_here_asks(ray_here: C
 
 async def test_a_ray_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(psutil.Process().children(recursive=True))
-    monkeypatch.setattr("runtime.cluster.OBJECT_STORE_BYTES", 1)
+    monkeypatch.setattr("fleet.cluster.OBJECT_STORE_BYTES", 1)
     with pytest.raises(ConfigError, match=r"Ray does not start on this machine: .*bytes"):
         connect(CONFIG)
     # Another test's Ray may live beside it, and starts processes when it likes.
@@ -236,6 +236,12 @@ async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     assert started["num_threads"] == len(started["cores"])  # type: ignore[arg-type]
     assert started["omp"] == str(started["num_threads"])
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])  # only then can it be seen to go
+
+
+async def test_a_service_runs_at_the_niceness_of_the_command_that_started_it(fleet: Fleet) -> None:
+    _, journal = fleet
+    niceness = {name: journal.started[name]["niceness"] for name in ("router-0", *SMALLEST)}
+    assert niceness == dict.fromkeys(niceness, os.nice(0)), "a service loses its cores to any other program"
 
 
 async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_path: Path) -> None:

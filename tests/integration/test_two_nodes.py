@@ -80,12 +80,14 @@ async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(tmp_p
         )  # fmt: skip
         try:
             await wait_for_line(driver, "ready")
-            hosts = {name: (await journal.start_of(name))["host"] for name in ("router-0", "prefill-0", "decode-0")}
+            started = {name: await journal.start_of(name) for name in ("router-0", "prefill-0", "decode-0")}
         finally:
             services = [psutil.Process(pid) for pid in journal.pids if psutil.pid_exists(pid)]
             driver.send_signal(signal.SIGKILL)
             await driver.communicate()
+        hosts = {name: start["host"] for name, start in started.items()}
         assert hosts == {"router-0": HEAD_IP, "prefill-0": PREFILL_IP, "decode-0": DECODE_IP}
+        assert {start["niceness"] for start in started.values()} == {os.nice(0)}, "a service loses to other programs"
         assert len(services) == 3
         _, left = await asyncio.to_thread(psutil.wait_procs, services, 10)
         assert left == [], "what a driver started ends with it, also on other machines"

@@ -1,4 +1,4 @@
-"""The fleet's machine under random events; its rules one by one are in tests/unit/core/test_fleet.py."""
+"""The fleet's machine under random events; its rules one by one are in tests/unit/fleet/test_machine.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import ClusterConfig
-from core.fleet import FleetMachine
-from core.fleet_events import (
+from core.machine import Tick
+from fleet.events import (
     Drained,
     DrainService,
     FleetStopped,
@@ -22,7 +22,7 @@ from core.fleet_events import (
     StartFailed,
     StartService,
 )
-from core.machine import Tick
+from fleet.machine import FleetMachine
 
 
 class FleetUnderRandomEvents(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ import pytest
 from core.block_pool import BlockPool
 from core.errors import TandemError
 from core.handoff import AbortReason, PullerState
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from decode_worker.machine import DecodeMachine
 from kv_transfer.events import PullFailed
 from kv_transfer.owner import Owner
@@ -48,7 +48,7 @@ def without_digests(scenario: Scenario) -> Scenario:
         max_blocks_per_read=1,
     )
     model = replace(scenario.workers[0], num_blocks=96 // scenario.workers[0].layout.block_size, transfer=transfer)
-    roles = {"prefill-0": WorkerRole.PREFILL, "decode-0": WorkerRole.DECODE, "decode-1": WorkerRole.DECODE}
+    roles = {"prefill-0": ServiceRole.PREFILL, "decode-0": ServiceRole.DECODE, "decode-1": ServiceRole.DECODE}
     stops = [(0.4 + 0.4 * number, f"decode-{number % 2}") for number in range(8)]
     return replace(
         scenario,

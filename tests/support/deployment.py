@@ -18,12 +18,12 @@ import grpc.aio
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.block_pool import Column
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
+from core.service import Endpoint
+from fleet.service_host import Placement
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.service import RouterService
 from runtime.grpc_server import open_channel
 from runtime.security import load_credentials
-from runtime.service import Endpoint
-from runtime.service_host import Placement
 from worker.service import WorkerService
 
 SETTLE_TIMEOUT_S = 10.0

@@ -16,9 +16,9 @@ from typing import Any
 
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.config import TandemConfig, from_mapping
-from core.lifecycle import WorkerRole
-from runtime.service import Endpoint
-from runtime.service_host import Placement
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
+from fleet.service_host import Placement
 
 BUILDERS: dict[str, Callable[[TandemConfig, Placement], Any]] = {
     "router": build_router,
@@ -50,7 +50,7 @@ def slow_down(service: Any, step_s: float) -> None:
 
 
 def endpoint_of(line: dict[str, Any]) -> Endpoint:
-    role = None if line["role"] is None else WorkerRole(line["role"])
+    role = ServiceRole(line["role"])
     return Endpoint(line["service_id"], line["address"], role)
 
 
@@ -61,7 +61,7 @@ async def serve() -> None:
     endpoint = await service.start()
     if role.step_delay_s:
         slow_down(service, role.step_delay_s)
-    line = asdict(endpoint) | {"role": None if endpoint.role is None else endpoint.role.value}
+    line = asdict(endpoint) | {"role": endpoint.role.value}
     print(json.dumps(line), flush=True)
     while command := await asyncio.to_thread(sys.stdin.readline):
         await service.set_workers([endpoint_of(worker) for worker in json.loads(command)])

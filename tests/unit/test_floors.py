@@ -52,13 +52,11 @@ def small_house(tmp_path: Path) -> Path:
     for package in [*PACKAGES, "kv_transfer/transports"]:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-    for name in ("cluster", "ray_starter"):
-        (tmp_path / f"runtime/{name}.py").write_text("import ray\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
 
-FLOORS, PURE, TORCH, RAY, SIMULATOR = CONTRACTS
+FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, SIMULATOR = CONTRACTS
 BREACHES = [
     ("core/sly.py", "import runtime", FLOORS),
     ("runtime/sly.py", "from router import anything", FLOORS),
@@ -74,7 +72,8 @@ BREACHES = [
     ("kv_transfer/sly.py", "import torch.nn", TORCH),
     ("runtime/sly.py", "import ray", RAY),
     ("decode_worker/sly.py", "import ray.util", RAY),
-    ("simulator/sly.py", "import runtime.cluster", SIMULATOR),
+    ("router/sly.py", "from worker import core", ROUTER),
+    ("tandem_client/sly.py", "import core", CLIENT),
     ("simulator/sly.py", "from kv_transfer import transports", SIMULATOR),
     ("simulator/sly.py", "import grpc", SIMULATOR),
 ]

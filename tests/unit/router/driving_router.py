@@ -10,7 +10,7 @@ from core.config import RouterConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
-from core.lifecycle import FinishReason, WorkerRole, WorkerState
+from core.lifecycle import FinishReason, ServiceRole, WorkerState
 from core.machine import Tick
 from core.request import Request, SamplingParams
 from core.step import SampledToken
@@ -52,9 +52,9 @@ class DrivenRouter:
         self.machine = RouterMachine(config, lambda: next(self.tickets), frozenset({EOS}))
         self.actions: list[RouterAction] = []
         for name in prefill:
-            self.join(name, WorkerRole.PREFILL)
+            self.join(name, ServiceRole.PREFILL)
         for name in decode:
-            self.join(name, WorkerRole.DECODE)
+            self.join(name, ServiceRole.DECODE)
 
     # ---- doing
 
@@ -64,7 +64,7 @@ class DrivenRouter:
         self.actions += actions
         return actions
 
-    def join(self, name: str, role: WorkerRole, incarnation: int = 1, layout: KVLayout = LAYOUT) -> list[RouterAction]:
+    def join(self, name: str, role: ServiceRole, incarnation: int = 1, layout: KVLayout = LAYOUT) -> list[RouterAction]:
         address = agent(name, incarnation, layout)
         return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
 

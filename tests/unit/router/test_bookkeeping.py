@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.errors import QueueFull, TransferFailed, WorkerUnavailable
-from core.lifecycle import Stage, WorkerRole, WorkerState
+from core.lifecycle import ServiceRole, Stage, WorkerState
 from core.step import SampledToken
 from router import events
 from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, request
@@ -124,6 +124,6 @@ def test_a_request_that_has_ended_leaves_no_clock_running() -> None:
 
 def test_a_worker_that_is_lost_has_no_clock_either() -> None:
     router = DrivenRouter(prefill=(), decode=())
-    router.join("D", WorkerRole.DECODE)
+    router.join("D", ServiceRole.DECODE)
     router.post(events.WorkerLost("D", "gone"))
     assert router.machine.next_deadline() is None

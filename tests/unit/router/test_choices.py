@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
-from core.lifecycle import FinishReason, Stage, WorkerRole
+from core.lifecycle import FinishReason, ServiceRole, Stage
 from router import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
@@ -161,6 +161,6 @@ def test_a_lost_worker_of_the_first_choice_without_another_still_answers_for_all
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b")])
     router.post(events.WorkerLost("D", "gone"))
-    router.join("D2", WorkerRole.DECODE)
+    router.join("D2", ServiceRole.DECODE)
     router.tokens(0, 11, dispatch="a#2")
     assert started(router) == ["a#1", "a#2", "b#1"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import LayoutMismatch, QueueFull, TandemError, TransferFailed, WorkerUnavailable
-from core.lifecycle import FinishReason, Path, WorkerRole
+from core.lifecycle import FinishReason, Path, ServiceRole
 from core.step import SampledToken
 from router import events
 from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, request
@@ -120,7 +120,7 @@ def test_a_worker_with_a_full_queue_gets_nothing_until_it_reports_again() -> Non
 def test_a_worker_started_anew_under_its_name_has_lost_what_it_was_doing() -> None:
     router = DrivenRouter(prefill=())
     router.arrive()
-    router.join("D", WorkerRole.DECODE, incarnation=2)
+    router.join("D", ServiceRole.DECODE, incarnation=2)
     assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
     assert router.only(events.CancelDispatch).dispatch_id == "r#1"
 
@@ -128,7 +128,7 @@ def test_a_worker_started_anew_under_its_name_has_lost_what_it_was_doing() -> No
 def test_a_fresh_snapshot_of_the_same_process_changes_nothing_that_is_under_way() -> None:
     router = DrivenRouter(prefill=())
     router.arrive()
-    assert router.join("D", WorkerRole.DECODE) == []
+    assert router.join("D", ServiceRole.DECODE) == []
     router.tokens(0, 11, 12, 13, 14)
     router.decoded()
     assert router.delivered() == [11, 12, 13, 14]
@@ -138,7 +138,7 @@ def test_a_worker_that_comes_back_with_a_layout_that_fits_nobody_is_refused_and_
     router = DrivenRouter()
     router.arrive()
     with pytest.raises(LayoutMismatch):
-        router.join("D", WorkerRole.DECODE, incarnation=2, layout=replace(LAYOUT, model="another"))
+        router.join("D", ServiceRole.DECODE, incarnation=2, layout=replace(LAYOUT, model="another"))
     assert router.machine.num_in_flight == 1
     router.post(events.WorkerLost("D", "it cannot join"))
     assert router.only(events.CancelDispatch).dispatch_id == "r#1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus, PeerDismissed, PeerIntroduced
 from router.events import Introduce, WorkerLost, WorkerReported
 from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, agent
@@ -21,14 +21,14 @@ def reader(name: str) -> PeerIntroduced:
 def test_a_worker_that_joins_meets_the_other_pool_and_they_meet_it() -> None:
     router = DrivenRouter(prefill=["P0", "P1"], decode=["D0"])
     router.actions.clear()
-    router.join("D1", WorkerRole.DECODE)
+    router.join("D1", ServiceRole.DECODE)
     assert router.actions == [
         Introduce("D1", (owner("P0"), owner("P1"))),
         Introduce("P0", (reader("D1"),)),
         Introduce("P1", (reader("D1"),)),
     ]
     router.actions.clear()
-    router.join("P2", WorkerRole.PREFILL)
+    router.join("P2", ServiceRole.PREFILL)
     assert router.actions == [
         Introduce("P2", (reader("D0"), reader("D1"))),
         Introduce("D0", (owner("P2"),)),
@@ -52,7 +52,7 @@ def test_a_worker_that_is_silent_for_too_long_is_let_go_and_met_again_when_it_sp
     router.report("D")
     gone = router.pass_time(6.0)
     assert gone == [Introduce("D", (PeerDismissed(agent("P").name),))]
-    assert Introduce("D", (owner("P"),)) in router.join("P", WorkerRole.PREFILL)
+    assert Introduce("D", (owner("P"),)) in router.join("P", ServiceRole.PREFILL)
 
 
 def report_paths(router: DrivenRouter, worker: str, *peers: str) -> None:
@@ -80,7 +80,7 @@ def test_a_peer_that_died_while_no_router_lived_is_let_go() -> None:
 def test_a_peer_that_joins_late_is_kept() -> None:
     router = DrivenRouter(prefill=["P"], decode=["D"])
     live_on(router, 5, P=(), D=("P", "late"))
-    router.join("late", WorkerRole.PREFILL)
+    router.join("late", ServiceRole.PREFILL)
     router.actions.clear()
     live_on(router, 30, P=(), late=(), D=("P", "late"))
     assert router.actions == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, QueueFull, RequestCancelled, WorkerUnavailable
-from core.lifecycle import FinishReason, Path, Stage, WorkerRole, WorkerState
+from core.lifecycle import FinishReason, Path, ServiceRole, Stage, WorkerState
 from core.step import SampledToken
 from router import events
 from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, agent, request
@@ -118,7 +118,7 @@ def test_the_timeline_says_where_the_time_went() -> None:
     router = DrivenRouter(prefill=(), decode=())
     router.arrive()
     router.pass_time(2.0)
-    router.join("D", WorkerRole.DECODE)
+    router.join("D", ServiceRole.DECODE)
     router.now += 3.0
     router.tokens(0, 11)
     router.now += 1.0
@@ -228,7 +228,7 @@ def test_a_full_queue_refuses_and_leaves_no_trace() -> None:
     with pytest.raises(QueueFull, match="max_queued"):
         router.arrive(request("c"))
     router.machine.check()
-    router.join("D", WorkerRole.DECODE)
+    router.join("D", ServiceRole.DECODE)
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
 
 
@@ -246,7 +246,7 @@ def test_the_queue_is_served_by_priority_and_then_by_arrival() -> None:
     router = DrivenRouter(replace(CONFIG, max_queued=8), decode=())
     for name, priority in (("late", 1), ("first", 0), ("second", 0), ("urgent", -1)):
         router.arrive(request(name, priority=priority))
-    router.join("D", WorkerRole.DECODE)
+    router.join("D", ServiceRole.DECODE)
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["urgent#1", "first#1", "second#1", "late#1"]
 
 
@@ -305,7 +305,7 @@ def test_a_draining_prefill_pool_leaves_the_prompts_to_the_decode_workers() -> N
 def test_a_worker_whose_kv_does_not_fit_cannot_join() -> None:
     router = DrivenRouter()
     with pytest.raises(LayoutMismatch, match="block_size"):
-        router.join("D2", WorkerRole.DECODE, layout=replace(LAYOUT, block_size=8))
+        router.join("D2", ServiceRole.DECODE, layout=replace(LAYOUT, block_size=8))
     router.machine.check()
     assert router.machine.workers.get("D2") is None
 

@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 
 from core.errors import WorkerUnavailable
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from core.paths import PeerDismissed
 from core.request import Request, SamplingParams
+from core.service import Endpoint
 from protos import worker_pb2
 from router.events import DecodeReturned, PrefillReturned, StartDecode, StartPrefill, WorkerLost
 from router.worker_link import WorkerLink
 from runtime.security import OPEN
-from runtime.service import Endpoint
 from tests.support.driven_worker import address
 
 UNHEARD_OF: Any = 99  # a value that a later version may have given a meaning
@@ -73,7 +73,7 @@ class Reports:
 @pytest_asyncio.fixture
 async def worker() -> AsyncIterator[Worker]:
     worker = Worker()
-    endpoint = Endpoint("w", "127.0.0.1:1", WorkerRole.DECODE)
+    endpoint = Endpoint("w", "127.0.0.1:1", ServiceRole.DECODE)
     worker.link = link = WorkerLink(endpoint, "router", worker.posted.put_nowait, lambda _: True, OPEN)
     link._worker = link._prefill = link._decode = worker
     yield worker

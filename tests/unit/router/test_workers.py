@@ -8,7 +8,7 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
-from core.lifecycle import WorkerRole, WorkerState
+from core.lifecycle import ServiceRole, WorkerState
 from core.worker_load import WorkerLoad
 from router.workers import WorkerRecord, WorkerTable
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
@@ -16,7 +16,7 @@ from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
 
 
-def record(name: str, role: WorkerRole = WorkerRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
+def record(name: str, role: ServiceRole = ServiceRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
     return WorkerRecord(name, role, agent(name), load, reported_at=0.0)
 
 
@@ -29,7 +29,7 @@ def table(*records: WorkerRecord) -> WorkerTable:
 
 
 def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = frozenset()) -> list[str]:
-    return [view.worker_id for view in workers.views(WorkerRole.DECODE, {}, avoid, now)]
+    return [view.worker_id for view in workers.views(ServiceRole.DECODE, {}, avoid, now)]
 
 
 def test_a_worker_is_asked_while_its_reports_are_fresh() -> None:
@@ -43,7 +43,7 @@ def test_a_suspect_full_draining_or_prefill_worker_is_not_asked_to_decode() -> N
         record("suspect"),
         record("full"),
         record("draining", load=replace(SERVING, state=WorkerState.DRAINING)),
-        record("prefill", WorkerRole.PREFILL),
+        record("prefill", ServiceRole.PREFILL),
         record("fine"),
     )
     workers.suspect("suspect")
@@ -59,10 +59,10 @@ def test_workers_to_avoid_are_asked_only_where_there_are_no_others() -> None:
 
 def test_load_is_the_larger_of_the_report_and_our_own_count() -> None:
     workers = table(record("d", load=replace(SERVING, num_queued_tokens=40, num_running=1)))
-    (view,) = workers.views(WorkerRole.DECODE, {}, frozenset(), 0.0)
+    (view,) = workers.views(ServiceRole.DECODE, {}, frozenset(), 0.0)
     assert (view.num_queued_tokens, view.num_sequences) == (40, 1)
     workers.chosen("d").dispatched = {"x#1": 60}
-    (view,) = workers.views(WorkerRole.DECODE, {}, frozenset(), 0.0)
+    (view,) = workers.views(ServiceRole.DECODE, {}, frozenset(), 0.0)
     assert (view.num_queued_tokens, view.num_sequences) == (60, 1)
 
 
@@ -72,7 +72,7 @@ def test_cached_tokens_follow_the_snapshot() -> None:
     workers.join(joining, ())
     hashes = workers.hashes(request(prompt=range(1, 13)))
     workers.join(joining, hashes[LAYOUT.block_size][:2])
-    (view,) = workers.views(WorkerRole.DECODE, hashes, frozenset(), 0.0)
+    (view,) = workers.views(ServiceRole.DECODE, hashes, frozenset(), 0.0)
     assert view.cached_tokens == 8
 
 
@@ -113,17 +113,17 @@ def test_hashes_are_unknown_until_some_worker_says_how_long_a_block_is() -> None
 
 
 def test_a_role_is_there_while_one_that_is_not_avoided_serves() -> None:
-    workers = table(record("p", WorkerRole.PREFILL))
-    assert workers.has_role(WorkerRole.PREFILL)
-    assert not workers.has_role(WorkerRole.PREFILL, avoid=frozenset({"p"}))
-    assert not workers.has_role(WorkerRole.DECODE)
+    workers = table(record("p", ServiceRole.PREFILL))
+    assert workers.has_role(ServiceRole.PREFILL)
+    assert not workers.has_role(ServiceRole.PREFILL, avoid=frozenset({"p"}))
+    assert not workers.has_role(ServiceRole.DECODE)
 
 
 WIDE = replace(LAYOUT, block_size=2 * LAYOUT.block_size)
 
 
 def wide_prefill(**fields: object) -> WorkerRecord:
-    return replace(record("p"), role=WorkerRole.PREFILL, agent=agent("p", layout=replace(WIDE, **fields)))  # type: ignore[arg-type]
+    return replace(record("p"), role=ServiceRole.PREFILL, agent=agent("p", layout=replace(WIDE, **fields)))  # type: ignore[arg-type]
 
 
 def test_the_pools_may_have_blocks_of_two_sizes_and_each_worker_is_matched_by_its_own() -> None:
@@ -133,8 +133,8 @@ def test_the_pools_may_have_blocks_of_two_sizes_and_each_worker_is_matched_by_it
     assert {size: len(found) for size, found in hashes.items()} == {4: 3, 8: 1}
     workers.join(record("d"), hashes[4])
     workers.join(wide_prefill(), hashes[8])
-    (decode,) = workers.views(WorkerRole.DECODE, hashes, frozenset(), 0.0)
-    (prefill,) = workers.views(WorkerRole.PREFILL, hashes, frozenset(), 0.0)
+    (decode,) = workers.views(ServiceRole.DECODE, hashes, frozenset(), 0.0)
+    (prefill,) = workers.views(ServiceRole.PREFILL, hashes, frozenset(), 0.0)
     assert (decode.cached_tokens, prefill.cached_tokens) == (12, 8)
     (found,) = workers.candidates(13, hashes, frozenset(), 0.0)[:1]
     assert found.transfer_blocks in (0, 1), "counted in the decode worker's blocks, of which it lacks the last"

@@ -1,10 +1,10 @@
-"""What is said to the fleet's machine (core/fleet.py) and what it answers."""
+"""What is said to the fleet's machine (fleet/machine.py) and what it answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.lifecycle import WorkerRole
+from core.lifecycle import ServiceRole
 from core.machine import Tick
 
 
@@ -12,13 +12,13 @@ from core.machine import Tick
 class Member:
     """One start of one slot. `start` grows by one with every start in the fleet."""
 
-    role: WorkerRole | None  # None = the router
+    role: ServiceRole
     ordinal: int
     start: int
 
     @property
     def name(self) -> str:
-        return f"{self.role.value if self.role else 'router'}-{self.ordinal}"
+        return f"{self.role.value}-{self.ordinal}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Ray starts each of its processes by a fork that runs Python before it executes the new program. In a process that
 already has threads of gRPC, UCX or torch such a fork can meet a lock that nobody will open again, and the start hangs.
-So a child with no thread yet starts them (`runtime/ray_starter.py`); the child itself is executed without such a fork.
+So a child with no thread yet starts them (`fleet/ray_starter.py`); the child itself is executed without such a fork.
 
 Nothing outlives the parent, however it ends. The child waits for the end of its standard input, which the kernel closes
 when the parent is gone (`kill -9` too), and kills every process below itself: Ray's own, which would notice by

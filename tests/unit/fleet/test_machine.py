@@ -6,8 +6,9 @@ import pytest
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
-from core.fleet import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, STABLE_S, FleetMachine
-from core.fleet_events import (
+from core.lifecycle import ServiceRole
+from core.machine import Tick
+from fleet.events import (
     Drained,
     DrainService,
     FleetAction,
@@ -25,10 +26,9 @@ from core.fleet_events import (
     StartFailed,
     StartService,
 )
-from core.lifecycle import WorkerRole
-from core.machine import Tick
+from fleet.machine import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, STABLE_S, FleetMachine
 
-P, D = WorkerRole.PREFILL, WorkerRole.DECODE
+P, D = ServiceRole.PREFILL, ServiceRole.DECODE
 
 
 class Fleet:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core.errors import TandemError
-from runtime.service import Endpoint, RouterControl, Scale, Service
+from core.service import Endpoint, RouterControl, Scale, Service
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cores import Seats, share_of_cores, usable_cores
+from fleet.cores import Seats, share_of_cores, usable_cores
 from worker.executor import pin_thread, pinned
 
 

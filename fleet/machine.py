@@ -20,7 +20,9 @@ from enum import Enum
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
-from core.fleet_events import (
+from core.lifecycle import ServiceRole
+from core.machine import Tick
+from fleet.events import (
     Drained,
     DrainService,
     FleetAction,
@@ -40,8 +42,6 @@ from core.fleet_events import (
     StartFailed,
     StartService,
 )
-from core.lifecycle import WorkerRole
-from core.machine import Tick
 
 BACKOFF_MAX_S = 30.0
 STABLE_S = 60.0  # a service that served this long has its failures forgotten
@@ -74,16 +74,16 @@ class FleetMachine:
     def __init__(self, config: ClusterConfig, drain_timeout_s: float, router_drain_timeout_s: float) -> None:
         self._config = config
         self._drain_timeout_s = {
-            WorkerRole.PREFILL: drain_timeout_s,
-            WorkerRole.DECODE: drain_timeout_s,
-            None: router_drain_timeout_s,
+            ServiceRole.PREFILL: drain_timeout_s,
+            ServiceRole.DECODE: drain_timeout_s,
+            ServiceRole.ROUTER: router_drain_timeout_s,
         }
-        self._wanted: dict[WorkerRole | None, int] = {
-            WorkerRole.PREFILL: config.num_prefill,
-            WorkerRole.DECODE: config.num_decode,
-            None: 1,
+        self._wanted: dict[ServiceRole, int] = {
+            ServiceRole.PREFILL: config.num_prefill,
+            ServiceRole.DECODE: config.num_decode,
+            ServiceRole.ROUTER: 1,
         }
-        self._slots: dict[tuple[WorkerRole | None, int], _Slot] = {}
+        self._slots: dict[tuple[ServiceRole, int], _Slot] = {}
         self._num_starts = 0
         self._published: PublishFleet | None = None
         self._was_ready = self._has_failed = self._ending = self._stopped = False
@@ -92,7 +92,7 @@ class FleetMachine:
     @property
     def wanted(self) -> tuple[int, int]:
         """(prefill, decode)."""
-        return self._wanted[WorkerRole.PREFILL], self._wanted[WorkerRole.DECODE]
+        return self._wanted[ServiceRole.PREFILL], self._wanted[ServiceRole.DECODE]
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
         """Raises `InvalidRequest` for a `ScaleTo` beyond `max_workers`; nothing has changed then."""
@@ -137,7 +137,7 @@ class FleetMachine:
 
     def _scale(self, event: ScaleTo) -> None:
         limit = self._config.max_workers
-        sizes = {WorkerRole.PREFILL: event.prefill, WorkerRole.DECODE: event.decode}
+        sizes = {ServiceRole.PREFILL: event.prefill, ServiceRole.DECODE: event.decode}
         for role, size in sizes.items():
             if size is not None and not 0 <= size <= limit:
                 raise InvalidRequest(role.value, f"must be in [0, {limit}] (cluster.max_workers), is {size}")
@@ -174,10 +174,10 @@ class FleetMachine:
 
     def _missing(self, slot: _Slot) -> str:
         """What may be missing: a Ray of our own has room for all, and a router needs none."""
-        resources = {WorkerRole.PREFILL: self._config.prefill_resource, WorkerRole.DECODE: self._config.decode_resource}
-        if not self._config.address or slot.member.role is None:
-            return ""
-        return f" (no machine with a free {resources[slot.member.role]!r}?)"
+        config = self._config
+        resources = {ServiceRole.PREFILL: config.prefill_resource, ServiceRole.DECODE: config.decode_resource}
+        resource = resources.get(slot.member.role)
+        return f" (no machine with a free {resource!r}?)" if config.address and resource else ""
 
     def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
         if slot.state is _State.SERVING and now - slot.since >= STABLE_S:
@@ -218,8 +218,8 @@ class FleetMachine:
     def _end(self, now: float) -> None:
         """Rule 4; what does not serve leaves at once."""
         for slot in list(self._slots.values()):
-            if slot.member.role is None and slot.state is not _State.DRAINING:
-                self._leave(slot, self._drain_timeout_s[None], now)
+            if slot.member.role is ServiceRole.ROUTER and slot.state is not _State.DRAINING:
+                self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], now)
             elif slot.state in (_State.WAITING, _State.STARTING):
                 self._leave(slot, LAST_DRAIN_S, now)
         if self._router() is None:
@@ -254,20 +254,20 @@ class FleetMachine:
             self._stopped = True
             self._actions.append(FleetStopped())
 
-    def _staying(self, role: WorkerRole | None) -> list[_Slot]:
+    def _staying(self, role: ServiceRole) -> list[_Slot]:
         """Slots of a role that do not drain: the serving ones first, and among equals the oldest first."""
         slots = [s for s in self._slots.values() if s.member.role is role and s.state is not _State.DRAINING]
         order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
         return sorted(slots, key=lambda s: (order[s.state], s.member.start))
 
     def _router(self) -> Member | None:
-        slot = self._slots.get((None, 0))
+        slot = self._slots.get((ServiceRole.ROUTER, 0))
         return slot.member if slot is not None and slot.state in (_State.SERVING, _State.DRAINING) else None
 
     def _workers(self) -> tuple[Serving, ...]:
         known = [
             Serving(slot.member, slot.service_id, slot.address)
             for slot in self._slots.values()
-            if slot.member.role is not None and slot.state in (_State.SERVING, _State.DRAINING)
+            if slot.member.role is not ServiceRole.ROUTER and slot.state in (_State.SERVING, _State.DRAINING)
         ]
         return tuple(sorted(known, key=lambda serving: serving.member.start))

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime import ray_head
-from runtime.ray_head import RayHead
+from fleet import ray_head
+from fleet.ray_head import RayHead
 
 # Says the id of its child in place of an address.
 STARTER = """

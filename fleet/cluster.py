@@ -1,6 +1,6 @@
-"""The fleet on Ray: beside `runtime/ray_starter.py` the only module that imports it.
+"""The fleet on Ray: beside `fleet/ray_starter.py` the only module that imports it.
 
-The driver (`tandem serve`) has a Ray of its own started (`runtime/ray_head.py`) or joins one, and creates one
+The driver (`tandem serve`) has a Ray of its own started (`fleet/ray_head.py`) or joins one, and creates one
 supervisor actor, which creates one actor per service, placed by resource. Ownership is a chain, driver > supervisor >
 hosts: each link ends with the one before it. A death is noticed because a call that waits in the dead actor fails;
 nothing polls. No request ever passes through Ray.
@@ -22,12 +22,13 @@ from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
-from core.fleet_events import Member
-from runtime.cores import share_of_cores, usable_cores
-from runtime.ray_head import RayHead
-from runtime.service import Endpoint, Scale
-from runtime.service_host import Placement, ServiceHost, StartFault
-from runtime.supervisor import FleetSpec, HostDied, News, Refusal, Seat, Supervisor
+from core.lifecycle import ServiceRole
+from core.service import Endpoint, Scale
+from fleet.cores import share_of_cores, usable_cores
+from fleet.events import Member
+from fleet.ray_head import RayHead
+from fleet.service_host import Placement, ServiceHost, StartFault
+from fleet.supervisor import FleetSpec, HostDied, News, Refusal, Seat, Supervisor
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
@@ -61,26 +62,27 @@ class HostActor(ServiceHost):
         node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
         room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
         num_sharers = min(seat.num_workers, int(room) or seat.num_workers)
-        cores = share_of_cores(usable_cores(), seat.number, num_sharers) if member.role is not None else ()
+        is_router = member.role is ServiceRole.ROUTER
+        cores = () if is_router else share_of_cores(usable_cores(), seat.number, num_sharers)
         placement = Placement(
             ordinal=member.ordinal,
             host=node["NodeManagerAddress"] if config.address else "",
             address=address,
             num_threads=max(1, len(cores)),
-            scale=_ask_supervisor if member.role is None else None,
+            scale=_ask_supervisor if is_router else None,
             cores=cores,
         )
         return await self.start(factory, placement)
 
 
 class RayHost:
-    """A `runtime.supervisor.Host`: the supervisor's handle on one `HostActor`."""
+    """A `fleet.supervisor.Host`: the supervisor's handle on one `HostActor`."""
 
     def __init__(self, member: Member, spec: FleetSpec) -> None:
         import ray
 
         options: dict[str, Any] = {"num_cpus": 0, "resources": spec.resources(member.role)}
-        if member.role is None:
+        if member.role is ServiceRole.ROUTER:
             options["scheduling_strategy"] = _on_this_machine()
         self._member = member
         self._spec = spec

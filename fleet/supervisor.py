@@ -1,7 +1,7 @@
-"""Keeps a fleet alive: the shell of core/fleet.py.
+"""Keeps a fleet alive: the shell of fleet/machine.py.
 
 It creates one host per member, waits in it, and reports to the machine what becomes of it. What a host is, is not known
-here: runtime/cluster.py makes Ray actors of them.
+here: fleet/cluster.py makes Ray actors of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from typing import Any, Protocol
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
-from core.fleet import FleetMachine
-from core.fleet_events import (
+from core.lifecycle import ServiceRole
+from core.machine import Tick
+from core.service import Endpoint
+from fleet.cores import Seats
+from fleet.events import (
     Drained,
     DrainService,
     FleetAction,
@@ -36,12 +39,9 @@ from core.fleet_events import (
     StartFailed,
     StartService,
 )
-from core.lifecycle import WorkerRole
-from core.machine import Tick
-from runtime.cores import Seats
+from fleet.machine import FleetMachine
+from fleet.service_host import ServiceFactory, StartFault
 from runtime.driver import Driver
-from runtime.service import Endpoint
-from runtime.service_host import ServiceFactory, StartFault
 
 MAX_NEWS = 1000  # the oldest is dropped where nobody reads them
 
@@ -59,13 +59,18 @@ class FleetSpec:
     drain_timeout_s: float  # of a worker
     router_drain_timeout_s: float
 
-    def factory(self, role: WorkerRole | None) -> ServiceFactory:
-        return {WorkerRole.PREFILL: self.prefill, WorkerRole.DECODE: self.decode, None: self.router}[role]
+    def factory(self, role: ServiceRole) -> ServiceFactory:
+        factories = {
+            ServiceRole.ROUTER: self.router,
+            ServiceRole.PREFILL: self.prefill,
+            ServiceRole.DECODE: self.decode,
+        }
+        return factories[role]
 
-    def resources(self, role: WorkerRole | None) -> dict[str, float]:
+    def resources(self, role: ServiceRole) -> dict[str, float]:
         """What one member takes of its machine."""
-        needs = {WorkerRole.PREFILL: self.config.prefill_resource, WorkerRole.DECODE: self.config.decode_resource}
-        return {needs[role]: 1.0} if role is not None else {}
+        needs = {ServiceRole.PREFILL: self.config.prefill_resource, ServiceRole.DECODE: self.config.decode_resource}
+        return {needs[role]: 1.0} if role in needs else {}
 
 
 class HostDied(Exception):
@@ -186,13 +191,13 @@ class Supervisor:
         """One member from its start to its death."""
         host = self._hosts[member] = self._create_host(member)
         try:
-            number = 0 if member.role is None else self._seats.take(await host.machine(), member)
+            number = 0 if member.role is ServiceRole.ROUTER else self._seats.take(await host.machine(), member)
             result = await host.start(address, Seat(number, sum(self._machine.wanted)))
             if isinstance(result, StartFault):
                 self._kill(member)
                 self._post(StartFailed(member, result.reason, result.permanent))
                 return
-            if member.role is None:
+            if member.role is ServiceRole.ROUTER:
                 self._router = result
             self._post(ServiceStarted(member, result.service_id, result.address))
             await host.wait()

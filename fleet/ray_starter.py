@@ -39,6 +39,7 @@ NOT_STARTED_AGAIN = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 SYSTEM_CONFIG = {
     "enable_worker_prestart": True,  # interpreters that have imported Ray by the time an actor is wanted
     "enable_metrics_collection": False,  # nobody collects them
+    "worker_niceness": 0,  # Ray's default of 15 gives the cores of a serving worker to any other program
 }
 
 
