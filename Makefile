@@ -62,6 +62,10 @@ bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's c
 protos: setup  ## Generate the checked-in stubs again
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. $$(grep -l '^service ' protos/*.proto)
+	@# the client carries the public ones itself: tandem_client/stubs/__init__.py says why
+	for stub in inference_pb2.py inference_pb2.pyi inference_pb2_grpc.py cluster_pb2.py cluster_pb2.pyi \
+	    cluster_pb2_grpc.py worker_pb2.py worker_pb2.pyi; do \
+	    sed 's/^from protos import/from tandem_client.stubs import/' protos/$$stub > tandem_client/stubs/$$stub; done
 
 clean:  ## Remove what the targets made
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -15,11 +15,11 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.report import Line, Report, load
-from cli.client import Client, connect
 from cli.serve import fleet, fleet_spec
 from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
 from fleet import cluster as ray_cluster
-from protos import inference_pb2
+from tandem_client import AsyncClient
+from tandem_client.stubs import inference_pb2
 
 TIMEOUT_S = 300.0
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
@@ -34,7 +34,7 @@ class Sample:
     num_tokens: int
 
 
-async def ask(client: Client, rng: random.Random, prompt_tokens: int, output_tokens: int) -> Sample:
+async def ask(client: AsyncClient, rng: random.Random, prompt_tokens: int, output_tokens: int) -> Sample:
     request = inference_pb2.GenerateRequest()
     request.token_ids.ids.extend(rng.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(prompt_tokens))
     request.sampling.temperature = 0.0
@@ -51,7 +51,7 @@ async def ask(client: Client, rng: random.Random, prompt_tokens: int, output_tok
     return Sample(first - start, (last - first) / max(1, num_tokens - 1), num_tokens)
 
 
-async def level(client: Client, concurrency: int, arguments: argparse.Namespace, report: Report) -> None:
+async def level(client: AsyncClient, concurrency: int, arguments: argparse.Namespace, report: Report) -> None:
     """The lines for one number of clients."""
 
     async def one_client(seed: int) -> list[Sample]:
@@ -72,7 +72,7 @@ async def level(client: Client, concurrency: int, arguments: argparse.Namespace,
 
 
 async def run(cluster: ray_cluster.Cluster, config: TandemConfig, arguments: argparse.Namespace) -> None:
-    async with fleet(cluster, fleet_spec(config), print) as router, connect(router.address) as client:
+    async with fleet(cluster, fleet_spec(config), print) as router, AsyncClient(router.address) as client:
         await ask(client, random.Random(0), arguments.prompt_tokens, 4)  # the first one also connects the workers
         report = Report("serving")
         report.say(

@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import Line
-from cli.client import connect
 from core.config import EngineConfig
-from protos import inference_pb2
+from tandem_client import AsyncClient
+from tandem_client.stubs import inference_pb2
 
 MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
 TIMEOUT_S = 120.0
@@ -88,7 +88,7 @@ async def ask() -> None:
     request.chat.messages.add(role="user", content=PROMPT)
     request.sampling.temperature = 0.0
     request.stop.max_tokens = 8
-    async with connect(ADDRESS) as client:
+    async with AsyncClient(ADDRESS) as client:
         async for response in client.generate(request, TIMEOUT_S):
             if response.HasField("tokens"):
                 return

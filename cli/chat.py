@@ -7,9 +7,8 @@ import sys
 
 from rich.console import Console
 
-from cli.client import Client, Connection
-from core.errors import TandemError
-from protos import inference_pb2
+from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import inference_pb2
 
 HELP = "Ctrl-C stops the answer, twice quits; /new starts over."
 
@@ -30,7 +29,7 @@ class Conversation:
         if self._system:
             self.messages.append(inference_pb2.ChatMessage(role="system", content=self._system))
 
-    async def answer(self, client: Client, text: str) -> inference_pb2.Finished | None:
+    async def answer(self, client: AsyncClient, text: str) -> inference_pb2.Finished | None:
         """Ask and print. What has arrived of an answer that is stopped stays part of the conversation."""
         self.messages.append(inference_pb2.ChatMessage(role="user", content=text))
         request = inference_pb2.GenerateRequest()
@@ -54,7 +53,7 @@ class Conversation:
         return finished
 
 
-def chat(connection: Connection, conversation: Conversation, console: Console) -> None:
+def chat(connection: AsyncClient, conversation: Conversation, console: Console) -> None:
     """Until the end of input, or two Ctrl-C with nothing between them."""
     with asyncio.Runner() as runner:
         client = runner.run(connection.__aenter__())
@@ -66,7 +65,7 @@ def chat(connection: Connection, conversation: Conversation, console: Console) -
             runner.run(connection.__aexit__(None, None, None))
 
 
-def _converse(runner: asyncio.Runner, client: Client, conversation: Conversation, console: Console) -> None:
+def _converse(runner: asyncio.Runner, client: AsyncClient, conversation: Conversation, console: Console) -> None:
     interrupted = False
     while True:
         try:
@@ -87,7 +86,7 @@ def _converse(runner: asyncio.Runner, client: Client, conversation: Conversation
                 return
             interrupted = True
             console.print(f"\n[dim]{HELP}[/dim]")
-        except TandemError as error:
+        except CallFailed as error:
             if not sys.stdin.isatty():  # a script wants the exit code
                 raise
             # The conversation is still there: a lost worker comes back, and one that is too long can start over.

@@ -21,6 +21,8 @@ from core.config import TandemConfig
 from core.errors import ConfigError
 from model_files.catalogue import default_cache_dir
 from runtime.security import Credentials, load_credentials, read_token
+from tandem_client import AsyncClient
+from tandem_client import Credentials as ClientCredentials
 
 TOKEN_BYTES = 32
 THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", "")
@@ -41,6 +43,15 @@ def find_credentials(config: Path | None, address: str) -> Credentials:
         return replace(found, token=_token_path(address).read_text(encoding="ascii"))
     except OSError:
         return found
+
+
+def client_of(address: str, credentials: Credentials) -> AsyncClient:
+    return AsyncClient(
+        address,
+        ClientCredentials(
+            credentials.token, credentials.cert, credentials.key, credentials.ca, credentials.server_name
+        ),
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from cli.client import Client, connect
 from cli.credentials import with_cluster_token
 from cli.pull import pull_if_named
 from cli.serve import fleet, fleet_spec, run_to_end
@@ -17,7 +16,8 @@ from cli.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
 from fleet.cluster import Cluster
-from protos import inference_pb2
+from tandem_client import AsyncClient
+from tandem_client.stubs import inference_pb2
 
 TIMEOUT_S = 60.0
 MAX_TOKENS = 64
@@ -47,7 +47,7 @@ FIRST_ANSWER_SAYS = "Paris"
 
 
 async def ask(
-    client: Client, messages: tuple[tuple[str, str], ...], console: Console
+    client: AsyncClient, messages: tuple[tuple[str, str], ...], console: Console
 ) -> tuple[str, inference_pb2.Finished]:
     """Stream one greedy answer to the terminal. Returns (text, Finished)."""
     request = inference_pb2.GenerateRequest()
@@ -82,7 +82,7 @@ def report(finished: inference_pb2.Finished, console: Console) -> None:
 async def ask_all(address: str, console: Console) -> None:
     """Raises `TandemError` where an answer is not what it must be."""
     paths = []
-    async with connect(address) as client:
+    async with AsyncClient(address) as client:
         for index, messages in enumerate(CHATS):
             question, *story = messages[-1][1].splitlines()
             more = f" (and {sum(len(line.split()) for line in story)} words)" if story else ""

@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.checks import check_port
-from cli.client import connect
 from cli.paths import name_of, paths_of
 from cli.transport_probe import probe
 from core.config import RouterConfig, TransferConfig
 from core.errors import ConfigError, TandemError
 from core.paths import BROKEN
 from model_files import catalogue
-from protos import cluster_pb2
+from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import cluster_pb2
 
 MB, GB = 1 << 20, 1 << 30
 MIN_RAM_BYTES = 2 * GB
@@ -130,10 +130,10 @@ async def ports() -> list[Finding]:
     except ConfigError:
         pass
     try:
-        async with connect(f"{config.host}:{config.port}") as client:
+        async with AsyncClient(f"{config.host}:{config.port}") as client:
             model, fleet = await client.model(), await client.fleet()
         return [Finding(subject, Health.OK, f"a router serves {model.name} here"), *paths(fleet)]
-    except TandemError:
+    except CallFailed:
         text = "taken by another program, or by a router with TLS"
         return [Finding(subject, Health.WARN, text, "choose another with `tandem serve --port`")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130  # the exit code a shell expects after Ctrl-C
+from cli.exit_codes import INTERRUPTED
 
 
 def run() -> None:

@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from cli.config_file import FLAGS
 from core.errors import InvalidRequest
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from google.protobuf import json_format
 
-from cli.client import Connection
 from core.errors import InvalidRequest
-from protos import inference_pb2
+from tandem_client import AsyncClient
+from tandem_client.stubs import inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def read_prompt(argument: str | None) -> str:
 
 
 async def generate(
-    connection: Connection, request: inference_pb2.GenerateRequest, timeout_s: float, as_json: bool
+    connection: AsyncClient, request: inference_pb2.GenerateRequest, timeout_s: float, as_json: bool
 ) -> None:
     """Print the answer: plain text, each choice headed by its number where there are several; or one JSON a message.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cli.exit_codes import FAILED, INTERRUPTED
 from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, fill_request, with_flags
 from core.errors import TandemError
 
@@ -38,27 +39,28 @@ def run() -> None:
     """The entry point. Exit codes: 0, 1 (an error, one line on stderr), 2 (wrong usage), 130 (Ctrl-C)."""
     try:
         app()
-    except TandemError as error:
-        if "--debug" in sys.argv:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except UnicodeError:
-        if "--debug" in sys.argv:
-            raise
-        print("error: what was given as text is not UTF-8", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has left
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has left
         _drop_output()
-        sys.exit(1)
-    except OSError as error:  # such as a full disk below our output
-        if "--debug" in sys.argv:
+        sys.exit(FAILED)
+    except Exception as error:
+        line = _explain(error)
+        if not line or "--debug" in sys.argv:
             raise
-        _drop_output()
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        if isinstance(error, OSError):  # such as a full disk below our output
+            _drop_output()
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+def _explain(error: Exception) -> str:
+    """One line for an error that an operator can mend; empty for a bug."""
+    from tandem_client import CallFailed  # here, because the import takes as long as a whole `tandem --help`
+
+    if isinstance(error, UnicodeError):
+        return "what was given as text is not UTF-8"
+    return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
 
 def _drop_output() -> None:
@@ -111,17 +113,16 @@ def generate(
     **flags: Any,
 ) -> None:
     """Ask once and print the answer as it comes."""
-    from cli.client import connect
-    from cli.credentials import find_credentials
+    from cli.credentials import client_of, find_credentials
     from cli.generate import Prompt, read_prompt
     from cli.generate import generate as generate_answer
-    from protos import inference_pb2
+    from tandem_client.stubs import inference_pb2
 
     request = inference_pb2.GenerateRequest()
     Prompt(read_prompt(prompt), system, chat=not raw).fill(request)
     fill_request(request, flags)
     found = find_credentials(config, router)
-    asyncio.run(generate_answer(connect(router, found), request, timeout, as_json))
+    asyncio.run(generate_answer(client_of(router, found), request, timeout, as_json))
 
 
 @app.command()
@@ -136,13 +137,12 @@ def chat(
     """Talk with the model. Ctrl-C stops the answer, twice quits."""
     from cli.chat import Conversation
     from cli.chat import chat as converse
-    from cli.client import connect
-    from cli.credentials import find_credentials
-    from protos import inference_pb2
+    from cli.credentials import client_of, find_credentials
+    from tandem_client.stubs import inference_pb2
 
     request = inference_pb2.GenerateRequest()
     fill_request(request, flags)
-    converse(connect(router, find_credentials(config, router)), Conversation(request, system, timeout), console)
+    converse(client_of(router, find_credentials(config, router)), Conversation(request, system, timeout), console)
 
 
 @app.command()
@@ -153,11 +153,10 @@ def status(
     config: Security = None,
 ) -> None:
     """Show both pools: state, KV use, queue, tokens per second; live at a terminal, else once."""
-    from cli.client import connect
-    from cli.credentials import find_credentials
+    from cli.credentials import client_of, find_credentials
     from cli.status import status as show_status
 
-    asyncio.run(show_status(connect(router, find_credentials(config, router)), console, once, ledger))
+    asyncio.run(show_status(client_of(router, find_credentials(config, router)), console, once, ledger))
 
 
 @app.command()
@@ -168,11 +167,10 @@ def scale(
     config: Security = None,
 ) -> None:
     """Grow or shrink the pools while they serve; what shrinks drains first."""
-    from cli.client import connect
-    from cli.credentials import find_credentials
+    from cli.credentials import client_of, find_credentials
     from cli.status import scale as ask_for_sizes
 
-    asyncio.run(ask_for_sizes(connect(router, find_credentials(config, router)), prefill, decode, console))
+    asyncio.run(ask_for_sizes(client_of(router, find_credentials(config, router)), prefill, decode, console))
 
 
 @app.command()

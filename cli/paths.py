@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from core.paths import BROKEN, PathState, PathStatus
-from protos import cluster_pb2
 from protos.path_codec import decode_path
+from tandem_client.stubs import cluster_pb2
 
 MAX_BROKEN_PATHS = 20
 ID_DIGITS_HIDDEN = 12  # of the sixteen of a worker's incarnation
@@ -15,7 +15,11 @@ ID_DIGITS_HIDDEN = 12  # of the sixteen of a worker's incarnation
 def paths_of(fleet: cluster_pb2.GetFleetResponse) -> list[tuple[str, PathStatus]]:
     """(worker that reads, path) of every path whose other end is in the fleet as well."""
     known = {worker.worker_id for worker in fleet.workers}
-    found = [(worker.worker_id, decode_path(wire)) for worker in fleet.workers for wire in worker.load.paths]
+    found = [
+        (worker.worker_id, decode_path(wire))  # type: ignore[arg-type]  # protos/ has the same message
+        for worker in fleet.workers
+        for wire in worker.load.paths
+    ]
     return [(reader, path) for reader, path in found if path.peer in known]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos import cluster_pb2, worker_pb2
+from tandem_client.stubs import cluster_pb2, worker_pb2
 
 NO_DECODE = "the decode pool is empty; `tandem scale --decode 1` adds a worker"
 COMPUTED_THERE = "decode workers compute the prompts"

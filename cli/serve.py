@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cli import client, compose
-from cli.credentials import left_for_this_user, with_cluster_token
-from cli.entry import INTERRUPTED
-from cli.pools import ready_line
+from cli import compose
+from cli.credentials import client_of, left_for_this_user, with_cluster_token
+from cli.exit_codes import INTERRUPTED
+from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_named
 from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
@@ -30,8 +30,11 @@ from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
 from fleet.supervisor import FleetSpec
 from runtime.security import OPEN, Credentials, load_credentials, read_token
+from tandem_client import AsyncClient
+from tandem_client.stubs import worker_pb2
 
 STOP_MARGIN_S = 5.0
+ASK_AGAIN_S = 0.05
 
 Tell = Callable[[str], None]  # one line for the operator
 
@@ -97,6 +100,25 @@ async def take_down(cluster: Cluster, spec: FleetSpec, tell: Tell) -> None:
         return  # the supervisor is gone, and everything with it
 
 
+async def wait_until_known(client: AsyncClient, num_prefill: int, num_decode: int, timeout_s: float) -> None:
+    """Wait until the router has heard from that many serving workers of each pool. Raises `WorkerUnavailable`.
+
+    It asks repeatedly: the API has no stream of the fleet's state, and a start waits here once.
+    """
+    wanted = {worker_pb2.WORKER_ROLE_PREFILL: num_prefill, worker_pb2.WORKER_ROLE_DECODE: num_decode}
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                known = await client.fleet()
+                if all(num_serving(known, role) >= count for role, count in wanted.items()):
+                    return
+                await asyncio.sleep(ASK_AGAIN_S)
+    except TimeoutError:
+        raise WorkerUnavailable(
+            f"the router at {client.address} has not heard from every worker within {timeout_s:g} s"
+        ) from None
+
+
 @contextlib.asynccontextmanager
 async def fleet(
     cluster: Cluster, spec: FleetSpec, tell: Tell, credentials: Credentials = OPEN
@@ -105,8 +127,8 @@ async def fleet(
     sizes = spec.config
     try:
         router = await bring_up(cluster, spec, tell)
-        async with client.connect(router.address, credentials) as caller:
-            await caller.wait_until_known(sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
+        async with client_of(router.address, credentials) as client:
+            await wait_until_known(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
         yield router
     finally:
         await take_down(cluster, spec, tell)

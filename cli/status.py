@@ -13,11 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cli.client import Client, Connection
 from cli.paths import ID_DIGITS_HIDDEN, path_lines
 from cli.pools import num_serving, pool_lines
 from core.errors import InvalidRequest
-from protos import cluster_pb2, worker_pb2
+from tandem_client import AsyncClient
+from tandem_client.stubs import cluster_pb2, worker_pb2
 
 REFRESH_S = 1.0
 SILENT_MS = 3000.0
@@ -140,7 +140,7 @@ def _state(worker: cluster_pb2.FleetWorker) -> str:
     return f"[{STATE_STYLES.get(state, 'white')}]{state.lower()}[/]"
 
 
-async def status(connection: Connection, console: Console, once: bool, with_ledger: bool) -> None:
+async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> None:
     """Live until Ctrl-C; once where nobody could see it change. That takes two looks, because a rate needs two."""
     async with connection as client:
         before = await _look(client, with_ledger)
@@ -157,7 +157,7 @@ async def status(connection: Connection, console: Console, once: bool, with_ledg
                 before = after
 
 
-async def _look(client: Client, with_ledger: bool) -> Sample:
+async def _look(client: AsyncClient, with_ledger: bool) -> Sample:
     fleet = await client.fleet()
     ledger = await client.ledger() if with_ledger else None
     return Sample(fleet, asyncio.get_running_loop().time(), ledger)
@@ -175,7 +175,7 @@ def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:
     return [Text(line, style="dim" if number == 0 else "yellow") for number, line in enumerate(path_lines(fleet))]
 
 
-async def scale(connection: Connection, prefill: int | None, decode: int | None, console: Console) -> None:
+async def scale(connection: AsyncClient, prefill: int | None, decode: int | None, console: Console) -> None:
     """Ask for other pool sizes. Raises `InvalidRequest` where neither is given or one is out of bounds."""
     if prefill is None and decode is None:
         raise InvalidRequest("scale", "give --prefill, --decode or both")

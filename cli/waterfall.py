@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 
 BAR, SLIVER = "█", "▏"
 NAME_WIDTH = 12

@@ -17,14 +17,14 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cli.client import connect
 from core.config import SecurityConfig, TandemConfig
-from core.errors import Unauthenticated, WorkerUnavailable
+from core.errors import Unauthenticated
 from protos import cluster_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router import shell as shell_module
 from router import worker_link
 from runtime.grpc_server import error_from, open_channel
 from runtime.security import OPEN, TOKEN_KEY, Credentials, load_credentials
+from tandem_client import AsyncClient, CallFailed
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 
@@ -311,6 +311,6 @@ async def test_one_name_for_all_certificates_serves_where_addresses_are_not_know
 
 async def test_a_command_without_the_fleet_s_tls_says_what_may_be_missing(ours: Authority) -> None:
     async with deploy(with_security(ours.config("tls-only"))) as deployment:
-        async with connect(deployment.router_address) as client:
-            with pytest.raises(WorkerUnavailable, match=r"its TLS and ours do not fit \(--config\)"):
+        async with AsyncClient(deployment.router_address) as client:
+            with pytest.raises(CallFailed, match="its TLS settings differ from the client's"):
                 await client.fleet()

@@ -1,0 +1,48 @@
+"""A client's token and certificates, and the channel options that make a vanished router a prompt error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),  # a router that vanishes without a word ends its streams within 15 s
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a restarted router never inherits a broken connection
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Every field may be empty. With `cert` or `ca` the channel is TLS; `scale` and `ledger` send `token`."""
+
+    token: str = field(default="", repr=False)
+    cert: bytes = field(default=b"", repr=False)  # PEM, as the next two
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = field(default=b"", repr=False)
+    server_name: str = ""  # in the router's certificate, where its address is not
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        return [("tandem-cluster-token", self.token)] if self.token else []
+
+    def for_channel(self) -> grpc.ChannelCredentials | None:
+        """None: the channel has no TLS."""
+        if not self.cert and not self.ca:
+            return None
+        return grpc.ssl_channel_credentials(self.ca or None, self.key or None, self.cert or None)
+
+    def options(self) -> list[tuple[str, int | str]]:
+        names = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+        return [*CHANNEL_OPTIONS, *names]
+
+
+OPEN = Credentials()

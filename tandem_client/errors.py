@@ -1,0 +1,69 @@
+"""The one error that a client raises, and the sentences for failures in which no router answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import grpc
+
+# Trailers of a refusal (protos/inference.proto).
+FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
+
+
+class CallFailed(Exception):
+    """A call ended with another status than OK. The message is one line that says what to do."""
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        field: str = "",
+        retryable: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.field = field  # of the request, where one field is to blame
+        self.retryable = retryable  # whether the same request may succeed later
+        self.retry_after_s = retry_after_s  # the router's hint; None without one
+
+
+def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming: bool = False) -> CallFailed:
+    """The `CallFailed` behind a gRPC error. `streaming`: the router had answered part of the call."""
+    code, details = error.code(), error.details() or ""
+    trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
+    if RETRYABLE_KEY in trailers:
+        retry_after_ms = trailers.get(RETRY_AFTER_KEY)
+        return CallFailed(
+            code,
+            details or code.name,
+            trailers.get(FIELD_KEY, ""),
+            trailers[RETRYABLE_KEY] == "true",
+            float(retry_after_ms) / 1e3 if retry_after_ms is not None else None,
+        )
+    message, retryable = _without_answer(code, details, address, timeout_s, streaming)
+    return CallFailed(code, message, retryable=retryable)
+
+
+def _without_answer(
+    code: grpc.StatusCode, details: str, address: str, timeout_s: float, streaming: bool
+) -> tuple[str, bool]:
+    """(message, retryable) for a status that gRPC made, not a router."""
+    match code:
+        case grpc.StatusCode.UNAVAILABLE if streaming:
+            return f"the router at {address} went away in the middle of the answer; send the request again", True
+        case grpc.StatusCode.UNAVAILABLE if "refused" in details:
+            return f"no router at {address}; start one with `tandem serve`", True
+        case grpc.StatusCode.UNAVAILABLE:
+            return f"no answer from {address}: it is out of reach, or its TLS settings differ from the client's", True
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"no answer from {address} within {timeout_s:g} s; see `tandem status`", False
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return f"the router at {address} wants its cluster's token: {details}", False
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return f"too large a message for {address} (router.max_message_bytes): {details}", False
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return f"the server at {address} is no Tandem router of this version: {details}", False
+        case _:
+            return details or code.name, False

@@ -1,0 +1,117 @@
+from tandem_client.stubs import inference_pb2 as _inference_pb2
+from tandem_client.stubs import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetFleetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FleetWorker(_message.Message):
+    __slots__ = ("worker_id", "role", "state", "address", "load", "report_age_ms", "num_dispatched")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    REPORT_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISPATCHED_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.WorkerRole
+    state: _worker_pb2.WorkerState
+    address: str
+    load: _worker_pb2.LoadReport
+    report_age_ms: float
+    num_dispatched: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., report_age_ms: _Optional[float] = ..., num_dispatched: _Optional[int] = ...) -> None: ...
+
+class GetFleetResponse(_message.Message):
+    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    WANTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[FleetWorker]
+    num_queued: int
+    num_in_flight: int
+    wanted_prefill: int
+    wanted_decode: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "queued_tokens", "decode_load", "transfer_blocks", "cost", "chosen")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    cached_tokens: int
+    uncached_tokens: int
+    queued_tokens: int
+    decode_load: int
+    transfer_blocks: int
+    cost: float
+    chosen: bool
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., decode_load: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., cost: _Optional[float] = ..., chosen: _Optional[bool] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("prompt_tokens", "candidates", "path", "reason")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    path: _inference_pb2.RequestPath
+    reason: str
+    def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., path: _Optional[_Union[_inference_pb2.RequestPath, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("wanted_prefill", "wanted_decode")
+    WANTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    WANTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    wanted_prefill: int
+    wanted_decode: int
+    def __init__(self, wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ...) -> None: ...
+
+class GetLedgerRequest(_message.Message):
+    __slots__ = ("worker_ids",)
+    WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    worker_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WorkerLedger(_message.Message):
+    __slots__ = ("worker_id", "ledger", "error")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    ledger: _worker_pb2.DescribeLedgerResponse
+    error: str
+    def __init__(self, worker_id: _Optional[str] = ..., ledger: _Optional[_Union[_worker_pb2.DescribeLedgerResponse, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class GetLedgerResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerLedger]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerLedger, _Mapping]]] = ...) -> None: ...

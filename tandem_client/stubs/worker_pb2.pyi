@@ -1,0 +1,431 @@
+from tandem_client.stubs import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
+    WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_SERVING: _ClassVar[WorkerState]
+    WORKER_STATE_DRAINING: _ClassVar[WorkerState]
+    WORKER_STATE_LOST: _ClassVar[WorkerState]
+
+class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PATH_LANE_UNKNOWN: _ClassVar[PathLane]
+    PATH_LANE_SHARED_MEMORY: _ClassVar[PathLane]
+    PATH_LANE_CUDA_IPC: _ClassVar[PathLane]
+    PATH_LANE_RDMA: _ClassVar[PathLane]
+    PATH_LANE_TCP: _ClassVar[PathLane]
+
+class PathState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PATH_STATE_UNSPECIFIED: _ClassVar[PathState]
+    PATH_STATE_CONNECTING: _ClassVar[PathState]
+    PATH_STATE_FINE: _ClassVar[PathState]
+    PATH_STATE_SLOW: _ClassVar[PathState]
+    PATH_STATE_FALLBACK: _ClassVar[PathState]
+    PATH_STATE_UNREACHABLE: _ClassVar[PathState]
+    PATH_STATE_REFUSED: _ClassVar[PathState]
+
+class HolderKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HOLDER_KIND_UNSPECIFIED: _ClassVar[HolderKind]
+    HOLDER_KIND_SEQUENCE: _ClassVar[HolderKind]
+    HOLDER_KIND_OFFER: _ClassVar[HolderKind]
+    HOLDER_KIND_PULL: _ClassVar[HolderKind]
+
+class HolderState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HOLDER_STATE_UNSPECIFIED: _ClassVar[HolderState]
+    HOLDER_STATE_WAITING: _ClassVar[HolderState]
+    HOLDER_STATE_RUNNING: _ClassVar[HolderState]
+    HOLDER_STATE_TRANSFER: _ClassVar[HolderState]
+    HOLDER_STATE_ENDING: _ClassVar[HolderState]
+    HOLDER_STATE_COMPUTING: _ClassVar[HolderState]
+    HOLDER_STATE_OFFERED: _ClassVar[HolderState]
+    HOLDER_STATE_RESERVED: _ClassVar[HolderState]
+    HOLDER_STATE_WANTING: _ClassVar[HolderState]
+    HOLDER_STATE_READING: _ClassVar[HolderState]
+    HOLDER_STATE_VERIFYING: _ClassVar[HolderState]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_PREFILL: WorkerRole
+WORKER_ROLE_DECODE: WorkerRole
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_SERVING: WorkerState
+WORKER_STATE_DRAINING: WorkerState
+WORKER_STATE_LOST: WorkerState
+PATH_LANE_UNKNOWN: PathLane
+PATH_LANE_SHARED_MEMORY: PathLane
+PATH_LANE_CUDA_IPC: PathLane
+PATH_LANE_RDMA: PathLane
+PATH_LANE_TCP: PathLane
+PATH_STATE_UNSPECIFIED: PathState
+PATH_STATE_CONNECTING: PathState
+PATH_STATE_FINE: PathState
+PATH_STATE_SLOW: PathState
+PATH_STATE_FALLBACK: PathState
+PATH_STATE_UNREACHABLE: PathState
+PATH_STATE_REFUSED: PathState
+HOLDER_KIND_UNSPECIFIED: HolderKind
+HOLDER_KIND_SEQUENCE: HolderKind
+HOLDER_KIND_OFFER: HolderKind
+HOLDER_KIND_PULL: HolderKind
+HOLDER_STATE_UNSPECIFIED: HolderState
+HOLDER_STATE_WAITING: HolderState
+HOLDER_STATE_RUNNING: HolderState
+HOLDER_STATE_TRANSFER: HolderState
+HOLDER_STATE_ENDING: HolderState
+HOLDER_STATE_COMPUTING: HolderState
+HOLDER_STATE_OFFERED: HolderState
+HOLDER_STATE_RESERVED: HolderState
+HOLDER_STATE_WANTING: HolderState
+HOLDER_STATE_READING: HolderState
+HOLDER_STATE_VERIFYING: HolderState
+
+class KVLayout(_message.Message):
+    __slots__ = ("model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head", "quantization")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEAD_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    first_layer: int
+    first_kv_head: int
+    quantization: str
+    def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., first_layer: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+
+class Location(_message.Message):
+    __slots__ = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    ON_GPU_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    machine: str
+    on_gpu: bool
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    def __init__(self, machine: _Optional[str] = ..., on_gpu: _Optional[bool] = ..., memory_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class AgentAddress(_message.Message):
+    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    POOL_BASE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    metadata: bytes
+    pool_base: int
+    num_blocks: int
+    layout: KVLayout
+    lease_s: float
+    probe_bytes: int
+    location: Location
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+
+class PeerChange(_message.Message):
+    __slots__ = ("owner", "reader", "gone")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    owner: AgentAddress
+    reader: AgentAddress
+    gone: str
+    def __init__(self, owner: _Optional[_Union[AgentAddress, _Mapping]] = ..., reader: _Optional[_Union[AgentAddress, _Mapping]] = ..., gone: _Optional[str] = ...) -> None: ...
+
+class MeetPeersRequest(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[PeerChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[PeerChange, _Mapping]]] = ...) -> None: ...
+
+class MeetPeersResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SequenceRequest(_message.Message):
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: _inference_pb2.SamplingParams
+    stop: _inference_pb2.StopConditions
+    logprobs: int
+    cache_salt: str
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("sequence", "transfer_id", "reader")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    sequence: SequenceRequest
+    transfer_id: bytes
+    reader: AgentAddress
+    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., reader: _Optional[_Union[AgentAddress, _Mapping]] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("index", "token_id", "logprobs")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_id: int
+    logprobs: _inference_pb2.TokenLogprobs
+    def __init__(self, index: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("first_token", "finish_reason", "cached_tokens", "queue_ms", "prefill_ms")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    first_token: SampledToken
+    finish_reason: _inference_pb2.FinishReason
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("sequence", "transfer_id", "source")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: SequenceRequest
+    transfer_id: bytes
+    source: AgentAddress
+    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ...) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("tokens", "finished")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    tokens: SampledTokens
+    finished: DecodeFinished
+    def __init__(self, tokens: _Optional[_Union[SampledTokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+
+class SampledTokens(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
+
+class DecodeFinished(_message.Message):
+    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes")
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    finish_reason: _inference_pb2.FinishReason
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    transfer_exposed_ms: float
+    transferred_bytes: int
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class Ledger(_message.Message):
+    __slots__ = ("free", "cached", "held", "leased", "incoming")
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    INCOMING_FIELD_NUMBER: _ClassVar[int]
+    free: int
+    cached: int
+    held: int
+    leased: int
+    incoming: int
+    def __init__(self, free: _Optional[int] = ..., cached: _Optional[int] = ..., held: _Optional[int] = ..., leased: _Optional[int] = ..., incoming: _Optional[int] = ...) -> None: ...
+
+class TransferCounts(_message.Message):
+    __slots__ = ("computing", "offered", "reserved", "wanting", "reading", "verifying")
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    WANTING_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
+    VERIFYING_FIELD_NUMBER: _ClassVar[int]
+    computing: int
+    offered: int
+    reserved: int
+    wanting: int
+    reading: int
+    verifying: int
+    def __init__(self, computing: _Optional[int] = ..., offered: _Optional[int] = ..., reserved: _Optional[int] = ..., wanting: _Optional[int] = ..., reading: _Optional[int] = ..., verifying: _Optional[int] = ...) -> None: ...
+
+class PathReport(_message.Message):
+    __slots__ = ("peer", "state", "lane", "bytes_per_s", "expected_bytes_per_s", "latency_ms", "detail")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_MS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    state: PathState
+    lane: PathLane
+    bytes_per_s: float
+    expected_bytes_per_s: float
+    latency_ms: float
+    detail: str
+    def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class LoadReport(_message.Message):
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PULLS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MALFORMED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    state: WorkerState
+    num_running: int
+    num_waiting: int
+    num_pulls_waiting: int
+    num_queued_tokens: int
+    ledger: Ledger
+    num_prefilled_tokens: int
+    num_sampled_tokens: int
+    num_transfers: int
+    transferred_bytes: int
+    num_expired_leases: int
+    num_preemptions: int
+    transfers: TransferCounts
+    num_malformed_messages: int
+    num_dropped_messages: int
+    transfer_seconds: float
+    paths: _containers.RepeatedCompositeFieldContainer[PathReport]
+    num_corrupt_blocks: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("sequence_number", "snapshot", "load", "block_events")
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    sequence_number: int
+    snapshot: WorkerSnapshot
+    load: LoadReport
+    block_events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+    def __init__(self, sequence_number: _Optional[int] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
+
+class BlockEvent(_message.Message):
+    __slots__ = ("stored", "removed")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    removed: int
+    def __init__(self, stored: _Optional[int] = ..., removed: _Optional[int] = ...) -> None: ...
+
+class WorkerSnapshot(_message.Message):
+    __slots__ = ("worker_id", "role", "agent", "cached_blocks")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: WorkerRole
+    agent: AgentAddress
+    cached_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., agent: _Optional[_Union[AgentAddress, _Mapping]] = ..., cached_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DescribeLedgerRequest(_message.Message):
+    __slots__ = ("max_holders",)
+    MAX_HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    max_holders: int
+    def __init__(self, max_holders: _Optional[int] = ...) -> None: ...
+
+class BlockHolder(_message.Message):
+    __slots__ = ("kind", "name", "state", "num_blocks", "num_counted", "age_ms", "peer")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COUNTED_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    kind: HolderKind
+    name: str
+    state: HolderState
+    num_blocks: int
+    num_counted: int
+    age_ms: float
+    peer: str
+    def __init__(self, kind: _Optional[_Union[HolderKind, str]] = ..., name: _Optional[str] = ..., state: _Optional[_Union[HolderState, str]] = ..., num_blocks: _Optional[int] = ..., num_counted: _Optional[int] = ..., age_ms: _Optional[float] = ..., peer: _Optional[str] = ...) -> None: ...
+
+class DescribeLedgerResponse(_message.Message):
+    __slots__ = ("worker_id", "ledger", "holders", "num_left_out")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    ledger: Ledger
+    holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
+    num_left_out: int
+    def __init__(self, worker_id: _Optional[str] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., num_left_out: _Optional[int] = ...) -> None: ...
