@@ -1,10 +1,10 @@
-"""Which cores a worker computes on: the machine's are divided among the workers on it, so that none slows another down.
+"""The cores of a machine, divided among its workers, so that no worker slows another one.
 
-    cores this process may use, hardware threads of one core side by side:   0 4 | 1 5 | 2 6 | 3 7
-    three workers, by their seats on the machine:                            [0 4  1] [5  2] [6  3  7]
+    usable cores, hardware threads of one core side by side:   0 4 | 1 5 | 2 6 | 3 7
+    three workers, by their seats on the machine:              [0 4  1] [5  2] [6  3  7]
 
-Only compute threads stay on their share: a thread that was pinned hands its cores on to every thread it makes, which is
-how torch's and the kernels' threads get theirs. Event loops and transports stay free.
+Only compute threads stay on their share. A pinned thread passes its cores on to every thread it starts, so the threads
+of torch and of the C kernels stay there too. Event loops and transports run on any core.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def usable_cores(topology: Path = TOPOLOGY) -> list[int]:
-    """Those this process may use, ordered so that neighbours in the list share what can be shared (core, socket)."""
+    """The cores that this process may use, ordered so that neighbours share a core, then a socket."""
 
     def place(core: int) -> tuple[int, int, int]:
         directory = topology / f"cpu{core}" / "topology"
         try:
             socket = int((directory / "physical_package_id").read_text())
             return socket, int((directory / "core_id").read_text()), core
-        except (OSError, ValueError):  # not told here: numbers alone
+        except (OSError, ValueError):  # the kernel gives no topology: order by number
             return 0, core, core
 
     return sorted(os.sched_getaffinity(0), key=place)
 
 
 def share_of_cores(cores: Sequence[int], seat: int, num_sharers: int) -> tuple[int, ...]:
-    """The cores for worker `seat` of `num_sharers` on this machine; at least one.
+    """The cores of worker `seat` among `num_sharers` workers of this machine; at least one.
 
-    Shares are disjoint while there are as many cores as sharers; with more sharers, some have the same core. A seat
-    beyond the sharers (a worker that drains still holds its own) shares with one of them.
+    Shares are disjoint while there are at least as many cores as sharers. A seat beyond the sharers (a draining worker
+    still holds its seat) shares the cores of another worker.
     """
     num_sharers = max(1, num_sharers)
     seat %= num_sharers
@@ -44,10 +44,10 @@ def share_of_cores(cores: Sequence[int], seat: int, num_sharers: int) -> tuple[i
 
 
 class Seats:
-    """Who sits where: each worker has the lowest number that is free on its machine."""
+    """The seats of each machine: a worker takes the lowest free number."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, dict[int, object]] = {}  # machine -> seat -> who
+        self._taken: dict[str, dict[int, object]] = {}  # machine -> seat -> worker
 
     def take(self, machine: str, who: object) -> int:
         taken = self._taken.setdefault(machine, {})
@@ -56,7 +56,7 @@ class Seats:
         return seat
 
     def leave(self, who: object) -> None:
-        """Nothing happens where they have none."""
+        """Free the seat of `who`, if there is one."""
         for taken in self._taken.values():
             for seat in [seat for seat, holder in taken.items() if holder == who]:
                 del taken[seat]

@@ -1,4 +1,4 @@
-"""What is said to the fleet's machine (fleet/machine.py) and what it answers."""
+"""The events that FleetMachine (fleet/machine.py) takes, and the actions that it returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.machine import Tick
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One start of one slot. `start` grows by one with every start in the fleet."""
+    """One start of one slot. `start` numbers all starts of the fleet."""
 
     role: ServiceRole
     ordinal: int
@@ -23,7 +23,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A member that answers; what the router is told of a worker."""
+    """A started member, as the router learns of it."""
 
     member: Member
     service_id: str
@@ -32,7 +32,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class ScaleTo:
-    """Sizes wanted from now on; None = as it is."""
+    """The wanted pool sizes; None leaves a size unchanged."""
 
     prefill: int | None
     decode: int | None
@@ -49,7 +49,7 @@ class ServiceStarted:
 class StartFailed:
     member: Member
     reason: str
-    permanent: bool  # the same start would fail again
+    permanent: bool  # the same start would fail every time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Drain everything; `FleetStopped` follows."""
+    """Drain every service; `FleetStopped` follows."""
 
 
 FleetEvent = ScaleTo | ServiceStarted | StartFailed | ServiceDied | Drained | Shutdown | Tick
@@ -74,12 +74,12 @@ FleetEvent = ScaleTo | ServiceStarted | StartFailed | ServiceDied | Drained | Sh
 @dataclass(frozen=True, slots=True)
 class StartService:
     member: Member
-    address: str  # where this slot served before and should serve again; empty at its first start
+    address: str  # host:port of the previous start, to serve on again; empty at the first start
 
 
 @dataclass(frozen=True, slots=True)
 class DrainService:
-    """Drain, then stop and end the process. `Drained` or `ServiceDied` follows, or it is killed."""
+    """Drain and stop the service, then end its process. `Drained` or `ServiceDied` follows, else `KillService`."""
 
     member: Member
     timeout_s: float
@@ -92,7 +92,7 @@ class KillService:
 
 @dataclass(frozen=True, slots=True)
 class PublishFleet:
-    """Tell this router which workers there are: the serving ones and, until they are done, the draining ones."""
+    """Send this router the list of workers: the serving ones, and the draining ones until they end."""
 
     router: Member
     workers: tuple[Serving, ...]
@@ -107,19 +107,19 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class FleetReady:
-    """For the first time everything that is wanted serves."""
+    """Every wanted service serves, for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetFailed:
-    """The fleet cannot come up at all. Said once; `Shutdown` is the answer to it."""
+    """The fleet cannot start. Sent once; answer with `Shutdown`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStopped:
-    """After `Shutdown`: nothing is left."""
+    """No service is left after `Shutdown`."""
 
 
 FleetAction = (

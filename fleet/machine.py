@@ -1,16 +1,16 @@
-"""The law of the fleet: how many services there are, which are started again, and in what order they go.
+"""The law of the fleet: how many services run, which of them restart, and in which order they stop.
 
-A slot is one place in the fleet (`router-0`, `decode-1`); a member is one start of it. Only members of the newest start
-are listened to: what an older one still has to say is dropped.
+A slot is one place in the fleet (`router-0`, `decode-1`); a member is one start of a slot. The machine drops every
+event of a member that is not the newest start of its slot.
 
     WAITING --StartService--> STARTING --ServiceStarted--> SERVING --no longer wanted--> DRAINING --> gone
        ^                          |                           |
        +--- StartFailed, too slow +------- ServiceDied -------+     (after a pause that doubles, up to 30 s)
 
-Rule 1: each pool has as many slots that are not draining as are wanted.
-Rule 2: the router is told of a change in the same step in which it is known.
-Rule 3: what shrinks drains, newest first; what drains too long is killed.
-Rule 4: at the end the router drains before any worker, so that what it has dispatched can finish.
+Rule 1: the number of slots of a pool that do not drain equals the wanted size.
+Rule 2: the router learns of a change in the step in which the machine learns of it.
+Rule 3: removed slots drain, newest first. A drain past its time limit is killed.
+Rule 4: at shutdown the router drains before any worker, so that dispatched requests can finish.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from fleet.events import (
 )
 
 BACKOFF_MAX_S = 30.0
-STABLE_S = 60.0  # a service that served this long has its failures forgotten
-DRAIN_GRACE_S = 2.0  # beyond the drain's own time-out, then the process is killed
-LAST_DRAIN_S = 2.0  # for workers at the end, when no router sends them anything
+STABLE_S = 60.0  # after this long in service, the failures of a slot count from zero again
+DRAIN_GRACE_S = 2.0  # after the time limit of a drain; then the process is killed
+LAST_DRAIN_S = 2.0  # of workers at shutdown, when no router sends requests
 FIRST_START_ATTEMPTS = 3  # of one slot before the fleet has served at all
 
 
 class _State(Enum):
-    WAITING = "waiting"  # until `deadline`, then it starts
-    STARTING = "starting"  # given up at `deadline`
+    WAITING = "waiting"  # starts at `deadline`
+    STARTING = "starting"  # fails at `deadline`
     SERVING = "serving"
     DRAINING = "draining"  # killed at `deadline`
 
@@ -63,7 +63,7 @@ class _Slot:
     state: _State
     since: float
     deadline: float | None
-    failures: int = 0  # since it was last stable
+    failures: int = 0  # since the slot was last stable
     service_id: str = ""
     address: str = ""
 
@@ -95,7 +95,7 @@ class FleetMachine:
         return self._wanted[ServiceRole.PREFILL], self._wanted[ServiceRole.DECODE]
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a `ScaleTo` beyond `max_workers`; nothing has changed then."""
+        """Raises `InvalidRequest` for a `ScaleTo` beyond `max_workers`, and then changes nothing."""
         match event:
             case ScaleTo():
                 self._scale(event)
@@ -106,10 +106,10 @@ class FleetMachine:
             case _:
                 slot = self._slots.get((event.member.role, event.member.ordinal))
                 if slot is not None and slot.member == event.member:
-                    self._hear(slot, event, now)
+                    self._record(slot, event, now)
         self._expire(now)
         self._balance(now)
-        self._tell()
+        self._announce()
         actions, self._actions = self._actions, []
         return actions
 
@@ -118,8 +118,8 @@ class FleetMachine:
 
     def check(self) -> None:
         for key, slot in self._slots.items():
-            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} is in the place of {key}"
-            assert (slot.deadline is None) == (slot.state is _State.SERVING), f"{slot.member.name}: wrong clock"
+            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} stands in slot {key}"
+            assert (slot.deadline is None) == (slot.state is _State.SERVING), f"{slot.member.name}: wrong deadline"
             if slot.state in (_State.SERVING, _State.DRAINING):
                 assert slot.service_id, f"{slot.member.name} serves without a name"
                 assert slot.address, f"{slot.member.name} serves without an address"
@@ -131,9 +131,9 @@ class FleetMachine:
         assert len(set(starts)) == len(starts), "two members share a start"
         router = self._router()
         assert router is None or self._published == PublishFleet(router, self._workers()), (
-            "the router knows less than we"
+            "the router has not been told of a change"
         )
-        assert not (self._stopped and self._slots), "stopped, and yet something is left"
+        assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
     def _scale(self, event: ScaleTo) -> None:
         limit = self._config.max_workers
@@ -144,7 +144,7 @@ class FleetMachine:
         for role, size in sizes.items():
             self._wanted[role] = self._wanted[role] if size is None else size
 
-    def _hear(self, slot: _Slot, event: ServiceStarted | StartFailed | ServiceDied | Drained, now: float) -> None:
+    def _record(self, slot: _Slot, event: ServiceStarted | StartFailed | ServiceDied | Drained, now: float) -> None:
         match event:
             case ServiceStarted() if slot.state is _State.STARTING:
                 slot.state, slot.since, slot.deadline = _State.SERVING, now, None
@@ -157,7 +157,7 @@ class FleetMachine:
                 self._forget(slot)
 
     def _expire(self, now: float) -> None:
-        """Perform what the clocks say: due starts, starts that took too long, drains that took too long."""
+        """Act on every slot whose deadline has come."""
         for slot in list(self._slots.values()):
             if slot.deadline is None or now < slot.deadline:
                 continue
@@ -165,15 +165,15 @@ class FleetMachine:
                 self._start(slot, now)
             elif slot.state is _State.STARTING:
                 self._actions.append(KillService(slot.member))
-                reason = f"nothing heard for {self._config.start_timeout_s:g} s{self._missing(slot)}"
+                reason = f"no answer within {self._config.start_timeout_s:g} s{self._missing(slot)}"
                 self._fail(slot, "did not start", reason, now)
             elif slot.state is _State.DRAINING:
                 self._actions.append(KillService(slot.member))
-                self._actions.append(Notice(f"{slot.member.name} had not drained in time and was killed"))
+                self._actions.append(Notice(f"{slot.member.name} did not drain in time and was killed"))
                 self._forget(slot)
 
     def _missing(self, slot: _Slot) -> str:
-        """What may be missing: a Ray of our own has room for all, and a router needs none."""
+        """The resource that may be missing. A Ray of our own has room for every worker, and a router needs none."""
         config = self._config
         resources = {ServiceRole.PREFILL: config.prefill_resource, ServiceRole.DECODE: config.decode_resource}
         resource = resources.get(slot.member.role)
@@ -216,7 +216,7 @@ class FleetMachine:
                 self._start(slot, now)
 
     def _end(self, now: float) -> None:
-        """Rule 4; what does not serve leaves at once."""
+        """Rule 4. A slot that does not serve leaves at once."""
         for slot in list(self._slots.values()):
             if slot.member.role is ServiceRole.ROUTER and slot.state is not _State.DRAINING:
                 self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], now)
@@ -238,8 +238,8 @@ class FleetMachine:
             self._actions.append(KillService(slot.member))
         self._forget(slot)
 
-    def _tell(self) -> None:
-        """Rule 2; and what the supervisor waits for."""
+    def _announce(self) -> None:
+        """Rule 2, and the news that the supervisor waits for."""
         router = self._router()
         if router is not None:
             news = PublishFleet(router, self._workers())
@@ -255,7 +255,7 @@ class FleetMachine:
             self._actions.append(FleetStopped())
 
     def _staying(self, role: ServiceRole) -> list[_Slot]:
-        """Slots of a role that do not drain: the serving ones first, and among equals the oldest first."""
+        """Slots of a role that do not drain: serving ones first, and the oldest first among equals."""
         slots = [s for s in self._slots.values() if s.member.role is role and s.state is not _State.DRAINING]
         order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
         return sorted(slots, key=lambda s: (order[s.state], s.member.start))

@@ -1,16 +1,16 @@
-"""The program that `RayHead` runs: start a Ray, say where it answers and what of it dies, end all that runs in it.
+"""The program that `RayHead` runs: it starts Ray, prints its address, reports a death, and ends every process in it.
 
     this process --> gcs_server
                  --> raylet --> its two agents
-                            --> actors' processes, the first of them before anybody asks for one
+                            --> processes of actors, some of them started in advance
 
-Of a head node's processes, the API server, the autoscaler's monitor and the log monitor are left out: each is an
-interpreter that imports Ray, and nothing here asks any of them.
+The API server, the monitor of the autoscaler and the log monitor of a head node are left out: each is an interpreter
+that imports Ray, and Tandem asks none of them.
 
-Nobody starts the first two again. Ray's other processes end themselves without them, but notice only after ten seconds
-(the raylet) or a minute (the GCS); here it is known at once.
+No process restarts gcs_server or raylet. Without them the other processes of Ray end, but only after ten seconds
+(raylet) or a minute (gcs_server). This program reports the death at once.
 
-Whoever runs this closes its standard input, or dies, to end everything.
+The parent ends everything by closing the standard input of this program, or by dying.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ray._private.state import GlobalState
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-REGISTER_TIMEOUT_S = 10.0  # then Ray goes on looking, and says what is wrong
+REGISTER_TIMEOUT_S = 10.0  # afterwards Ray itself looks on, and reports what is wrong
 LOOK_AGAIN_S = 0.01
 NOT_STARTED_AGAIN = (PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET)
 
 SYSTEM_CONFIG = {
-    "enable_worker_prestart": True,  # interpreters that have imported Ray by the time an actor is wanted
-    "enable_metrics_collection": False,  # nobody collects them
+    "enable_worker_prestart": True,  # an actor finds an interpreter that has imported Ray
+    "enable_metrics_collection": False,  # no program collects them
     "worker_niceness": 0,  # Ray's default of 15 gives the cores of a serving worker to any other program
 }
 
@@ -54,7 +54,7 @@ class BareNode(Node):
         self._wait_until_registered()
 
     def _wait_until_registered(self) -> None:
-        """Ray itself looks twice, a second apart."""
+        """Return as soon as the raylet is registered. Ray itself would look only once a second."""
         state, end = GlobalState(), time.monotonic() + REGISTER_TIMEOUT_S
         state._initialize_global_state(services._get_gcs_client_options(self.gcs_address))
         while not state.node_table() and time.monotonic() < end:
@@ -62,7 +62,7 @@ class BareNode(Node):
 
 
 def _start(options: dict[str, Any]) -> BareNode:
-    """What `ray.init` does for a cluster of its own, without making this process one of its drivers."""
+    """Do what `ray.init` does for a new cluster, without making this process a driver of it."""
     without: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False, "_system_config": dict(SYSTEM_CONFIG)}
     params = RayParams(**options, **without)
     return BareNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
@@ -74,7 +74,7 @@ def _tell(answer: dict[str, str]) -> None:
 
 
 def _watch(node: BareNode) -> None:
-    """Until the input ends. Tells of the first of those processes that dies."""
+    """Report the first death of gcs_server or raylet. Return when the standard input ends."""
     names = {os.pidfd_open(node.all_processes[name][0].process.pid): name for name in NOT_STARTED_AGAIN}
     dead: list[int] = []
     while sys.stdin.fileno() not in dead:
@@ -85,7 +85,7 @@ def _watch(node: BareNode) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap: one dead process less each time, so what was started meanwhile is found as well."""
+    """Kill and reap every descendant, also those that start meanwhile."""
     import psutil
 
     while True:
@@ -102,7 +102,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         node = _start(json.loads(sys.argv[1]))
-    except Exception as error:  # noqa: BLE001  whatever it is, the parent says it in one line
+    except Exception as error:  # noqa: BLE001 - the parent reports any failure in one line
         _tell({"error": (str(error) or type(error).__name__).splitlines()[0]})
     else:
         _tell({"address": node.address})

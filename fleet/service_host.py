@@ -1,8 +1,8 @@
-"""Hosts one service in one process: environment first, then the code it needs, then the service.
+"""Hosts one service in one process: sets the environment, imports the code of the service, then starts the service.
 
-The factory travels as a pickle and is opened only after the thread count is set, because a maths library reads it once,
-when it is imported. Whatever goes wrong comes back as a `StartFault` with one line for the operator; the traceback
-stays in this process's log.
+The factory arrives as a pickle, and is opened after the thread count is set: a maths library reads the count once, when
+it is imported. A failed start returns a `StartFault` with one line for the operator; the log of the process has the
+traceback.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from core.service import Endpoint, RouterControl, Scale, Service
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a service learns of the place where it is started."""
+    """The place where a service starts."""
 
-    ordinal: int  # its number in its pool
-    host: str  # this machine's address as its peers reach it; empty where the whole fleet is on one machine
-    address: str  # host:port where the same service answered before it died; empty at its first start
-    num_threads: int  # for computing, unless the config names a number
-    scale: Scale | None  # how a router asks for other pool sizes
-    cores: tuple[int, ...] = ()  # its share of the machine's, for its compute threads; empty = all of them
+    ordinal: int  # number of the service in its pool
+    host: str  # address of this machine as peers reach it; empty when the whole fleet runs on one machine
+    address: str  # host:port of the previous start of this service; empty at the first start
+    num_threads: int  # compute threads, unless the config gives a number
+    scale: Scale | None  # for a router: changes the pool sizes
+    cores: tuple[int, ...] = ()  # for compute threads; empty = every core
 
 
-# While a step begins, the loop still encodes the tokens of the last one. With Python's own 5 ms the step's thread would
-# wait that long for the interpreter, with 32 streams a twelfth of a step.
+# When a step starts, the event loop still encodes the tokens of the previous step. At Python's default of 5 ms the
+# thread of the step waits that long for the interpreter: with 32 streams, a twelfth of a step.
 SWITCH_INTERVAL_S = 1e-4
 
-# Of standard error, which Ray keeps in a file for each process.
+# Ray writes the standard error of each process into a file.
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-# A module-level function or a functools.partial of one: it must pickle by name.
+# A module-level function, or a functools.partial of one, because it is pickled by name.
 ServiceFactory = Callable[[Placement], Service]
 
 
 @dataclass(frozen=True, slots=True)
 class StartFault:
     reason: str  # one line
-    permanent: bool  # the same start would fail again
+    permanent: bool  # the same start would fail every time
 
 
 class ServiceHost:
-    """`start` once, then anything; one asyncio loop runs all of it."""
+    """Runs on one asyncio loop. Call `start` once, before anything else."""
 
     def __init__(self) -> None:
         self._service: Service | None = None
@@ -61,7 +61,7 @@ class ServiceHost:
         logging.basicConfig(format=LOG_FORMAT, level=logging.INFO)
         os.environ["OMP_NUM_THREADS"] = str(placement.num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        gc.disable()  # imports make half a million objects that stay, and each collection looks at them all
+        gc.disable()  # imports create half a million lasting objects, and each collection would scan them all
         try:
             build: ServiceFactory = pickle.loads(factory)
             self._service = build(placement)
@@ -69,15 +69,15 @@ class ServiceHost:
         except TandemError as error:
             traceback.print_exc(file=sys.stderr)
             return StartFault(str(error), permanent=not error.retryable)
-        except Exception as error:  # noqa: BLE001 - a start may fail in any library; the operator is told of each
+        except Exception as error:  # noqa: BLE001 - a start may fail in any library, and the operator sees each failure
             traceback.print_exc(file=sys.stderr)
             return StartFault(f"{type(error).__name__}: {error}".splitlines()[0], permanent=True)
         finally:
-            gc.freeze()  # what is here now is never looked at again, also while it serves
+            gc.freeze()  # later collections skip the objects of the imports
             gc.enable()
 
     async def drain(self, timeout_s: float) -> None:
-        """Drain, at most for `timeout_s`, and stop."""
+        """Drain for at most `timeout_s`, then stop."""
         try:
             if self._service is not None:
                 await self._service.drain(timeout_s)
@@ -90,15 +90,15 @@ class ServiceHost:
         self._stopped.set()
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
-        router: RouterControl = self._service  # type: ignore[assignment]  # only a router is ever asked
+        router: RouterControl = self._service  # type: ignore[assignment]  # the supervisor calls this on routers only
         await router.set_workers(workers)
 
     async def wait(self) -> str:
-        """Until it is stopped (then empty) or fails by a fault of its own (then the reason).
+        """Return an empty text after `stop`, or the reason after a fault of the service.
 
-        A call that waits here fails when the process dies: that is how its death is noticed.
+        A call that waits here fails when the process dies: so the supervisor notices the death.
         """
-        assert self._service is not None, "start it first"
+        assert self._service is not None, "wait before start"
         stopped = asyncio.ensure_future(self._stopped.wait())
         failed = asyncio.ensure_future(self._service.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Keeps a fleet alive: the shell of fleet/machine.py.
+"""Keeps a fleet alive: the shell of FleetMachine.
 
-It creates one host per member, waits in it, and reports to the machine what becomes of it. What a host is, is not known
-here: fleet/cluster.py makes Ray actors of them.
+The supervisor creates one host for each member, waits until the host dies, and posts the death to the machine. A `Host`
+is a process; fleet/cluster.py makes Ray actors of hosts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 from core.config import ClusterConfig
 from core.errors import InvalidRequest
@@ -43,14 +43,14 @@ from fleet.machine import FleetMachine
 from fleet.service_host import ServiceFactory, StartFault
 from runtime.driver import Driver
 
-MAX_NEWS = 1000  # the oldest is dropped where nobody reads them
+MAX_NEWS = 1000  # unread; then the oldest is dropped
 
 News = Notice | FleetReady | FleetFailed | FleetStopped
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """What a supervisor keeps alive."""
+    """The services that a supervisor keeps alive."""
 
     config: ClusterConfig
     router: ServiceFactory
@@ -68,34 +68,34 @@ class FleetSpec:
         return factories[role]
 
     def resources(self, role: ServiceRole) -> dict[str, float]:
-        """What one member takes of its machine."""
+        """The Ray resources of one member."""
         needs = {ServiceRole.PREFILL: self.config.prefill_resource, ServiceRole.DECODE: self.config.decode_resource}
         return {needs[role]: 1.0} if role in needs else {}
 
 
 class HostDied(Exception):
-    """The process of a host has ended, or was ended because a call into it failed. Every other call raises this too."""
+    """The process of a host has ended, or was ended because a call into it failed. Every later call raises this too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A service's place among those that may share its machine."""
+    """The place of a service among the services of its machine."""
 
-    number: int  # among the workers there; 0 for a router, which shares no cores
-    num_workers: int  # wanted in the whole fleet
+    number: int  # among the workers of the machine; 0 for a router, which shares no cores
+    num_workers: int  # wanted in the fleet
 
 
 class Host(Protocol):
     """One process that hosts one service. Every method but `kill` raises `HostDied`."""
 
     async def machine(self) -> str:
-        """Names the machine where it was placed; waits until it was."""
+        """Wait for the placement, and return the name of the machine."""
 
     async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
         """`address` as in `StartService`."""
 
     async def wait(self) -> None:
-        """For as long as it lives."""
+        """Return when the service was stopped."""
 
     async def drain(self, timeout_s: float) -> None: ...
 
@@ -106,21 +106,21 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An `InvalidRequest` as a value: an exception would not survive its way between processes."""
+    """An `InvalidRequest` as a value: Ray would wrap the exception on its way between processes."""
 
     field: str
     message: str
 
 
 class Supervisor:
-    """Everything runs on one asyncio loop. `start` once, then anything."""
+    """Runs on one asyncio loop. Call `start` once, before anything else."""
 
     def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host]) -> None:
         self._create_host = create_host
         self._machine = FleetMachine(spec.config, spec.drain_timeout_s, spec.router_drain_timeout_s)
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._hosts: dict[Member, Host] = {}
-        self._unpublished: dict[Member, tuple[Serving, ...]] = {}  # per router, the newest list it may not have seen
+        self._unpublished: dict[Member, tuple[Serving, ...]] = {}  # for each router, the newest list not yet delivered
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
         self._has_news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,15 +128,15 @@ class Supervisor:
         self._seats = Seats()
 
     async def start(self) -> None:
-        self._driver = Driver(self._machine, self._perform, self._machine_failed)
+        self._driver = Driver(self._machine, self._perform, self._fail)
         self._post(Tick())
 
     async def shutdown(self) -> None:
-        """Drain everything; `FleetStopped` is the last of the news."""
+        """Drain every service; `FleetStopped` is the last news."""
         self._post(Shutdown())
 
     async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int] | Refusal:
-        """(prefill, decode) wanted from now on."""
+        """Set the wanted sizes; None leaves a size unchanged. Returns the (prefill, decode) sizes now wanted."""
         try:
             self._post(ScaleTo(prefill, decode))
         except InvalidRequest as refused:
@@ -144,11 +144,11 @@ class Supervisor:
         return self._machine.wanted
 
     async def router(self) -> Endpoint | None:
-        """Where the router answers; None before its first start."""
+        """The endpoint of the router; None before its first start."""
         return self._router
 
     async def news(self) -> list[News]:
-        """What has happened since the last call; waits for the first item."""
+        """The news since the last call. Waits until there is some."""
         await self._has_news.wait()
         self._has_news.clear()
         news = list(self._news)
@@ -159,7 +159,7 @@ class Supervisor:
         assert self._driver is not None, "start it first"
         self._driver.post(event)
 
-    def _machine_failed(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._tell(FleetFailed(f"the supervisor has a bug: {error!r}"))
 
     def _tell(self, news: News) -> None:
@@ -179,16 +179,24 @@ class Supervisor:
                 self._unpublished[action.router] = action.workers
                 if idle:
                     self._spawn(self._publish(action.router))
-            case _:
+            case Notice() | FleetReady() | FleetFailed() | FleetStopped():
                 self._tell(action)
+            case _:
+                assert_never(action)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
 
     async def _live(self, member: Member, address: str) -> None:
-        """One member from its start to its death."""
+        """Follow one member from its start to its death."""
         host = self._hosts[member] = self._create_host(member)
         try:
             number = 0 if member.role is ServiceRole.ROUTER else self._seats.take(await host.machine(), member)
@@ -219,7 +227,7 @@ class Supervisor:
             host.kill()
 
     async def _publish(self, router: Member) -> None:
-        """One call at a time and the newest list last, so that a router never goes back to an older one."""
+        """Deliver one list at a time, the newest last: a router never sees an older list after a newer one."""
         try:
             while True:
                 workers = self._unpublished[router]
@@ -228,6 +236,6 @@ class Supervisor:
                 if self._unpublished[router] is workers:
                     return
         except (HostDied, KeyError):
-            return  # this router is gone; the next one is told everything when it starts
+            return  # the router is gone; the next one gets the full list when it starts
         finally:
             self._unpublished.pop(router, None)

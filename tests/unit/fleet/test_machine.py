@@ -236,8 +236,8 @@ def test_a_fleet_that_has_served_keeps_trying_whatever_the_reason() -> None:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("", "nothing heard for 50 s; starting it again in 1 s"),
-        ("head:6379", "nothing heard for 50 s (no machine with a free 'decode'?); starting it again in 1 s"),
+        ("", "no answer within 50 s; starting it again in 1 s"),
+        ("head:6379", "no answer within 50 s (no machine with a free 'decode'?); starting it again in 1 s"),
     ],
 )
 def test_a_start_nobody_hears_of_is_killed_and_tried_again(address: str, says: str) -> None:
