@@ -7,7 +7,8 @@ Each step brings sequences' `num_computed_tokens` towards `num_tokens` inside a 
     2. where the pool is out of blocks, the lowest-ranked holder behind is preempted: it gives up its blocks and is
        recomputed later (mostly from the prefix cache). With nobody behind, a chunk makes do with the blocks there are,
        or waits for those before it;
-    3. if nobody lacked blocks, waiting sequences are admitted in rank order.
+    3. if nobody lacked blocks, waiting sequences are admitted in rank order. A caller with a queue of its own names the
+       rank of its first sequence: no waiting sequence that ranks behind is given its first blocks.
 
 The highest-ranked holder can always take the blocks of all others, and `add` refuses what could never fit, so somebody
 always gets on; only blocks leased or reserved outside can make everyone wait. One step is in flight at a time; a
@@ -22,7 +23,7 @@ from core.block_pool import BlockPool
 from core.config import SchedulerConfig
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
-from core.sequence import Sequence
+from core.sequence import Rank, Sequence
 from core.step import ScheduledChunk, StepOutput, StepPlan, TokenEvent
 
 
@@ -91,8 +92,12 @@ class Scheduler:
 
     # ---- steps
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None where there is nothing to compute (or no block to compute it in)."""
+    def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
+        """The next step, or None where there is nothing to compute (or no block to compute it in).
+
+        `admit_before` is the rank of a sequence elsewhere that waits for blocks of this pool. A waiting sequence that
+        ranks behind is admitted only if it came with its blocks: it frees them only by running.
+        """
         assert self.step_in_flight is None, "one step at a time"
         chunks: list[ScheduledChunk] = []
         budget = self.config.max_batched_tokens
@@ -114,7 +119,7 @@ class Scheduler:
                 # A pulled one that ranks higher waits with blocks, and nobody gets on: yield, or both wait for ever.
                 self._preempt(sequence)
         if blocks_sufficed or not chunks:
-            chunks += self._admit(budget)
+            chunks += self._admit(budget, admit_before)
         if not chunks:
             return None
         self.step_in_flight = StepPlan(self._next_step_id, tuple(chunks))
@@ -209,11 +214,13 @@ class Scheduler:
             self.running.remove(sequence)
             insort(self.waiting, sequence, key=lambda queued: queued.rank)
 
-    def _admit(self, budget: int) -> list[ScheduledChunk]:
+    def _admit(self, budget: int, admit_before: Rank | None) -> list[ScheduledChunk]:
         """Move waiting sequences to running, in rank order, until one does not fit."""
         chunks: list[ScheduledChunk] = []
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_running:
-            sequence = self.waiting[0]
+        while budget > 0 and len(self.running) < self.config.max_running:
+            sequence = self._first_admissible(admit_before)
+            if sequence is None:
+                break
             came_with_blocks = bool(sequence.block_table)
             if not came_with_blocks:
                 # One token must remain to be computed: its logits are what we sample from.
@@ -223,11 +230,17 @@ class Scheduler:
                 if not came_with_blocks:
                     self.drop_blocks(sequence)
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda admitted: admitted.rank)
             chunks.append(_chunk(sequence, num_tokens))
             budget -= num_tokens
         return chunks
+
+    def _first_admissible(self, admit_before: Rank | None) -> Sequence | None:
+        for sequence in self.waiting:
+            if admit_before is None or sequence.rank < admit_before or sequence.block_table:
+                return sequence
+        return None
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
         num_full = sequence.num_computed_tokens // self.block_size

@@ -12,6 +12,8 @@ from core.block_hash import extend_hashes, root_hash
 from core.lifecycle import FinishReason
 from core.request import Request
 
+Rank = tuple[int, int]  # priority, then order of arrival; the lower goes first
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -46,8 +48,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
+    def rank(self) -> Rank:
         return (self.request.priority, self.arrival)
 
     def full_block_hashes(self, block_size: int) -> list[int]:

@@ -3,9 +3,10 @@
     with a source:    DecodeArrived -> wait for target blocks -> pull -> running -> tokens ... -> DecodeDone
     without a source: DecodeArrived -> queue -> prefill here ---------^
 
-A hand-off waits for its target blocks in order of arrival, and heartbeats keep the owner's offer alive meanwhile. The
-target blocks stay reserved until the pull has ended, also where the call ended before it: a read may still write to
-them. A failed hand-off ends the call with `TransferFailed`; the router decides what happens next.
+Hand-offs wait for their target blocks in rank order, and heartbeats keep the owners' offers alive meanwhile. A hand-off
+needs all its blocks at once, so no sequence that ranks behind a waiting hand-off is admitted: freed blocks add up until
+the hand-off fits. The target blocks stay reserved until the pull has ended, also where the call ended before it: a read
+may still write to them. A failed hand-off ends the call with `TransferFailed`; the router decides what happens next.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class DecodeMachine:
             case _:
                 actions += self._absorb(self.transfers.handle(event, now), now)
         actions += self._start_pulls(now)
-        return [*self.core.next_step(now), *actions]  # the model runs while the rest is acted upon
+        first = min((pull.sequence.rank for pull in self._waiting_pulls()), default=None)
+        return [*self.core.next_step(now, admit_before=first), *actions]  # the model runs while the rest is acted upon
 
     def next_deadline(self) -> float | None:
         known = (self.core.deadlines.next(), self.transfers.next_deadline())
@@ -143,8 +145,7 @@ class DecodeMachine:
         return self.transfers.alive
 
     def load(self) -> WorkerLoad:
-        waiting = sum(pull.targets is None for pull in self._pulls.values())
-        return self.core.load(self.transfers, num_pulls_waiting=waiting)
+        return self.core.load(self.transfers, num_pulls_waiting=len(self._waiting_pulls()))
 
     def claims(self) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""
@@ -175,7 +176,7 @@ class DecodeMachine:
             self.core.scheduler.add(sequence)
             return []
         self.core.scheduler.refuse_oversized(sequence)
-        if sum(pull.targets is None for pull in self._pulls.values()) >= self.max_pulls_waiting:
+        if len(self._waiting_pulls()) >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs wait for blocks already (max_pulls_waiting)")
         transfer_id, owner = source
         actions = self._absorb(self.transfers.reserve_pull(transfer_id, owner, now), now)
@@ -184,12 +185,14 @@ class DecodeMachine:
 
     # ---- hand-offs
 
+    def _waiting_pulls(self) -> list[_Pull]:
+        """Hand-offs that have no target blocks yet."""
+        return [pull for pull in self._pulls.values() if pull.targets is None]
+
     def _start_pulls(self, now: float) -> list[DecodeAction]:
-        """Give waiting hand-offs their target blocks, in order of arrival, until one finds too few."""
+        """Give waiting hand-offs their target blocks, in rank order, until one finds too few."""
         actions: list[DecodeAction] = []
-        for pull in list(self._pulls.values()):
-            if pull.targets is not None:
-                continue
+        for pull in sorted(self._waiting_pulls(), key=lambda pull: pull.sequence.rank):
             targets = self._reserve_targets(pull.sequence)
             if targets is None:
                 break
@@ -202,8 +205,8 @@ class DecodeMachine:
     def _reserve_targets(self, sequence: Sequence) -> dict[int, int] | None:
         """Hold the cached prefix and reserve a block for every position that lacks one; None where it has to wait.
 
-        What came before it goes first: a sequence that waits for blocks of its own, and the next block of each that
-        runs, or a steady flow of hand-offs would preempt and starve them.
+        A waiting sequence that ranks before it and the next block of each running sequence go first, or a steady flow
+        of hand-offs would preempt and starve them.
         """
         scheduler, pool = self.core.scheduler, self.core.pool
         if any(other.rank < sequence.rank and not other.block_table for other in scheduler.waiting[:1]):

@@ -16,7 +16,7 @@ from core.ledger import Claim, SequenceState
 from core.lifecycle import FinishReason, Stage, Timeline, WorkerState
 from core.request import Request
 from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.sequence import Rank, Sequence
 from core.step import StepOutput, StepPlan, TokenEvent
 from core.worker_load import WorkerLoad
 from kv_transfer.machine import TransferMachine
@@ -81,11 +81,11 @@ class WorkerCore:
         self.scheduler.abort(sequence.sequence_id, FinishReason.ERROR)
         self.dismiss(sequence.sequence_id)
 
-    def next_step(self, now: float) -> list[RunStep]:
-        """Start a step if none is in flight and there is something to compute."""
+    def next_step(self, now: float, admit_before: Rank | None = None) -> list[RunStep]:
+        """Start a step if none is in flight and there is something to compute; `admit_before` is for the scheduler."""
         if self.scheduler.step_in_flight is not None:
             return []
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(admit_before)
         if plan is None:
             return []
         for chunk in plan.chunks:

@@ -22,7 +22,7 @@ from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.sequence import Rank, Sequence
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
 from tests.property.shadow_memory import Content, ShadowMemory, contents
 
@@ -185,8 +185,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.step_in_flight is None)
     @rule()
     def begin_step(self) -> None:
+        self.schedule(None)
+
+    @precondition(lambda self: self.scheduler.step_in_flight is None)
+    @rule(priority=st.integers(0, 2), pick=picks)
+    def begin_step_while_another_waits(self, priority: int, pick: int) -> None:
+        """A sequence that is not the scheduler's waits for blocks, too."""
+        admit_before = (priority, pick % (self.num_born + 2))
+        without_blocks = [s for s in self.scheduler.waiting if not s.block_table]
+        self.schedule(admit_before)
+        assert all(s.rank < admit_before for s in without_blocks if s in self.scheduler.running)
+
+    def schedule(self, admit_before: Rank | None) -> None:
         preemptions = self.scheduler.num_preemptions
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(admit_before)
+        if plan is None and admit_before is not None:
+            behind = [s.rank > admit_before and not s.block_table for s in self.sequences.values()]
+            assert all(behind) or self.leases or self.pulls, "nothing runs, though nobody else keeps a block"
+            return
         if plan is None:
             if self.sequences:
                 assert self.leases or self.pulls, "nothing runs, though nobody else keeps a block"

@@ -7,7 +7,7 @@ from functools import partial
 from core.config import SchedulerConfig
 from core.handoff import OfferedBlocks, Ready, Want
 from core.request import Request
-from decode_worker.machine import DecodeArrived, DecodeMachine, EmitTokens
+from decode_worker.machine import DecodeArrived, DecodeDone, DecodeMachine, EmitTokens
 from kv_transfer.events import ReadFinished, StartRead
 from tests.support.driven_worker import DrivenWorker
 
@@ -27,6 +27,13 @@ class Decode(DrivenWorker):
     def wanted(self, ticket: int = 1) -> tuple[int, ...]:
         """Positions that the newest WANT asks for."""
         return next(want.positions for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
+
+    def is_wanted(self, ticket: int) -> bool:
+        """The hand-off has its target blocks."""
+        return any(want.transfer_id == ticket for want in self.sent(Want))
+
+    def finished(self) -> set[str]:
+        return {done.request_id for done in self.of(DecodeDone)}
 
     def ready(
         self, *positions: int, ticket: int = 1, first_block: int = 0, token: int | None = None, last: bool = False
