@@ -2,24 +2,34 @@
 
 The local hash of a full block is XXH3_64 (seed 1337) over its tokens as little-endian u32. The sequence hash of block i
 is XXH3_64 over LE64(sequence hash of block i-1) || LE64(local hash of block i), so it names the block *and* everything
-before it: equal sequence hashes mean an equal prefix. The first block's sequence hash is its local hash, unless a salt
-(tenant, adapter) gives the chain another root. Other routers of the field use the same function, so traces and block
-events can be compared.
+before it. The first block's sequence hash is its local hash, unless a salt (tenant, adapter) gives the chain another
+root. Other routers of the field use the same function, so traces and block events can be compared.
+
+A hash is a hint: the seed is public, and a second list of tokens for a given hash is found in a minute. `BlockPool`
+compares the tokens themselves before a block is shared.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
 HASH_SEED = 1337
 
 
-def local_hash(token_ids: Sequence[int]) -> int:
-    """Hash of one full block's tokens alone, wherever it stands."""
-    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(token_ids)}I", *token_ids), seed=HASH_SEED)
+class FullBlock(NamedTuple):
+    """Content of a full block of a sequence, without what stands before."""
+
+    sequence_hash: int
+    token_bytes: bytes  # the block's tokens as little-endian u32
+
+
+def local_hash(token_bytes: bytes) -> int:
+    """Hash of one full block's tokens alone, wherever the block stands."""
+    return xxhash.xxh3_64_intdigest(token_bytes, seed=HASH_SEED)
 
 
 def chain_hash(parent: int, local: int) -> int:
@@ -35,16 +45,22 @@ def root_hash(cache_salt: str, adapter: str = "") -> int | None:
     return xxhash.xxh3_64_intdigest(salted.encode(), seed=HASH_SEED)
 
 
-def extend_hashes(hashes: list[int], token_ids: Sequence[int], block_size: int, root: int | None = None) -> None:
-    """Append to `hashes` the sequence hashes of the full blocks of `token_ids` that it does not cover yet."""
-    for index in range(len(hashes), len(token_ids) // block_size):
-        local = local_hash(token_ids[index * block_size : (index + 1) * block_size])
-        parent = hashes[-1] if hashes else root
-        hashes.append(local if parent is None else chain_hash(parent, local))
+def extend_full_blocks(
+    blocks: list[FullBlock], token_ids: Sequence[int], block_size: int, root: int | None = None
+) -> None:
+    """Append to `blocks` the full blocks of `token_ids` that it does not cover yet."""
+    first, end = len(blocks) * block_size, len(token_ids) // block_size * block_size
+    packed = struct.pack(f"<{end - first}I", *token_ids[first:end])
+    parent = blocks[-1].sequence_hash if blocks else root
+    for start in range(0, len(packed), 4 * block_size):
+        token_bytes = packed[start : start + 4 * block_size]
+        local = local_hash(token_bytes)
+        parent = local if parent is None else chain_hash(parent, local)
+        blocks.append(FullBlock(parent, token_bytes))
 
 
 def sequence_hashes(token_ids: Sequence[int], block_size: int, root: int | None = None) -> list[int]:
     """Sequence hashes of every full block of `token_ids`, first block first."""
-    hashes: list[int] = []
-    extend_hashes(hashes, token_ids, block_size, root)
-    return hashes
+    blocks: list[FullBlock] = []
+    extend_full_blocks(blocks, token_ids, block_size, root)
+    return [block.sequence_hash for block in blocks]

@@ -9,6 +9,10 @@ A block may be held by many sequences (shared prefix) and leased to many readers
 that allocated it, and only before it is registered or leased. HELD wins over LEASED in the ledger; a LEASED block is
 one that only readers keep.
 
+The prefix cache finds a block by its sequence hash and compares what the hash stands for: the block's tokens, and which
+block of the cache, or which cache salt, stands before. So a match is an equal prefix of the same salt, also where
+somebody has made another list of tokens with the same hash.
+
 Blocks are handed out in rising order, neighbours together as far as what is held allows: a hand-off moves neighbours on
 both sides as one.
 """
@@ -19,6 +23,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+from core.block_hash import FullBlock
 
 
 class Column(Enum):
@@ -58,6 +64,16 @@ class _Claims:
 _FREE, _CACHED = _Claims(0, 0, 0, Column.FREE), _Claims(0, 0, 0, Column.CACHED)
 
 
+@dataclass(slots=True, eq=False)
+class PrefixBlock:
+    """A block in the prefix cache. A block that leaves and comes back is another one: compare by identity."""
+
+    block: int
+    sequence_hash: int
+    token_bytes: bytes
+    parent: PrefixBlock | str | None  # the block before; the cache salt of a first block; None after leaving the cache
+
+
 class BlockPool:
     """Blocks are named 0 .. num_blocks - 1. Nothing here touches their bytes."""
 
@@ -67,11 +83,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._claims = [_FREE] * num_blocks
         self._num_uses = [0] * num_blocks  # how often each was handed out to be written
-        self._hashes: list[int | None] = [None] * num_blocks  # of contents that are known
+        self._known: list[PrefixBlock | None] = [None] * num_blocks  # by block: its place in the prefix cache
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, the lowest on top
         self._freed: list[int] = []  # free, too; sorted into the stack when that is used up, not one by one
         self._cached: dict[int, None] = {}  # block id -> nothing; insertion order = least recently used first
-        self._block_of_hash: dict[int, int] = {}
+        self._by_hash: dict[int, PrefixBlock] = {}
         self._counts = dict.fromkeys(Column, 0) | {Column.FREE: num_blocks}
         self._events: list[BlockEvent] = []
 
@@ -97,19 +113,21 @@ class BlockPool:
         """Rises when the block is handed out to be written anew: while it stays, leased or cached bytes do, too."""
         return self._num_uses[block]
 
-    def match_prefix(self, sequence_hashes: Sequence[int]) -> list[int]:
-        """Block ids of the longest cached prefix of `sequence_hashes`. `share` them before anything else happens."""
-        found: list[int] = []
-        for sequence_hash in sequence_hashes:
-            block = self._block_of_hash.get(sequence_hash)
-            if block is None:
+    def match_prefix(self, blocks: Sequence[FullBlock], cache_salt: str) -> list[PrefixBlock]:
+        """The longest cached prefix of `blocks`. `share` its blocks before anything else happens."""
+        found: list[PrefixBlock] = []
+        parent: PrefixBlock | str = cache_salt
+        for sequence_hash, token_bytes in blocks:
+            cached = self._by_hash.get(sequence_hash)
+            if cached is None or cached.token_bytes != token_bytes or cached.parent != parent:
                 break
-            found.append(block)
+            found.append(cached)
+            parent = cached
         return found
 
     def known_hashes(self) -> list[int]:
         """Sequence hashes of all blocks whose content the prefix cache knows."""
-        return list(self._block_of_hash)
+        return list(self._by_hash)
 
     def num_available_without(self, holds: Iterable[int]) -> int:
         """`num_available` as it would be if these holds ended; a block held twice among them is named twice."""
@@ -133,31 +151,41 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Hold blocks that `match_prefix` found."""
         for block in blocks:
-            assert self._hashes[block] is not None, f"block {block} has no known content to share"
+            assert self._known[block] is not None, f"block {block} has no known content to share"
         self._change(blocks, holds=1)
 
     def release(self, blocks: Sequence[int]) -> None:
         """End one hold of each. The last block goes first to the evictable end: a prefix outlives its tails."""
         self._change(reversed(blocks), holds=-1)
 
-    def register(self, block: int, sequence_hash: int) -> None:
-        """Make a fully computed block findable. Where the content is known already, the first block keeps the name."""
+    def register(self, block: int, full: FullBlock, parent: PrefixBlock | str | None) -> PrefixBlock | None:
+        """Make a fully computed block findable behind `parent`: the block before, or the cache salt of a first block.
+
+        Returns the parent of the next block: this one, or the one that was registered first with equal content. None,
+        where the parent has left the cache, or where the hash names other content: the first keeps the name.
+        """
         assert self._claims[block].num_holds > 0, f"block {block} is not held"
-        if sequence_hash in self._block_of_hash or self._hashes[block] is not None:
-            return
-        self._hashes[block] = sequence_hash
-        self._block_of_hash[sequence_hash] = block
-        self._events.append(BlockStored(sequence_hash))
+        assert self._known[block] is None, f"block {block} is registered already"
+        if not _in_cache(parent):
+            return None
+        first = self._by_hash.get(full.sequence_hash)
+        if first is not None and not _in_cache(first.parent):
+            self.distrust([first.block])  # no match can reach a block whose parent has left
+            first = None
+        if first is not None:
+            return first if (first.token_bytes, first.parent) == (full.token_bytes, parent) else None
+        known = PrefixBlock(block, full.sequence_hash, full.token_bytes, parent)
+        self._known[block] = self._by_hash[full.sequence_hash] = known
+        self._events.append(BlockStored(full.sequence_hash))
+        return known
 
     def distrust(self, blocks: Iterable[int]) -> None:
         """Their bytes are not what was computed: nobody new may find them. Who holds or reads them still does."""
         for block in blocks:
             if block in self._cached:
                 self._forget(block)
-            elif (sequence_hash := self._hashes[block]) is not None:
-                self._hashes[block] = None
-                del self._block_of_hash[sequence_hash]
-                self._events.append(BlockRemoved(sequence_hash))
+            elif self._known[block] is not None:
+                self._unregister(block)
 
     # ---- handing to peers
 
@@ -205,14 +233,19 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         """CACHED -> FREE: the content may be overwritten from here on."""
-        sequence_hash = self._hashes[block]
-        assert sequence_hash is not None
-        del self._cached[block], self._block_of_hash[sequence_hash]
-        self._hashes[block], self._claims[block] = None, _FREE
+        self._unregister(block)
+        del self._cached[block]
+        self._claims[block] = _FREE
         self._freed.append(block)
         self._counts[Column.CACHED] -= 1
         self._counts[Column.FREE] += 1
-        self._events.append(BlockRemoved(sequence_hash))
+
+    def _unregister(self, block: int) -> None:
+        known = self._known[block]
+        assert known is not None
+        self._known[block] = known.parent = None
+        del self._by_hash[known.sequence_hash]
+        self._events.append(BlockRemoved(known.sequence_hash))
 
     def _change(self, blocks: Iterable[int], *, holds: int = 0, leases: int = 0, incoming: int = 0) -> None:
         """Change the claims on each block and move it between columns; the only place that does."""
@@ -221,7 +254,7 @@ class BlockPool:
             before = self._claims[block]
             if before is not last:
                 last, claims_then = before, _changed(block, before, holds, leases, incoming)
-            after = claims_then if claims_then is not _FREE or self._hashes[block] is None else _CACHED
+            after = claims_then if claims_then is not _FREE or self._known[block] is None else _CACHED
             self._claims[block] = after
             if before.column is after.column:
                 continue
@@ -240,21 +273,26 @@ class BlockPool:
     def check(self) -> None:
         """Every block in exactly one column, every index in step with it."""
         counts = dict.fromkeys(Column, 0)
-        for block, (claims, sequence_hash) in enumerate(zip(self._claims, self._hashes, strict=True)):
+        for block, (claims, known) in enumerate(zip(self._claims, self._known, strict=True)):
             if claims.num_incoming:
-                assert (claims.num_incoming, claims.num_holds, claims.num_leases, sequence_hash) == (1, 0, 0, None)
-            unclaimed = _FREE if sequence_hash is None else _CACHED
+                assert (claims.num_incoming, claims.num_holds, claims.num_leases, known) == (1, 0, 0, None)
+            unclaimed = _FREE if known is None else _CACHED
             assert claims is unclaimed or claims == _changed(block, claims, 0, 0, 0) != _FREE, f"block {block}"
             counts[claims.column] += 1
             assert (block in self._cached) == (claims is _CACHED), f"block {block}"
-            if sequence_hash is not None:
-                assert self._block_of_hash[sequence_hash] == block, f"block {block}"
+            if known is not None:
+                assert known.block == block, f"block {block}"
+                assert self._by_hash[known.sequence_hash] is known, f"block {block}"
         assert counts == self._counts, f"{counts} counted, {self._counts} in the ledger"
         free = {*self._free, *self._freed}
         assert len(self._free) + len(self._freed) == counts[Column.FREE] == len(free)
         assert all(self._claims[block] is _FREE for block in free)
         assert self._free == sorted(self._free, reverse=True)
-        assert len(self._block_of_hash) == sum(sequence_hash is not None for sequence_hash in self._hashes)
+        assert len(self._by_hash) == sum(known is not None for known in self._known)
+
+
+def _in_cache(parent: PrefixBlock | str | None) -> bool:
+    return isinstance(parent, str) or (parent is not None and parent.parent is not None)
 
 
 def _changed(block: int, claims: _Claims, holds: int, leases: int, incoming: int) -> _Claims:

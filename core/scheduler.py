@@ -161,9 +161,12 @@ class Scheduler:
     def hold_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
         """Share the longest cached prefix of at most `max_tokens` tokens; the sequence must hold no block yet."""
         assert not sequence.block_table
-        hashes = sequence.full_block_hashes(self.block_size)[: max_tokens // self.block_size]
-        sequence.block_table = self.pool.match_prefix(hashes)
+        blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
+        found = self.pool.match_prefix(blocks, sequence.request.cache_salt)
+        sequence.block_table = [cached.block for cached in found]
         self.pool.share(sequence.block_table)
+        if found:
+            sequence.cache_parent = found[-1]
         sequence.num_registered_blocks = len(sequence.block_table)
         sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
         if sequence.num_preemptions == 0:
@@ -246,10 +249,12 @@ class Scheduler:
         num_full = sequence.num_computed_tokens // self.block_size
         if num_full == sequence.num_registered_blocks:
             return
-        hashes = sequence.full_block_hashes(self.block_size)
+        blocks = sequence.full_blocks(self.block_size)
         for position in range(sequence.num_registered_blocks, num_full):
-            self.pool.register(sequence.block_table[position], hashes[position])
-            sequence.num_registered_blocks = position + 1
+            sequence.cache_parent = self.pool.register(
+                sequence.block_table[position], blocks[position], sequence.cache_parent
+            )
+        sequence.num_registered_blocks = num_full
 
     def _append_token(self, sequence: Sequence, output: StepOutput) -> TokenEvent:
         token = output.sampled[sequence.sequence_id]
@@ -265,6 +270,7 @@ class Scheduler:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_registered_blocks = sequence.num_computed_tokens = 0
+        sequence.cache_parent = sequence.request.cache_salt
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.finish_reason is None:

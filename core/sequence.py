@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.block_hash import extend_hashes, root_hash
+from core.block_hash import FullBlock, extend_full_blocks, root_hash
+from core.block_pool import PrefixBlock
 from core.lifecycle import FinishReason
 from core.request import Request
 
@@ -25,8 +26,9 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that a prefix hit spared, at first admission
     num_sampled_tokens: int = 0  # sampled on this worker
     block_table: list[int] = field(default_factory=list)  # block ids, by position; len * block_size >= computed
-    block_hashes: list[int] = field(default_factory=list)  # sequence hashes of the full blocks of token_ids
-    num_registered_blocks: int = 0  # leading blocks whose content the prefix cache knows
+    known_full_blocks: list[FullBlock] = field(default_factory=list)  # leading ones of token_ids
+    num_registered_blocks: int = 0  # leading blocks that were found in the prefix cache or given to it
+    cache_parent: PrefixBlock | str | None = field(init=False)  # of the block to register next
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     arrived_at: float = 0.0  # at this worker
@@ -34,6 +36,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.request.token_ids)
+        self.cache_parent = self.request.cache_salt
 
     @property
     def sequence_id(self) -> str:
@@ -51,10 +54,10 @@ class Sequence:
     def rank(self) -> Rank:
         return (self.request.priority, self.arrival)
 
-    def full_block_hashes(self, block_size: int) -> list[int]:
-        """Sequence hashes of all full blocks, computed once per block."""
-        extend_hashes(self.block_hashes, self.token_ids, block_size, root_hash(self.request.cache_salt))
-        return self.block_hashes
+    def full_blocks(self, block_size: int) -> list[FullBlock]:
+        """All full blocks, packed and hashed once each."""
+        extend_full_blocks(self.known_full_blocks, self.token_ids, block_size, root_hash(self.request.cache_salt))
+        return self.known_full_blocks
 
     def finish_reason_after(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the sequence ends now that `token_id` was appended; None if it goes on."""

@@ -10,12 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from core.block_pool import BlockPool, BlockStored, Column
+from core.block_hash import FullBlock
+from core.block_pool import BlockPool, BlockStored, Column, PrefixBlock
 
 NUM_BLOCKS = 8
 counts = st.integers(0, NUM_BLOCKS + 1)
 picks = st.integers(0, 10_000)
-hashes = st.integers(1, 12)
+# Few, so that prefixes meet; and a hash says nothing about the tokens, as where somebody forges blocks.
+salts = st.sampled_from(["", "tenant"])
+full_blocks = st.builds(FullBlock, st.integers(1, 4), st.sampled_from([b"a", b"b"]))
+Prefix = tuple[str | FullBlock, ...]  # cache salt, then the blocks
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -29,13 +33,17 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.incoming: list[list[int]] = []
         self.serial = count(1)
         self.content: dict[int, int] = {}  # block -> what was written last
-        self.named: dict[int, tuple[int, int]] = {}  # hash -> (block, content when it was registered)
+        self.prefixes: dict[PrefixBlock, Prefix] = {}  # of all that were ever registered: what they stand for
+        self.written: dict[PrefixBlock, int] = {}  # content of the block when it was registered
         self.replayed: set[int] = set()  # hashes, as a router hears of them
 
     # ---- claims
 
     def claims(self, kind: str) -> Counter[int]:
         return Counter(block for blocks in getattr(self, kind) for block in blocks)
+
+    def cached(self) -> list[PrefixBlock]:
+        return [known for known in self.prefixes if known.parent is not None]
 
     def write(self, blocks: list[int]) -> None:
         for block in blocks:
@@ -45,7 +53,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert len(set(blocks)) == len(blocks) == wanted
         claimed = self.claims("held") | self.claims("leased") | self.claims("incoming")
         assert not claimed.keys() & set(blocks), "handed out a block that somebody claims"
-        assert not {self.pool.match_prefix([h])[0] for h in self.pool.known_hashes()} & set(blocks)
+        assert not {cached.block for cached in self.cached()} & set(blocks)
 
     @rule(wanted=counts)
     def allocate(self, wanted: int) -> None:
@@ -83,24 +91,50 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.release(self.held.pop(pick % len(self.held)))
 
     @precondition(lambda self: any(self.held))
-    @rule(pick=picks, sequence_hash=hashes)
-    def register(self, pick: int, sequence_hash: int) -> None:
-        blocks = [block for claim in self.held for block in claim]
-        block = blocks[pick % len(blocks)]
-        named_already = {b for h in self.pool.known_hashes() for b in self.pool.match_prefix([h])}
-        known_already = sequence_hash in self.pool.known_hashes()
-        self.pool.register(block, sequence_hash)
-        if known_already or block in named_already:
+    @rule(pick=picks, full=full_blocks, salt=salts, parent_pick=picks)
+    def register(self, pick: int, full: FullBlock, salt: str, parent_pick: int) -> None:
+        known_blocks = {cached.block for cached in self.cached()}
+        unknown = [block for claim in self.held for block in claim if block not in known_blocks]
+        if not unknown:
             return
-        self.named[sequence_hash] = (block, self.content[block])
+        block = unknown[pick % len(unknown)]
+        parents: list[PrefixBlock | str] = [salt, *self.prefixes]  # some have left the cache
+        parent = parents[parent_pick % len(parents)]
+        has_left = isinstance(parent, PrefixBlock) and parent.parent is None
+        named = [cached for cached in self.cached() if cached.sequence_hash == full.sequence_hash]
+        registered = self.pool.register(block, full, parent)
+        if registered is None:
+            assert has_left or named, "the block was refused for nothing"
+            return
+        assert not has_left
+        prefix = (*(self.prefixes[parent] if isinstance(parent, PrefixBlock) else (salt,)), full)
+        if registered in self.prefixes:
+            assert [registered] == named
+            assert self.prefixes[registered] == prefix, "the name of other tokens"
+        else:
+            assert registered.block == block
+            self.prefixes[registered] = prefix
+            self.written[registered] = self.content[block]
 
-    @rule(wanted=st.lists(hashes, max_size=5))
-    def share_a_prefix(self, wanted: list[int]) -> None:
-        blocks = self.pool.match_prefix(wanted)
-        for sequence_hash, block in zip(wanted, blocks, strict=False):
-            assert self.named[sequence_hash] == (block, self.content[block]), "read a block that was evicted"
-        if len(blocks) < len(wanted):
-            assert wanted[len(blocks)] not in self.pool.known_hashes()
+    @rule(salt=salts, wanted=st.lists(full_blocks, max_size=4))
+    def share_a_prefix(self, salt: str, wanted: list[FullBlock]) -> None:
+        self.share(salt, wanted)
+
+    @precondition(lambda self: self.prefixes)
+    @rule(pick=picks)
+    def share_a_prefix_that_was_registered(self, pick: int) -> None:
+        salt, *wanted = list(self.prefixes.values())[pick % len(self.prefixes)]
+        self.share(str(salt), [full for full in wanted if isinstance(full, FullBlock)])
+
+    def share(self, salt: str, wanted: list[FullBlock]) -> None:
+        found = self.pool.match_prefix(wanted, salt)
+        for end, cached in enumerate(found, 1):
+            assert self.prefixes[cached] == (salt, *wanted[:end]), "matched other tokens or another salt"
+            assert self.written[cached] == self.content[cached.block], "read a block that was evicted"
+        if len(found) < len(wanted):
+            behind = [cached for cached in self.cached() if cached.parent == (found[-1] if found else salt)]
+            assert (salt, *wanted[: len(found) + 1]) not in [self.prefixes[cached] for cached in behind]
+        blocks = [cached.block for cached in found]
         before = self.pool.num_available
         lost = sum(self.pool.column_of(block) is Column.CACHED for block in set(blocks))
         self.pool.share(blocks)
@@ -119,15 +153,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def unlease(self, pick: int) -> None:
         self.pool.unlease(self.leased.pop(pick % len(self.leased)))
 
-    @precondition(lambda self: self.named)
+    @precondition(lambda self: self.cached())
     @rule(pick=picks)
     def distrust(self, pick: int) -> None:
-        known = self.pool.known_hashes()
-        if known:
-            sequence_hash = known[pick % len(known)]
-            (block,) = self.pool.match_prefix([sequence_hash])
-            self.pool.distrust([block])
-            assert self.pool.match_prefix([sequence_hash]) == []
+        cached = self.cached()[pick % len(self.cached())]
+        self.pool.distrust([cached.block])
+        assert cached not in self.cached()
+        assert cached.sequence_hash not in self.pool.known_hashes()
 
     # ---- laws
 

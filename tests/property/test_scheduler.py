@@ -11,6 +11,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -76,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sequences: dict[str, Sequence] = {}  # handed to the scheduler and not ended
         self.pulls: list[Pull] = []
         self.leases: list[Lease] = []
-        self.num_born = 0
+        self.born: list[Sequence] = []
 
     def holders(self) -> Counter[int]:
         tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
@@ -87,10 +88,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def new_sequence(
         self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None = None
     ) -> Sequence:
-        self.num_born += 1
+        arrival = len(self.born) + 1
         sampling = SamplingParams(max_tokens=max_tokens)
-        request = Request(f"s{self.num_born}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt)
-        return Sequence(request, arrival=self.num_born, sample_limit=sample_limit)
+        request = Request(f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt)
+        self.born.append(Sequence(request, arrival, sample_limit))
+        return self.born[-1]
+
+    def find(self, sequence: Sequence) -> list[int]:
+        """Blocks of the prefix cache that a sequence of these tokens would share."""
+        found = self.pool.match_prefix(sequence.full_blocks(BLOCK_SIZE), sequence.request.cache_salt)
+        return [cached.block for cached in found]
 
     @rule(**requests, sample_limit=st.sampled_from([None, None, 1, 2]))
     def add(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None) -> None:
@@ -191,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(priority=st.integers(0, 2), pick=picks)
     def begin_step_while_another_waits(self, priority: int, pick: int) -> None:
         """A sequence that is not the scheduler's waits for blocks, too."""
-        admit_before = (priority, pick % (self.num_born + 2))
+        admit_before = (priority, pick % (len(self.born) + 2))
         without_blocks = [s for s in self.scheduler.waiting if not s.block_table]
         self.schedule(admit_before)
         assert all(s.rank < admit_before for s in without_blocks if s in self.scheduler.running)
@@ -200,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule(admit_before)
         if plan is None and admit_before is not None:
-            behind = [s.rank > admit_before and not s.block_table for s in self.sequences.values()]
+            behind = [s.rank >= admit_before and not s.block_table for s in self.sequences.values()]
             assert all(behind) or self.leases or self.pulls, "nothing runs, though nobody else keeps a block"
             return
         if plan is None:
@@ -225,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def assert_chunks_are_safe(self, plan: StepPlan) -> None:
         """Every chunk reads its own prefix, and writes where nobody else reads or writes."""
         holders = self.holders()
-        findable = {block for name in self.pool.known_hashes() for block in self.pool.match_prefix([name])}
+        findable = {block for sequence in self.born for block in self.find(sequence)}
         leased = {block for lease in self.leases for block in lease.blocks}
         incoming = {block for pull in self.pulls for block in pull.reserved}
         for chunk in plan.chunks:
@@ -332,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_cache_knows_no_wrong_block(self) -> None:
         for sequence in self.sequences.values():
             if not sequence.block_table:
-                found = self.pool.match_prefix(sequence.full_block_hashes(BLOCK_SIZE))
+                found = self.find(sequence)
                 end = len(found) * BLOCK_SIZE
                 assert self.memory.slots(found, 0, end) == contents(sequence, 0, end)
 
@@ -361,5 +368,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert ledger[Column.HELD] == ledger[Column.LEASED] == ledger[Column.INCOMING] == 0
 
 
+class SchedulerWithForgedBlocks(SchedulerMachine):
+    """Every few lists of tokens have the same hash, and so have salts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weak_hashes = patch.multiple(
+            "core.block_hash",
+            local_hash=lambda token_bytes: token_bytes[0] % 2,
+            chain_hash=lambda parent, local: (2 * parent + local) % 5,
+        )
+        self.weak_hashes.start()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.weak_hashes.stop()
+
+
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=150, stateful_step_count=60)
+TestSchedulerWithForgedBlocks = SchedulerWithForgedBlocks.TestCase
+TestSchedulerWithForgedBlocks.settings = settings(max_examples=50, stateful_step_count=60)

@@ -7,7 +7,15 @@ import struct
 import pytest
 import xxhash
 
-from core.block_hash import HASH_SEED, chain_hash, extend_hashes, local_hash, root_hash, sequence_hashes
+from core.block_hash import (
+    HASH_SEED,
+    FullBlock,
+    chain_hash,
+    extend_full_blocks,
+    local_hash,
+    root_hash,
+    sequence_hashes,
+)
 
 TOKENS = list(range(1, 13))
 VECTORS = [14643705804678351452, 4945711292740353085, 12583592247330656132]
@@ -15,12 +23,13 @@ VECTORS = [14643705804678351452, 4945711292740353085, 12583592247330656132]
 
 def test_the_vectors_other_routers_use() -> None:
     assert sequence_hashes(TOKENS, 4) == VECTORS
-    assert local_hash([1, 2, 3, 4]) == VECTORS[0]
+    assert local_hash(struct.pack("<4I", 1, 2, 3, 4)) == VECTORS[0]
 
 
 def test_a_link_of_the_chain_is_parent_then_local_in_little_endian() -> None:
-    packed = struct.pack("<Q", VECTORS[0]) + struct.pack("<Q", local_hash([5, 6, 7, 8]))
-    assert chain_hash(VECTORS[0], local_hash([5, 6, 7, 8])) == VECTORS[1]
+    local = local_hash(struct.pack("<4I", 5, 6, 7, 8))
+    packed = struct.pack("<Q", VECTORS[0]) + struct.pack("<Q", local)
+    assert chain_hash(VECTORS[0], local) == VECTORS[1]
     assert xxhash.xxh3_64_intdigest(packed, seed=HASH_SEED) == VECTORS[1]
 
 
@@ -30,10 +39,11 @@ def test_only_full_blocks_have_names(num_tokens: int, num_blocks: int) -> None:
 
 
 def test_extending_gives_the_same_names_as_starting_anew() -> None:
-    hashes: list[int] = []
+    blocks: list[FullBlock] = []
     for end in range(len(TOKENS) + 1):
-        extend_hashes(hashes, TOKENS[:end], 4)
-    assert hashes == VECTORS
+        extend_full_blocks(blocks, TOKENS[:end], 4)
+    assert [block.sequence_hash for block in blocks] == VECTORS
+    assert b"".join(block.token_bytes for block in blocks) == struct.pack("<12I", *TOKENS)
 
 
 def test_a_name_says_what_stands_before_the_block() -> None:

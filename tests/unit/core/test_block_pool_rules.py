@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from core.block_pool import BlockPool, BlockRemoved, BlockStored, Column
+from tests.support.cached_blocks import match, register_prefix
 
 
 def cached(pool: BlockPool, hashes: list[int]) -> list[int]:
     """Blocks with these hashes, held by nobody any more."""
     blocks = pool.allocate(len(hashes))
     assert blocks is not None
-    for block, sequence_hash in zip(blocks, hashes, strict=True):
-        pool.register(block, sequence_hash)
+    register_prefix(pool, blocks, hashes)
     pool.release(blocks)
     return blocks
 
@@ -24,7 +24,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
     pool = BlockPool(3)
     for sequence_hash in (1, 2, 3):
         cached(pool, [sequence_hash])
-    used = pool.match_prefix([1])
+    used = match(pool, [1])
     pool.share(used)
     pool.release(used)
     pool.allocate(2)
@@ -35,21 +35,20 @@ def test_a_prefix_outlives_its_tails() -> None:
     pool = BlockPool(3)
     cached(pool, [1, 2, 3])
     pool.allocate(1)
-    assert pool.match_prefix([1, 2, 3]) == pool.match_prefix([1, 2])
-    assert len(pool.match_prefix([1, 2])) == 2
+    assert match(pool, [1, 2, 3]) == match(pool, [1, 2])
+    assert len(match(pool, [1, 2])) == 2
 
 
 def test_a_prefix_that_was_leased_outlives_its_tails_too() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
     assert blocks is not None
-    for block, sequence_hash in zip(blocks, (1, 2, 3), strict=True):
-        pool.register(block, sequence_hash)
+    register_prefix(pool, blocks, [1, 2, 3])
     pool.lease(blocks)
     pool.release(blocks)
     pool.unlease(blocks)
     pool.allocate(1)
-    assert pool.match_prefix([1, 2, 3]) == blocks[:2]
+    assert match(pool, [1, 2, 3]) == blocks[:2]
 
 
 def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
@@ -104,8 +103,8 @@ def test_the_first_block_keeps_the_name_of_a_content() -> None:
     blocks = pool.allocate(2)
     assert blocks is not None
     for block in blocks:
-        pool.register(block, 7)
-    assert pool.match_prefix([7]) == blocks[:1]
+        register_prefix(pool, [block], [7])
+    assert match(pool, [7]) == blocks[:1]
     pool.release(blocks)
     assert pool.ledger()[Column.FREE] == pool.ledger()[Column.CACHED] == 1
 
@@ -116,7 +115,7 @@ def test_what_would_be_available_counts_shared_and_leased_blocks_right() -> None
     assert own is not None
     assert shared is not None
     assert leased is not None
-    pool.register(shared[0], 1)
+    register_prefix(pool, shared, [1])
     pool.share(shared)
     pool.lease(leased)
     assert pool.num_available_without([]) == pool.num_available == 1
@@ -148,11 +147,11 @@ def test_a_held_block_that_is_distrusted_stays_with_its_holders_and_nobody_new_f
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     assert blocks is not None
-    pool.register(blocks[0], 1)
+    register_prefix(pool, blocks, [1])
     pool.drain_events()
     pool.distrust(blocks)
     assert pool.drain_events() == [BlockRemoved(1)]
-    assert pool.match_prefix([1]) == []
+    assert match(pool, [1]) == []
     assert pool.column_of(blocks[0]) is Column.HELD
     pool.check()
     pool.release(blocks)

@@ -7,6 +7,7 @@ import pytest
 from core.block_pool import BlockPool, Column
 from core.handoff import OwnerState, PullerState
 from core.ledger import Claim, SequenceState, check_claims, count_once
+from tests.support.cached_blocks import register_prefix
 
 
 def allocated(pool: BlockPool, count: int) -> list[int]:
@@ -22,8 +23,7 @@ def counts(claims: list[Claim], pool: BlockPool) -> dict[str, int]:
 def test_a_shared_prefix_is_counted_at_the_sequence_that_came_first() -> None:
     pool = BlockPool(10)
     first = allocated(pool, 3)
-    for position, block in enumerate(first):
-        pool.register(block, position)
+    register_prefix(pool, first, [1, 2, 3])
     pool.share(first[:2])
     second = [*first[:2], *allocated(pool, 2)]
     claims = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from core.handoff import AbortReason, OwnerState, PullerState
 from kv_transfer.events import BlocksChecked, CacheChecked, PullFailed
+from tests.support.cached_blocks import match, register_prefix
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair, digest
 
 SECOND = ID + 1
@@ -26,8 +27,7 @@ def pull_again(pair: Pair, positions: list[int]) -> None:
 def after_a_first_hand_off() -> tuple[Pair, list[tuple[int, int]]]:
     pair = Pair()
     blocks = pair.offer([0, 1, 2])
-    for position, block in blocks:
-        pair.owner.pool.register(block, 1000 + position)
+    register_prefix(pair.owner.pool, [block for _, block in blocks], [1000, 1001, 1002])
     pair.pull([0, 1, 2])
     pair.run()
     pair.owner.pool.release([block for _, block in blocks])
@@ -100,7 +100,7 @@ def test_where_the_release_of_a_mismatch_is_lost_the_next_check_finds_the_block(
     pair.do(pair.owner, pair.owner.machine.offer, SECOND + 1, pair.puller.address)
     pair.act(pair.owner, pair.owner.machine.check_cached(SECOND + 1, [block for _, block in blocks]))
     pair.answer_checks(pair.owner)
-    assert blocks[1][1] not in pair.owner.pool.match_prefix([1000, 1001, 1002])
+    assert blocks[1][1] not in match(pair.owner.pool, [1000, 1001, 1002])
 
 
 def test_an_answer_about_what_a_block_no_longer_holds_is_passed_over() -> None:
