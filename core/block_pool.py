@@ -66,7 +66,7 @@ _FREE, _CACHED = _Claims(0, 0, 0, Column.FREE), _Claims(0, 0, 0, Column.CACHED)
 
 @dataclass(slots=True, eq=False)
 class PrefixBlock:
-    """A block in the prefix cache. A block that leaves and comes back is another one: compare by identity."""
+    """An entry of the prefix cache. Content that leaves and comes back gets a new entry: compare by identity."""
 
     block: int
     sequence_hash: int
@@ -161,8 +161,8 @@ class BlockPool:
     def register(self, block: int, full: FullBlock, parent: PrefixBlock | str | None) -> PrefixBlock | None:
         """Make a fully computed block findable behind `parent`: the block before, or the cache salt of a first block.
 
-        Returns the parent of the next block: this one, or the one that was registered first with equal content. None,
-        where the parent has left the cache, or where the hash names other content: the first keeps the name.
+        Returns the parent of the next block: the new entry, or an earlier entry of equal content. Returns None, and
+        registers nothing, where the parent has left the cache or the hash names other content, which keeps the name.
         """
         assert self._claims[block].num_holds > 0, f"block {block} is not held"
         assert self._known[block] is None, f"block {block} is registered already"
@@ -170,7 +170,7 @@ class BlockPool:
             return None
         first = self._by_hash.get(full.sequence_hash)
         if first is not None and not _in_cache(first.parent):
-            self.distrust([first.block])  # no match can reach a block whose parent has left
+            self._remove(first.block)  # no match can reach a block whose parent has left
             first = None
         if first is not None:
             return first if (first.token_bytes, first.parent) == (full.token_bytes, parent) else None
@@ -182,10 +182,8 @@ class BlockPool:
     def distrust(self, blocks: Iterable[int]) -> None:
         """Their bytes are not what was computed: nobody new may find them. Who holds or reads them still does."""
         for block in blocks:
-            if block in self._cached:
-                self._forget(block)
-            elif self._known[block] is not None:
-                self._unregister(block)
+            if self._known[block] is not None:
+                self._remove(block)
 
     # ---- handing to peers
 
@@ -239,6 +237,12 @@ class BlockPool:
         self._freed.append(block)
         self._counts[Column.CACHED] -= 1
         self._counts[Column.FREE] += 1
+
+    def _remove(self, block: int) -> None:
+        if block in self._cached:
+            self._forget(block)
+        else:
+            self._unregister(block)
 
     def _unregister(self, block: int) -> None:
         known = self._known[block]
