@@ -1,7 +1,10 @@
 """Runs one machine on the asyncio loop: events in, actions out, one timer.
 
-The driver is the only caller of its machine, always on the loop's thread, so the machine needs no lock. A machine that
-raises anything but a `TandemError` has a bug; its state can no longer be trusted, so the driver stops and says so.
+The driver is the only caller of its machine, always on the loop's thread, so the machine needs no lock.
+
+A machine refuses an event by raising a `TandemError` before it changes anything. Every other exception is a bug: of the
+machine, whose state can no longer be trusted, or of the shell, which has then performed only a part of what the machine
+decided. The driver stops and calls `on_fatal`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Driver(Generic[E, A]):
     """`perform` acts on one action, `on_handled` follows the last one of an event; neither may block.
 
-    `on_fatal` is called once if the machine fails.
+    `on_fatal` is called once if the machine, `perform` or `on_handled` fails.
     """
 
     def __init__(
@@ -48,41 +51,50 @@ class Driver(Generic[E, A]):
     def post(self, event: E | Tick) -> None:
         """Hand one event to the machine and perform what it decides. Call on the loop's thread.
 
-        Dropped once the driver has stopped: for news. Raises `TandemError` where the machine refuses the event.
+        Dropped once the driver has stopped: for news. Raises `TandemError` where the machine refuses the event, and
+        whatever made the machine or the shell fail.
         """
         if self.stopped:
             return
         try:
             actions = self.machine.handle(event, self.now())
         except TandemError:
-            raise  # the event itself is refused and has left no trace; whoever posted it is told
-        except Exception as error:
-            self.stop()
-            logger.critical("the machine failed on %s", type(event).__name__, exc_info=error)
-            self._on_fatal(error)
             raise
-        for action in actions:
-            self._perform(action)
-        self._on_handled()
+        except Exception as error:
+            self._fail("the machine", event, error)
+            raise
+        try:
+            for action in actions:
+                self._perform(action)
+            self._on_handled()
+        except Exception as error:
+            self._fail("the shell", event, error)
+            raise
         self._set_timer()
+
+    def _fail(self, part: str, event: E | Tick, error: Exception) -> None:
+        self.stop()
+        logger.critical("%s failed on %s", part, type(event).__name__, exc_info=error)
+        self._on_fatal(error)
 
     def ask(self, event: E | Tick) -> None:
         """`post` an event whose sender waits for what follows.
 
-        Raises `WorkerUnavailable` once the driver has stopped: nothing would ever follow. Whoever makes the machine
-        fail gets a plain `TandemError`, which nobody retries: it might bring down one worker after the other.
+        Raises `WorkerUnavailable` once the driver has stopped: nothing would ever follow. An event that makes the
+        machine or the shell fail raises a plain `TandemError`, which nobody retries: a retry might bring down one
+        worker after the other.
         """
         if self.stopped:
             raise WorkerUnavailable("this process stops, or has failed")
         try:
             self.post(event)
-        except TandemError:
-            raise
-        except Exception as error:  # logged by `post`, and the end of this machine
-            raise TandemError(f"the machine failed on this call: {type(error).__name__}") from error
+        except Exception as error:
+            if not self.stopped:
+                raise  # the machine refused the event
+            raise TandemError(f"this process failed on this call: {type(error).__name__}") from error
 
     def post_threadsafe(self, event: E | Tick) -> None:
-        """`post` from another thread; returns at once. Dropped where nobody is there any more to take it."""
+        """`post` from another thread; returns at once. Dropped once the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.post, event)
 

@@ -1,4 +1,4 @@
-"""The driver: one machine, its timer, and who is told when it has stopped."""
+"""The driver: one machine, its timer, and what a failure of the machine or the shell stops."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import asyncio
 
 import pytest
 
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import QueueFull, TandemError, WorkerUnavailable
 from core.machine import Tick
 from runtime.driver import Driver
 
 
 class Echo:
-    """A machine that acts on each word; on "bug" it breaks."""
+    """A machine that acts on each letter of a word, breaks on "bug" and refuses "full"."""
 
     def handle(self, event: str | Tick, _: float) -> list[str]:
         assert event != "bug"
-        return [str(event)]
+        if event == "full":
+            raise QueueFull("no room")
+        return list(str(event))
 
     def next_deadline(self) -> float | None:
         return None
@@ -25,7 +27,7 @@ class Echo:
         pass
 
 
-async def test_after_a_machine_has_failed_news_is_dropped_and_who_asks_is_refused_at_once() -> None:
+async def test_after_a_machine_has_failed_news_is_dropped_and_calls_are_refused_at_once() -> None:
     done: list[str] = []
     failures: list[BaseException] = []
     driver: Driver[str, str] = Driver(Echo(), done.append, failures.append)
@@ -40,6 +42,51 @@ async def test_after_a_machine_has_failed_news_is_dropped_and_who_asks_is_refuse
     assert done == ["a"]
 
 
+async def test_a_refused_event_reaches_its_sender_and_the_driver_goes_on() -> None:
+    done: list[str] = []
+    failures: list[BaseException] = []
+    driver: Driver[str, str] = Driver(Echo(), done.append, failures.append)
+    for send in (driver.post, driver.ask):
+        with pytest.raises(QueueFull):
+            send("full")
+    driver.post("a")
+    assert (done, failures) == (["a"], [])
+
+
+@pytest.mark.parametrize("fault", [KeyError("ghost"), WorkerUnavailable("the transport is gone")])
+async def test_an_exception_in_the_shell_is_fatal_and_no_refusal(fault: Exception) -> None:
+    """Even a `TandemError`: the machine has changed, and a part of its actions was never performed."""
+    done: list[str] = []
+    failures: list[BaseException] = []
+    handled: list[None] = []
+
+    def perform(action: str) -> None:
+        if action == "!":
+            raise fault
+        done.append(action)
+
+    driver: Driver[str, str] = Driver(Echo(), perform, failures.append, lambda: handled.append(None))
+    with pytest.raises(TandemError, match=f"failed on this call: {type(fault).__name__}") as caught:
+        driver.ask("a!b")
+    assert not caught.value.retryable
+    assert driver.stopped
+    driver.post("c")
+    assert (done, failures, handled) == (["a"], [fault], [])
+
+
+async def test_an_exception_after_the_last_action_is_fatal_too() -> None:
+    failures: list[BaseException] = []
+
+    def on_handled() -> None:
+        raise RuntimeError("no such agent")
+
+    driver: Driver[str, str] = Driver(Echo(), lambda _: None, failures.append, on_handled)
+    with pytest.raises(RuntimeError, match="no such agent"):
+        driver.post("a")
+    assert driver.stopped
+    assert [str(failure) for failure in failures] == ["no such agent"]
+
+
 async def test_a_stopped_driver_refuses_too() -> None:
     driver: Driver[str, str] = Driver(Echo(), lambda _: None, lambda _: None)
     driver.stop()
@@ -48,7 +95,7 @@ async def test_a_stopped_driver_refuses_too() -> None:
 
 
 class Alarm(Echo):
-    """Each number is a deadline, in seconds from then; a tick that is due takes it away."""
+    """A number sets the deadline, in seconds from now; a due tick removes the deadline."""
 
     def __init__(self) -> None:
         self.deadline: float | None = None
@@ -74,10 +121,10 @@ async def test_a_deadline_is_one_tick_whether_it_stays_or_moves() -> None:
     driver: Driver[str, str] = Driver(alarm, rung.put_nowait, lambda _: None)
     async with asyncio.timeout(10):
         driver.post("0.01")
-        driver.post("")  # it stays
+        driver.post("")  # the deadline stays
         assert await rung.get() == "rang"
         driver.post("60")
-        driver.post("0.01")  # it comes nearer
+        driver.post("0.01")  # the deadline moves closer
         assert await rung.get() == "rang"
         driver.post("0.01")
         driver.stop()
