@@ -162,12 +162,12 @@ class RouterConfig:
     max_queued: int = 1024  # requests waiting for a worker; beyond it, RESOURCE_EXHAUSTED
     max_in_flight_per_worker: int = 64  # dispatched to one decode worker and not finished
     default_timeout_s: float = 600.0  # for a call that carries no deadline
-    max_attempts: int = 3  # dispatches of one request
-    retry_pause_s: float = 0.05  # before the third of them, doubled before each one after it; the second is at once
+    max_attempts: int = 3  # dispatches of one request in a row that deliver no token
+    retry_pause_s: float = 0.05  # before the third of them, doubled before each later one; the second starts at once
     local_prefill_tokens: int = 48  # a prompt with at most this many uncached tokens is prefilled on the decode worker
     report_stale_s: float = 3.0  # a worker silent for longer counts as saturated
     worker_lost_s: float = 10.0  # ... and for longer than this as lost
-    worker_wait_s: float = 20.0  # a request waits this long for a decode worker to appear before UNAVAILABLE
+    worker_wait_s: float = 20.0  # a queued request fails once no decode worker has served for this long
     max_message_bytes: int = 4 * 1024 * 1024
     max_prompt_chars: int = 1_000_000
     drain_timeout_s: float = 10.0
@@ -186,7 +186,10 @@ class RouterConfig:
         )
 
     def pause_after(self, num_attempts: int) -> float:
-        """Seconds until a request is tried again that has failed so often; at most a second, or `retry_pause_s`."""
+        """Seconds from the last of `num_attempts` in a row without a token to the next attempt.
+
+        At most one second, or `retry_pause_s` where that is longer.
+        """
         if num_attempts < 2:
             return 0.0
         return min(self.retry_pause_s * 2.0 ** min(num_attempts - 2, 30), max(1.0, self.retry_pause_s))

@@ -14,6 +14,7 @@ Laws:
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,6 +54,7 @@ class RouterMachine:
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         # keys: ("request" | "wait" | "retry", request id), ("worker" | "strangers", worker id)
         self._num_arrived = 0
+        self._served_until = -math.inf  # when the last serving decode worker went away; inf while one serves
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
             events.ClientCancelled: self._on_cancelled,
@@ -115,7 +117,7 @@ class RouterMachine:
         return routed
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
-        routed.hashes = {}
+        routed.hashes, routed.queued_at = {}, now
         insort(self._queue, routed, key=lambda queued: queued.rank)
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
 
@@ -138,6 +140,7 @@ class RouterMachine:
         routed.timeline.enter(Stage.ROUTE, now)
         routed.timeline.enter(Stage.PREFILL, now)
         routed.attempts += 1
+        routed.attempts_without_token += 1
         dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
         routed.dispatch = Dispatch(dispatch_id, candidate, prefill_open=candidate.prefill_worker is not None)
         routed.last_dispatch = routed.dispatch
@@ -207,6 +210,7 @@ class RouterMachine:
         first = routed.accept(tokens)
         if len(routed.delivered) == first:
             return []
+        routed.attempts_without_token = 0
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
@@ -251,15 +255,15 @@ class RouterMachine:
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
-        # Whose tokens are out is not refused any more: it waits for room, at most until its deadline.
+        # A request that has streamed tokens waits for room until its deadline.
         waits = isinstance(error, QueueFull) and routed.under_way
-        if not error.retryable or (routed.attempts >= self._config.max_attempts and not waits):
+        if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
         actions = self._end_dispatch(routed)
         routed.failed_workers |= blamed(error, worker_id, _dispatch_of(routed).candidate)
         routed.last_error = str(error)
         routed.early.clear()
-        routed.not_before = now + self._config.pause_after(routed.attempts)
+        routed.not_before = now + self._config.pause_after(routed.attempts_without_token)
         self._deadlines.set(("retry", routed.request_id), routed.not_before)
         routed.timeline.enter(Stage.QUEUE, now)
         self._enqueue(routed, now)
@@ -319,11 +323,18 @@ class RouterMachine:
             if kind == "request":
                 stage = routed.timeline.stage.value
                 actions += self._fail(routed, DeadlineExceeded(f"the deadline passed in stage {stage}"), now)
-            elif self.workers.has_role(ServiceRole.DECODE):
-                self._deadlines.set(("wait", name), now + self._config.worker_wait_s)
             else:
-                actions += self._fail(routed, WorkerUnavailable(routed.why_no_worker), now)
+                actions += self._fail_unserved(routed, now)
         return actions
+
+    def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """Fail a queued request once no decode worker has served for `worker_wait_s`, else look again later."""
+        wait_s = self._config.worker_wait_s
+        due = max(self._served_until, routed.queued_at) + wait_s
+        if due <= now:
+            return self._fail(routed, WorkerUnavailable(routed.why_no_worker), now)
+        self._deadlines.set(("wait", routed.request_id), min(due, now + wait_s))
+        return []
 
     # ---- workers come, report and go
 
@@ -337,7 +348,15 @@ class RouterMachine:
         self.workers.join(record, event.cached_blocks)
         self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
         self._deadlines.set(("strangers", event.worker_id), now + self._config.worker_lost_s)
+        self._note_service(now)
         return actions + introduce(record, self.workers)
+
+    def _note_service(self, now: float) -> None:
+        """Call after each change of a worker."""
+        if self.workers.has_role(ServiceRole.DECODE):
+            self._served_until = math.inf
+        elif self._served_until == math.inf:
+            self._served_until = now
 
     def _look_for_strangers(self, worker_id: str, now: float) -> list[RouterAction]:
         """Who has not joined `worker_lost_s` after this worker did is not going to."""
@@ -350,10 +369,12 @@ class RouterMachine:
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
             self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
+            self._note_service(now)
         return []
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
         record = self.workers.leave(event.worker_id)
+        self._note_service(now)
         self._deadlines.cancel(("worker", event.worker_id))
         self._deadlines.cancel(("strangers", event.worker_id))
         if record is None:
@@ -382,6 +403,7 @@ class RouterMachine:
         assert self._by_dispatch.keys() == {r.dispatch.dispatch_id for r in self._requests.values() if r.dispatch}
         for record in self.workers:
             assert record.dispatched.keys() <= self._by_dispatch.keys()
+        assert (self._served_until == math.inf) == self.workers.has_role(ServiceRole.DECODE)
         self.workers.check()
 
 

@@ -47,6 +47,8 @@ class RoutedRequest:
     dispatch: Dispatch | None = None  # the current attempt; None while queued
     last_dispatch: Dispatch | None = None
     attempts: int = 0
+    attempts_without_token: int = 0  # in a row, to this moment
+    queued_at: float = 0.0
     not_before: float = 0.0  # a retry waits so long in the queue
     failed_workers: frozenset[str] = frozenset()
     followers: list[RoutedRequest] = field(default_factory=list)  # other choices, held until the first token is here

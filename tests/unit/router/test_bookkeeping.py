@@ -23,32 +23,6 @@ def test_a_request_that_is_tried_again_keeps_its_place_before_those_that_came_la
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["first#1", "first#2", "second#1"]
 
 
-def test_a_request_that_is_computed_does_not_wait_for_a_worker_any_more() -> None:
-    router = DrivenRouter()
-    router.arrive()
-    router.report("D", WorkerState.DRAINING)
-    for _ in range(25):
-        router.now += 1.0
-        router.report("P")
-        router.report("D", WorkerState.DRAINING)
-        router.pass_time(0.0)
-    assert router.now > 100.0 + CONFIG.worker_wait_s
-    assert not router.of(events.Fail)
-
-
-def test_a_request_that_waits_for_room_waits_anew_for_a_worker_when_the_last_one_goes() -> None:
-    router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1, worker_lost_s=100.0), prefill=())
-    router.arrive(request("runs", max_tokens=99), timeout_s=1000.0)
-    router.arrive(request("waits"), timeout_s=1000.0)
-    router.pass_time(2.5 * CONFIG.worker_wait_s)
-    assert not router.of(events.Fail)
-    router.post(events.WorkerLost("D", "it was taken away"))
-    router.pass_time(CONFIG.worker_wait_s + 0.1)
-    errors = {failed.request_id: str(failed.error) for failed in router.of(events.Fail)}
-    assert errors.keys() == {"runs", "waits"}
-    assert "the last attempt failed: worker D was lost" in errors["runs"]
-
-
 def test_a_prefill_worker_that_has_answered_has_room_for_the_next_prompt() -> None:
     for answer in (lambda r: r.first_token(11, "a#1"), lambda r: r.prefill_fails(LOST, "a#1")):
         router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), decode=("D1", "D2"))

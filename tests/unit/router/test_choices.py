@@ -149,14 +149,6 @@ def test_a_worker_without_room_refuses_a_call_only_until_its_first_token_is_out(
         assert failed(router) == dict.fromkeys("ab", DeadlineExceeded)
 
 
-def test_another_fault_than_a_full_queue_still_ends_it_after_so_many_attempts() -> None:
-    router = DrivenRouter(replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0), prefill=(), decode=("D1", "D2"))
-    router.arrive(request("a"))
-    router.tokens(0, 11, dispatch="a#1")
-    fail_every_attempt(router)
-    assert failed(router) == {"a": TransferFailed}
-
-
 def test_a_lost_worker_of_the_first_choice_without_another_still_answers_for_all() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b")])

@@ -100,6 +100,32 @@ def test_a_request_fails_with_its_last_error_after_max_attempts() -> None:
     assert len(router.dispatches()) == 3
 
 
+def test_a_stream_that_makes_progress_outlives_more_restarts_than_max_attempts() -> None:
+    num_restarts = 3 * CONFIG.max_attempts
+    router = DrivenRouter(prefill=())
+    router.arrive(request(max_tokens=num_restarts + 1))
+    for attempt in range(1, num_restarts + 1):
+        router.tokens(attempt - 1, 10 + attempt, dispatch=f"r#{attempt}")
+        router.decode_fails(WorkerUnavailable("restarted"), f"r#{attempt}")
+        router.report("D")
+    router.tokens(num_restarts, 99, dispatch=f"r#{num_restarts + 1}")
+    router.decoded(f"r#{num_restarts + 1}")
+    assert router.delivered() == [*range(11, 11 + num_restarts), 99]
+    assert router.only(events.Finish).outcome.attempts == num_restarts + 1
+
+
+def test_after_progress_max_attempts_without_a_token_end_the_request() -> None:
+    router = DrivenRouter(prefill=())
+    router.arrive()
+    router.tokens(0, 11)
+    for attempt in range(1, CONFIG.max_attempts + 2):
+        assert not router.of(events.Fail)
+        router.decode_fails(TransferFailed(f"fault {attempt}"), f"r#{attempt}")
+        router.report("D")
+        router.pass_time(1.0)
+    assert str(router.only(events.Fail).error) == f"fault {CONFIG.max_attempts + 1}"
+
+
 def test_an_error_that_another_attempt_cannot_mend_ends_the_request() -> None:
     router = DrivenRouter()
     router.arrive()
