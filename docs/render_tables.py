@@ -26,7 +26,7 @@ STAGE_CAUSES = {
     (Stage.QUEUE, Stage.ROUTE): "router: a decode worker has room, and a prefill worker where one is needed",
     (Stage.QUEUE, Stage.PREFILL): "worker: its first chunk is in a step",
     (Stage.QUEUE, Stage.TRANSFER): "decode worker: its target blocks are reserved",
-    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, its deadline, or no decode worker has served for `worker_wait_s`",
+    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, its deadline, or no decode worker served for `worker_wait_s`",
     (Stage.ROUTE, Stage.PREFILL): "router: both calls are open (or the one, where the decode worker prefills)",
     (Stage.PREFILL, Stage.DECODE): "router: the first token is here; worker: it is sampled",
     (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from core.errors import TandemError
 from core.handoff import OwnerState
@@ -12,22 +11,20 @@ from core.lifecycle import Stage
 from core.paths import PathState
 from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
 from router.events import Fail, Finish
+from router.machine import RouterMachine
 from router.workers import WorkerRecord, WorkerTable
 from runtime.metrics import REQUEST, Metric, Metrics, Reading
-
-if TYPE_CHECKING:
-    from router.shell import RouterShell
 
 # Of PhaseTimings, whose other two have metrics of their own.
 PHASES = ("tokenize", "router_queue", "route", "prefill_queue", "prefill", "decode")
 TRANSFER_PHASES = ("transfer", "transfer_exposed")  # where KV moved
 
 
-def readings(shell: RouterShell) -> Callable[[], Iterator[Reading]]:
+def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
     def read() -> Iterator[Reading]:
-        yield Metric.QUEUED, shell.machine.num_queued, {}
-        yield Metric.IN_FLIGHT, shell.machine.num_in_flight, {}
-        for record in list(shell.machine.workers):
+        yield Metric.QUEUED, machine.num_queued, {}
+        yield Metric.IN_FLIGHT, machine.num_in_flight, {}
+        for record in list(machine.workers):
             labels = {"worker": record.worker_id, "role": record.role.value}
             load = record.load
             for column, count in load.ledger.items():
@@ -44,7 +41,7 @@ def readings(shell: RouterShell) -> Callable[[], Iterator[Reading]]:
             yield Metric.WORKER_MALFORMED_MESSAGES, load.num_malformed_messages, labels
             yield Metric.WORKER_DROPPED_MESSAGES, load.num_dropped_messages, labels
             yield Metric.WORKER_CORRUPT_BLOCKS, load.num_corrupt_blocks, labels
-            yield from _paths(record, shell.machine.workers)
+            yield from _paths(record, machine.workers)
 
     return read
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
+from typing import assert_never
 
 from core.config import RouterConfig, TelemetryConfig
 from core.errors import DeadlineExceeded, TandemError
@@ -46,7 +47,7 @@ class RouterShell:
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
         self._streams: dict[str, ChoiceStream] = {}  # by the machine's request id
         self._num_requests = 0
-        self.metrics = Metrics(telemetry_config, readings(self))
+        self.metrics = Metrics(telemetry_config, readings(self.machine))
 
     def now(self) -> float:
         return self._driver.now()
@@ -111,8 +112,10 @@ class RouterShell:
                 self.links[worker_id] = WorkerLink(
                     endpoint, self.router_id, self.post, self._is_known, self._credentials
                 )
-        # The machine hears of every loss before a link closes: until then it may still choose one of them.
         gone = [link for worker_id, link in self.links.items() if worker_id not in wanted]
+        for link in gone:
+            link.end_watch()  # a report still on its way would let the worker join again
+        # The machine hears of every loss before a link is removed: until then it may still choose one of them.
         for link in gone:
             self.post(events.WorkerLost(link.endpoint.service_id, "the supervisor took it off the list"))
         for link in gone:
@@ -145,6 +148,8 @@ class RouterShell:
             case events.Finish() | events.Fail():
                 stream = self._end(action)
                 stream.results.put_nowait((stream, action))
+            case _:
+                assert_never(action)
 
     def _end(self, result: events.Finish | events.Fail) -> ChoiceStream:
         stream = self._streams.pop(result.request_id)

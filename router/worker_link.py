@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 import grpc
 import grpc.aio
 
-from core.errors import InvalidRequest, LayoutMismatch, TandemError, Unauthenticated, WorkerUnavailable
+from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
 from core.paths import PeerDismissed, PeerIntroduced
 from core.service import Endpoint
 from protos import codec, worker_pb2, worker_pb2_grpc
@@ -58,6 +58,10 @@ class WorkerLink:
         self._refused = ""  # why it cannot join, as it was logged
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
+    def end_watch(self) -> None:
+        """No event of the report stream follows, not even for a report that has arrived already."""
+        self._watching.cancel()
+
     async def close(self) -> None:
         introducing = [] if self._introducing is None else [self._introducing]
         await cancel_and_wait([self._watching, *introducing, *self._calls.values()])
@@ -66,6 +70,7 @@ class WorkerLink:
     # ---- reports
 
     async def _watch(self) -> None:
+        """Follow the reports until cancelled. A fault loses the worker, never the watch."""
         failures = 0
         while True:
             await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
@@ -80,15 +85,19 @@ class WorkerLink:
                     logger.error("worker %s has another cluster token than we", self.endpoint.service_id)
                 if failures >= 2:
                     self._lose(str(cause))
-            except (LayoutMismatch, InvalidRequest) as error:
+            except Exception as error:  # also a bug: another snapshot may set it right
                 if str(error) != self._refused:
-                    logger.error("worker %s cannot join: %s", self.endpoint.service_id, error)
+                    trace = None if isinstance(error, TandemError) else error
+                    logger.error("worker %s cannot join: %s", self.endpoint.service_id, error, exc_info=trace)
                 self._refused = str(error)
                 failures = len(RETRY_S)
                 self._lose(str(error))
 
     async def _follow_reports(self, patience: asyncio.Timeout) -> None:
-        """Pass on reports while they come in step. Returns where the stream has to begin anew."""
+        """Pass on reports while they come in step. Returns where the stream has to begin anew.
+
+        Raises `InvalidRequest` or `LayoutMismatch` where the worker cannot join.
+        """
         loop = asyncio.get_running_loop()
         patience.reschedule(loop.time() + CONNECT_TIMEOUT_S)
         request = worker_pb2.WatchRequest(router_id=self._router_id)
@@ -111,6 +120,8 @@ class WorkerLink:
         load = codec.decode_load(report.load)
         if first:
             snapshot = report.snapshot
+            if snapshot.worker_id != self.endpoint.service_id:  # another worker has taken over the port
+                raise InvalidRequest("worker_id", f"{self.endpoint.address} answers as {snapshot.worker_id!r}")
             return events.WorkerJoined(
                 worker_id=self.endpoint.service_id,
                 role=codec.decode_role(snapshot.role),
@@ -167,56 +178,59 @@ class WorkerLink:
     async def _call_meet_peers(self) -> None:
         while self._to_meet:
             changes, self._to_meet = self._to_meet, []
-            request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, changes))
             try:
+                request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, changes))
                 await self._worker.MeetPeers(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
-                # They connect with their first hand-off, then; and it is told again when it joins again.
+                # They connect with their first hand-off. The worker is told again when it joins again.
                 logger.info("worker %s was not told of its peers: %s", self.endpoint.service_id, error_from(error))
-        self._introducing = None  # now, and not when the loop notices that we have ended: more may come before that
+            except Exception:
+                logger.exception("worker %s was not told of its peers", self.endpoint.service_id)
+        self._introducing = None  # not in a callback of the task: more changes may come before that runs
 
     async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
-        request = worker_pb2.PrefillRequest(
-            sequence=codec.encode_sequence(action.request),
-            transfer_id=codec.encode_transfer_id(action.transfer_id),
-            reader=codec.encode_agent(action.reader),
-        )
         result: events.PrefillResult | TandemError
         try:
+            request = worker_pb2.PrefillRequest(
+                sequence=codec.encode_sequence(action.request),
+                transfer_id=codec.encode_transfer_id(action.transfer_id),
+                reader=codec.encode_agent(action.reader),
+            )
             answer = await self._prefill.Prefill(request, timeout=action.timeout_s, metadata=metadata)
             result = _decode_prefill(answer)
-        except grpc.aio.AioRpcError as error:
-            result = error_from(error)
-        except InvalidRequest as error:
-            result = _nonsense(error)
+        except Exception as error:  # noqa: BLE001 - the request waits for an answer, whatever fails
+            result = _failure(error)
         self._post(events.PrefillReturned(action.dispatch_id, result))
 
     async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
-        request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
-        if action.source is not None:
-            transfer_id, agent = action.source
-            request.transfer_id = codec.encode_transfer_id(transfer_id)
-            request.source.CopyFrom(codec.encode_agent(agent))
         result: events.DecodeResult | TandemError = TandemError("the decode worker ended the stream too early")
         try:
+            request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
+            if action.source is not None:
+                transfer_id, agent = action.source
+                request.transfer_id = codec.encode_transfer_id(transfer_id)
+                request.source.CopyFrom(codec.encode_agent(agent))
             async for response in self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata):
                 if response.HasField("finished"):
                     result = _decode_finished(response.finished)
                 else:
                     tokens = tuple(codec.decode_token(token) for token in response.tokens.tokens)
                     self._post(events.DecodeTokens(action.dispatch_id, tokens))
-        except grpc.aio.AioRpcError as error:
-            result = error_from(error)
-        except InvalidRequest as error:
-            result = _nonsense(error)
+        except Exception as error:  # noqa: BLE001 - the request waits for an answer, whatever fails
+            result = _failure(error)
         self._post(events.DecodeReturned(action.dispatch_id, result))
 
 
-def _nonsense(error: InvalidRequest) -> TandemError:
-    """A worker of another version, perhaps. It is no fault of the client's, and not the only worker."""
-    return WorkerUnavailable(f"the worker's answer cannot be read: {error}")
+def _failure(error: Exception) -> TandemError:
+    """What the machine is told of a call that failed."""
+    if isinstance(error, grpc.RpcError):
+        return error_from(error)
+    if isinstance(error, InvalidRequest):  # perhaps the worker has another version; the next worker may not
+        return WorkerUnavailable(f"the worker's answer cannot be read: {error}")
+    logger.error("a call to a worker failed in the router", exc_info=error)
+    return TandemError(f"a call to a worker failed in the router: {type(error).__name__}")
 
 
 def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 from core.config import RouterConfig
 from core.errors import TandemError, WorkerUnavailable
@@ -98,7 +98,7 @@ class RouterNode:
 
     # ---- acting
 
-    def _perform(self, action: Any) -> None:
+    def _perform(self, action: events.RouterAction) -> None:
         match action:
             case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s):
                 self._world.note(f"router: prefill {dispatch_id} on {worker_id}")
@@ -129,6 +129,8 @@ class RouterNode:
             case events.Fail(request_id, error, _):
                 self._world.note(f"client: {request_id} failed, {type(error).__name__}: {error}")
                 self._oracle.failed(request_id, error, self._world.now)
+            case _:
+                assert_never(action)
 
     def _introduce(self, node: WorkerNode, changes: tuple[PeerIntroduced | PeerDismissed, ...]) -> None:
         line = (f"introductions to {node.agent.name}", "")

@@ -1,5 +1,5 @@
-"""The router's line to a worker: news of the fleet is told in order, one call at a time, and none is left behind. What
-a worker of another version says is an error with an end, and no silence."""
+"""The router's line to a worker: changes of the fleet are told in order, one call at a time. Every fault of a call, a
+report or the router itself ends in an event for the machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from core.paths import PeerDismissed
 from core.request import Request, SamplingParams
 from core.service import Endpoint
 from protos import worker_pb2
-from router.events import DecodeReturned, PrefillReturned, StartDecode, StartPrefill, WorkerLost
+from router.events import DecodeReturned, PrefillReturned, StartDecode, StartPrefill, WorkerJoined, WorkerLost
 from router.worker_link import WorkerLink
 from runtime.security import OPEN
 from tests.support.driven_worker import address
+from tests.unit.router.fake_reports import Reports, snapshot
 
 UNHEARD_OF: Any = 99  # a value that a later version may have given a meaning
 
@@ -33,7 +34,7 @@ class Worker:
         self.and_then: list[list[PeerDismissed]] = []
         self.link: WorkerLink | None = None
         self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
-        self.reports: list[worker_pb2.WorkerReport] = []
+        self.reports = Reports()
 
     async def MeetPeers(self, request: worker_pb2.MeetPeersRequest, **_: object) -> worker_pb2.MeetPeersResponse:
         self.told.append([change.gone for change in request.changes])
@@ -49,25 +50,7 @@ class Worker:
         yield worker_pb2.DecodeResponse(finished=worker_pb2.DecodeFinished(finish_reason=UNHEARD_OF))
 
     def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
-        return Reports(self.reports)
-
-
-class Reports:
-    """A stream of them, as grpc.aio has it."""
-
-    def __init__(self, reports: list[worker_pb2.WorkerReport]) -> None:
-        self._reports = iter(reports)
-
-    def __aiter__(self) -> Reports:
-        return self
-
-    async def __anext__(self) -> worker_pb2.WorkerReport:
-        for report in self._reports:
-            return report
-        return await asyncio.Future()  # it has nothing more to say
-
-    def cancel(self) -> None:
-        pass
+        return self.reports
 
 
 @pytest_asyncio.fixture
@@ -105,14 +88,68 @@ async def test_an_answer_that_cannot_be_read_ends_its_call_and_another_worker_ma
         assert "finish_reason: 99 is not a FinishReason" in str(event.result)
 
 
-async def test_a_worker_whose_snapshot_cannot_be_read_is_told_of_and_watched_on(
-    worker: Worker, caplog: pytest.LogCaptureFixture
+async def test_an_unexpected_exception_in_a_call_ends_the_call_with_an_error_that_nobody_retries(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert worker.link is not None
-    load = worker_pb2.LoadReport(state=worker_pb2.WORKER_STATE_SERVING)
-    worker.reports = [worker_pb2.WorkerReport(snapshot=worker_pb2.WorkerSnapshot(role=UNHEARD_OF), load=load)]
+    monkeypatch.setattr("protos.codec.encode_sequence", lambda _: 1 // 0)
+    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0), [])
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0), [])
+    async with asyncio.timeout(5):
+        ended = [await worker.posted.get(), await worker.posted.get()]
+    for event in ended:
+        assert not event.result.retryable
+        assert str(event.result) == "a call to a worker failed in the router: ZeroDivisionError"
+
+
+async def test_an_unexpected_exception_in_an_introduction_does_not_stop_the_next_one(worker: Worker) -> None:
+    assert worker.link is not None
+    nonsense: Any = "no change of a peer"
+    worker.link.introduce([nonsense])
+    await asyncio.sleep(0)
+    worker.link.introduce([PeerDismissed("a")])
+    async with asyncio.timeout(5):
+        while not worker.told:
+            await asyncio.sleep(0)
+    assert worker.told == [["a"]]
+
+
+def unreadable_snapshot() -> worker_pb2.WorkerReport:
+    report = snapshot("w")
+    report.snapshot.role = UNHEARD_OF
+    return report
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (unreadable_snapshot(), "role: 99 is not a WorkerRole"),
+        (snapshot("other"), "worker_id: 127.0.0.1:1 answers as 'other'"),
+    ],
+    ids=["that cannot be read", "of another worker"],
+)
+async def test_a_snapshot_is_refused_and_the_worker_is_watched_on(
+    worker: Worker, caplog: pytest.LogCaptureFixture, report: worker_pb2.WorkerReport, why: str
+) -> None:
+    assert worker.link is not None
+    worker.reports.put(report)
     with caplog.at_level(logging.ERROR):
         async with asyncio.timeout(5):
             assert isinstance(await worker.posted.get(), WorkerLost)
-    assert [record.getMessage() for record in caplog.records] == ["worker w cannot join: role: 99 is not a WorkerRole"]
+    assert [record.getMessage() for record in caplog.records] == [f"worker w cannot join: {why}"]
     assert not worker.link._watching.done()
+
+
+async def test_an_unexpected_exception_in_the_watch_loses_the_worker_and_the_next_snapshot_joins_it_again(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
+    worker.reports.put(snapshot("w"))
+    with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
+        broken.setattr("protos.codec.decode_load", lambda _: 1 // 0)
+        async with asyncio.timeout(5):
+            assert isinstance(await worker.posted.get(), WorkerLost)
+    assert "Traceback" in caplog.text
+    worker.reports.put(snapshot("w"))
+    async with asyncio.timeout(5):
+        assert isinstance(await worker.posted.get(), WorkerJoined)

@@ -1,0 +1,36 @@
+"""A worker's report stream in the hands of a test."""
+
+from __future__ import annotations
+
+import asyncio
+
+from core.lifecycle import ServiceRole
+from protos import codec, worker_pb2
+from tests.support.driven_worker import address
+
+
+class Reports:
+    """As grpc.aio has a stream: the reports that the test puts in, without an end."""
+
+    def __init__(self) -> None:
+        self._reports: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
+
+    def put(self, report: worker_pb2.WorkerReport) -> None:
+        self._reports.put_nowait(report)
+
+    def __aiter__(self) -> Reports:
+        return self
+
+    async def __anext__(self) -> worker_pb2.WorkerReport:
+        return await self._reports.get()
+
+    def cancel(self) -> None:
+        pass
+
+
+def snapshot(worker_id: str, role: ServiceRole = ServiceRole.DECODE) -> worker_pb2.WorkerReport:
+    """The first report of a serving worker."""
+    report = worker_pb2.WorkerReport(load=worker_pb2.LoadReport(state=worker_pb2.WORKER_STATE_SERVING))
+    report.snapshot.worker_id, report.snapshot.role = worker_id, codec.ROLE_TO_WIRE[role]
+    report.snapshot.agent.CopyFrom(codec.encode_agent(address(worker_id)))
+    return report

@@ -1,0 +1,88 @@
+"""The shell around the router's machine: a worker that is taken off the list stays away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from core.config import RouterConfig, TelemetryConfig
+from core.lifecycle import ServiceRole
+from protos import worker_pb2
+from router.shell import RouterShell
+from runtime.security import OPEN
+from runtime.service import Endpoint
+from runtime.telemetry import Telemetry
+from tests.unit.router.fake_reports import Reports, snapshot
+
+ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}
+
+
+def endpoint(worker_id: str) -> Endpoint:
+    return Endpoint(worker_id, "127.0.0.1:1", ROLES[worker_id])
+
+
+class Worker:
+    """What the router asks of a worker before the first request."""
+
+    def __init__(self) -> None:
+        self.reports = Reports()
+        self.watched = asyncio.Event()
+
+    def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
+        self.watched.set()
+        return self.reports
+
+    async def MeetPeers(self, _: worker_pb2.MeetPeersRequest, **__: object) -> worker_pb2.MeetPeersResponse:
+        return worker_pb2.MeetPeersResponse()
+
+
+@pytest_asyncio.fixture
+async def shell() -> AsyncIterator[RouterShell]:
+    telemetry = TelemetryConfig()
+    shell = RouterShell(RouterConfig(), frozenset(), Telemetry(telemetry, "router"), telemetry, OPEN)
+    yield shell
+    await shell.close_links()
+    shell.metrics.close()
+
+
+async def watch(shell: RouterShell, *worker_ids: str) -> list[Worker]:
+    await shell.set_workers([endpoint(worker_id) for worker_id in worker_ids])
+    workers = [Worker() for _ in worker_ids]
+    for worker_id, worker in zip(worker_ids, workers, strict=True):
+        shell.links[worker_id]._worker = worker
+    async with asyncio.timeout(5):
+        for worker in workers:
+            await worker.watched.wait()
+    await turn_the_loop()  # each watch waits for its first report
+    return workers
+
+
+async def turn_the_loop() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_worker_that_leaves_while_its_first_snapshot_is_on_its_way_does_not_join(shell: RouterShell) -> None:
+    prefill, decode = await watch(shell, "p", "d")
+    prefill.reports.put(snapshot("p", ServiceRole.PREFILL))
+    await turn_the_loop()
+    decode.reports.put(snapshot("d"))  # its watch runs in the next turn of the loop
+    await shell.set_workers([endpoint("p")])
+    await turn_the_loop()
+    assert [record.worker_id for record in shell.machine.workers] == ["p"]
+    await shell.set_workers([])
+    assert list(shell.machine.workers) == []
+    assert not shell.failure.done()
+
+
+async def test_a_fault_in_performing_an_action_ends_the_router(shell: RouterShell) -> None:
+    prefill, decode = await watch(shell, "p", "d")
+    prefill.reports.put(snapshot("p", ServiceRole.PREFILL))
+    await turn_the_loop()
+    link = shell.links.pop("p")  # the action that tells p of d finds no link
+    decode.reports.put(snapshot("d"))
+    async with asyncio.timeout(5):
+        assert isinstance(await shell.failure, KeyError)
+    await link.close()
