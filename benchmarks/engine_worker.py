@@ -22,7 +22,6 @@ import numpy as np
 from benchmarks import floors
 from core.block_pool import BlockPool
 from core.config import EngineConfig, SchedulerConfig
-from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.step import ScheduledChunk, TokenEvent
@@ -117,7 +116,7 @@ class Worker:
 
     def keep(self, batch: int) -> dict[str, Any]:
         for sequence in list(self.core.scheduler.running)[batch:]:
-            self.core.scheduler.abort(sequence.sequence_id, FinishReason.CANCELLED)
+            self.core.scheduler.abort(sequence.sequence_id)
         return {}
 
     def steps(self, count: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Where a request's time went, drawn: one bar per phase, all on one time axis.
 
-tokenize | queue | route | prefill ......| first token
-                             transfer ......... (hidden behind prefill, but for its exposed end)
-                                         | decode ..................
+tokenize | queue | prefill ......| first token
+                     transfer ......... (hidden behind prefill, except for its exposed end)
+                                 | decode ..................
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ class Phase:
 def phases(timings: inference_pb2.PhaseTimings) -> list[Phase]:
     """In the order in which they begin to matter to the caller.
 
-    The router and the workers measure on clocks of their own. What lies between is placed by what must follow what:
-    prefill after routing, the end of the transfer `transfer_exposed_ms` after the end of prefill.
+    The router and the workers measure on clocks of their own. A phase starts where the one that it must follow ends:
+    prefill after the queues, the end of the transfer `transfer_exposed_ms` after the end of prefill.
     """
     queue_at = timings.tokenize_ms
-    route_at = queue_at + timings.router_queue_ms
-    prefill_queue_at = route_at + timings.route_ms
+    prefill_queue_at = queue_at + timings.router_queue_ms
     prefill_at = prefill_queue_at + timings.prefill_queue_ms
     prefill_end = prefill_at + timings.prefill_ms
     transfer_at = max(prefill_queue_at, prefill_end + timings.transfer_exposed_ms - timings.transfer_ms)
     return [
         Phase("tokenize", 0.0, timings.tokenize_ms),
         Phase("queue", queue_at, timings.router_queue_ms + timings.prefill_queue_ms),
-        Phase("route", route_at, timings.route_ms),
         Phase("prefill", prefill_at, timings.prefill_ms),
         Phase("first token", 0.0, timings.first_token_ms),
         Phase("transfer", transfer_at, timings.transfer_ms),

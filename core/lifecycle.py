@@ -1,6 +1,6 @@
 """The stages of a request's life: one list, used by router, workers, spans and the simulator.
 
-The router walks a request through TOKENIZE -> QUEUE -> ROUTE -> PREFILL -> DECODE; a worker walks its sequence through
+The router walks a request through TOKENIZE -> QUEUE -> PREFILL -> DECODE; a worker walks its sequence through
 QUEUE -> (TRANSFER | PREFILL) -> DECODE. `NEXT_STAGES` is the law; docs/lifecycle.md is drawn from it.
 """
 
@@ -13,7 +13,6 @@ from enum import Enum
 class Stage(Enum):
     TOKENIZE = "tokenize"  # text to token ids, validation
     QUEUE = "queue"  # waiting to be admitted
-    ROUTE = "route"  # choosing the pair of workers
     PREFILL = "prefill"  # computing the prompt, up to the first token
     TRANSFER = "transfer"  # KV blocks on their way to the decode worker
     DECODE = "decode"  # from the first token to the last
@@ -22,8 +21,7 @@ class Stage(Enum):
 
 NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
     Stage.TOKENIZE: frozenset({Stage.QUEUE, Stage.FINISHED}),
-    Stage.QUEUE: frozenset({Stage.ROUTE, Stage.PREFILL, Stage.TRANSFER, Stage.FINISHED}),
-    Stage.ROUTE: frozenset({Stage.PREFILL}),
+    Stage.QUEUE: frozenset({Stage.PREFILL, Stage.TRANSFER, Stage.FINISHED}),
     Stage.PREFILL: frozenset({Stage.DECODE, Stage.QUEUE, Stage.FINISHED}),
     Stage.TRANSFER: frozenset({Stage.DECODE}),
     Stage.DECODE: frozenset({Stage.QUEUE, Stage.FINISHED}),
@@ -32,13 +30,11 @@ NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; exactly one per request."""
+    """Why a sequence ended; exactly one per sequence."""
 
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
     LENGTH = "length"  # max_tokens or the context is used up
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ERROR = "error"
+    ERROR = "error"  # aborted, or its step failed; the client sees the gRPC status of the call instead
     HANDOFF = "handoff"  # a prefill worker's sequence ended with its first token; never seen by a client
 
 

@@ -74,12 +74,12 @@ class Scheduler:
                 "max_tokens", f"{num_tokens} tokens need more than the pool's {self.pool.num_blocks} KV blocks"
             )
 
-    def abort(self, sequence_id: str, reason: FinishReason) -> bool:
+    def abort(self, sequence_id: str) -> bool:
         """End a sequence now. False where it is not here (any more)."""
         sequence = self._by_id.get(sequence_id)
         if sequence is None or sequence.finish_reason is not None:
             return False
-        self._finish(sequence, reason)
+        self._finish(sequence, FinishReason.ERROR)
         return True
 
     def get(self, sequence_id: str) -> Sequence | None:

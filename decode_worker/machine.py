@@ -300,7 +300,7 @@ class DecodeMachine:
         """End an open call early. A pull under way keeps its target blocks until its reads have ended."""
         if request_id not in self._calls:
             return []
-        self.core.scheduler.abort(request_id, FinishReason.ERROR)
+        self.core.scheduler.abort(request_id)
         actions = self._fail_call(request_id, error)
         for pull in list(self._pulls.values()):
             if pull.sequence.sequence_id == request_id:

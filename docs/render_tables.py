@@ -23,11 +23,9 @@ DOCS = Path(__file__).resolve().parent
 STAGE_CAUSES = {
     (Stage.TOKENIZE, Stage.QUEUE): "router: the prompt is valid token ids",
     (Stage.TOKENIZE, Stage.FINISHED): "router: refused on arrival, by a full queue or for its length",
-    (Stage.QUEUE, Stage.ROUTE): "router: a decode worker has room, and a prefill worker where one is needed",
-    (Stage.QUEUE, Stage.PREFILL): "worker: its first chunk is in a step",
+    (Stage.QUEUE, Stage.PREFILL): "router: workers with room are chosen; worker: the first chunk is in a step",
     (Stage.QUEUE, Stage.TRANSFER): "decode worker: its target blocks are reserved",
     (Stage.QUEUE, Stage.FINISHED): "router: cancelled, its deadline, or no decode worker served for `worker_wait_s`",
-    (Stage.ROUTE, Stage.PREFILL): "router: both calls are open (or the one, where the decode worker prefills)",
     (Stage.PREFILL, Stage.DECODE): "router: the first token is here; worker: it is sampled",
     (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",
     (Stage.PREFILL, Stage.FINISHED): "router: cancelled, its deadline, or an error that trying again cannot mend",

@@ -256,7 +256,7 @@ class PrefillMachine:
         call = self._calls.pop(request_id, None) or self._held.pop(request_id, None)
         if call is None:
             return []
-        self.core.scheduler.abort(request_id, FinishReason.ERROR)
+        self.core.scheduler.abort(request_id)
         self.core.dismiss(request_id)
         aborted = self.transfers.abort_offer(call.transfer_id, AbortReason.PREFILL_FAILED)
         return [*self._absorb(aborted), PrefillFailed(request_id, error)]

@@ -20,7 +20,6 @@ PROVIDER = "tandem"  # as the semantic conventions for generative AI want one na
 SPAN_OF_STAGE = {
     Stage.TOKENIZE: SpanName.ROUTER_TOKENIZE,
     Stage.QUEUE: SpanName.ROUTER_QUEUE,
-    Stage.ROUTE: SpanName.ROUTER_ROUTE,
     Stage.PREFILL: SpanName.ROUTER_PREFILL,
     Stage.DECODE: SpanName.ROUTER_DECODE,
 }
@@ -155,7 +154,6 @@ def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTiming
     return inference_pb2.PhaseTimings(
         tokenize_ms=timeline.seconds_in(Stage.TOKENIZE) * 1e3,
         router_queue_ms=timeline.seconds_in(Stage.QUEUE) * 1e3,
-        route_ms=timeline.seconds_in(Stage.ROUTE) * 1e3,
         prefill_queue_ms=0.0 if computed is None else computed.queue_s * 1e3,
         prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
         first_token_ms=outcome.first_token_s * 1e3,

@@ -16,7 +16,7 @@ from router.workers import WorkerRecord, WorkerTable
 from runtime.metrics import REQUEST, Metric, Metrics, Reading
 
 # Of PhaseTimings, whose other two have metrics of their own.
-PHASES = ("tokenize", "router_queue", "route", "prefill_queue", "prefill", "decode")
+PHASES = ("tokenize", "router_queue", "prefill_queue", "prefill", "decode")
 TRANSFER_PHASES = ("transfer", "transfer_exposed")  # where KV moved
 
 

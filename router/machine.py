@@ -1,8 +1,8 @@
 """The router: admits requests, chooses their workers, joins the two calls into one stream, and ends each request once.
 
-    RequestArrived -> QUEUE -> ROUTE -> PREFILL -> DECODE -> Finish
-                        ^                  |          |
-                        +--- a call failed, and trying again can help
+    RequestArrived -> QUEUE -> PREFILL -> DECODE -> Finish
+                        ^         |          |
+                        +---------+----------+   a call failed, and trying again can help
 
 Each choice of a call is a request here. All but the first are held in QUEUE until that one has a token.
 
@@ -137,7 +137,6 @@ class RouterMachine:
 
     def _dispatch(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
         self._deadlines.cancel(("wait", routed.request_id))
-        routed.timeline.enter(Stage.ROUTE, now)
         routed.timeline.enter(Stage.PREFILL, now)
         routed.attempts += 1
         routed.attempts_without_token += 1

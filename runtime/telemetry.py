@@ -41,7 +41,6 @@ class SpanName(Enum):
     REQUEST = "tandem.request"  # root: one choice of one Generate call, arrival to last token; or a refused call
     ROUTER_TOKENIZE = "router.tokenize"
     ROUTER_QUEUE = "router.queue"
-    ROUTER_ROUTE = "router.route"
     ROUTER_PREFILL = "router.prefill"  # dispatch to first token, as the router sees it
     ROUTER_DECODE = "router.decode"  # first token to last
     ROUTER_RESPOND = "router.respond"  # the outcome is known, until the client has been written its last message

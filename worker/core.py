@@ -13,7 +13,7 @@ from core.deadlines import Deadlines
 from core.errors import InvalidRequest, TandemError
 from core.handoff import OwnerState
 from core.ledger import Claim, SequenceState
-from core.lifecycle import FinishReason, Stage, Timeline, WorkerState
+from core.lifecycle import Stage, Timeline, WorkerState
 from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Rank, Sequence
@@ -78,7 +78,7 @@ class WorkerCore:
 
     def refuse(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` where that succeeded."""
-        self.scheduler.abort(sequence.sequence_id, FinishReason.ERROR)
+        self.scheduler.abort(sequence.sequence_id)
         self.dismiss(sequence.sequence_id)
 
     def next_step(self, now: float, admit_before: Rank | None = None) -> list[RunStep]:

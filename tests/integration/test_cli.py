@@ -140,7 +140,7 @@ async def test_demo_says_paris_and_takes_every_question_through_both_pools() -> 
     assert code == 0, out + err
     assert "Paris" in out
     assert out.count("disaggregated: prefill-0") == 3
-    for phase in ("tokenize", "queue", "route", "prefill", "first token", "transfer", "decode"):
+    for phase in ("tokenize", "queue", "prefill", "first token", "transfer", "decode"):
         assert out.count(f"  {phase} ") == 3, phase
     assert "everything is stopped" in out
 

@@ -41,7 +41,7 @@ async def test_every_stage_of_every_process_is_a_child_of_one_root(traced: tuple
     root = roots[0]
     children = [span for span in spans if span is not root]
     assert {span["name"] for span in children} == {
-        "router.tokenize", "router.queue", "router.route", "router.prefill", "router.decode", "router.respond",
+        "router.tokenize", "router.queue", "router.prefill", "router.decode", "router.respond",
         "prefill_worker.queue", "prefill_worker.prefill",
         "decode_worker.queue", "decode_worker.transfer", "decode_worker.decode",
     }  # fmt: skip

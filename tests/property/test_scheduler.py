@@ -123,9 +123,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, pick: int) -> None:
         sequence = list(self.sequences.values())[pick % len(self.sequences)]
         alive = sequence.finish_reason is None
-        assert self.scheduler.abort(sequence.sequence_id, FinishReason.CANCELLED) == alive
-        assert not self.scheduler.abort(sequence.sequence_id, FinishReason.DEADLINE)
-        assert sequence.finish_reason is FinishReason.CANCELLED
+        assert self.scheduler.abort(sequence.sequence_id) == alive
+        assert not self.scheduler.abort(sequence.sequence_id)
+        assert sequence.finish_reason is FinishReason.ERROR
         if self.scheduler.get(sequence.sequence_id) is None:
             del self.sequences[sequence.sequence_id]
 

@@ -6,7 +6,7 @@ from cli.waterfall import BAR, SLIVER, draw, phases
 from protos import inference_pb2
 
 TIMINGS = inference_pb2.PhaseTimings(
-    tokenize_ms=2, router_queue_ms=3, route_ms=1, prefill_queue_ms=4, prefill_ms=80, first_token_ms=95, transfer_ms=70,
+    tokenize_ms=2, router_queue_ms=4, prefill_queue_ms=4, prefill_ms=80, first_token_ms=95, transfer_ms=70,
     transfer_exposed_ms=10, decode_ms=105, total_ms=200,
 )  # fmt: skip
 
@@ -16,7 +16,7 @@ def starts() -> dict[str, float]:
 
 
 def test_what_must_follow_follows() -> None:
-    assert starts()["route"] == 5
+    assert starts()["queue"] == 2
     assert starts()["prefill"] == 10
     assert starts()["decode"] == 95
 
@@ -43,4 +43,4 @@ def test_a_phase_too_short_for_a_column_still_leaves_a_mark_and_one_that_did_not
 
 
 def test_a_request_that_took_no_time_is_drawn_too() -> None:
-    assert len(draw(inference_pb2.PhaseTimings())) == 7
+    assert len(draw(inference_pb2.PhaseTimings())) == 6

@@ -74,12 +74,12 @@ def test_a_timeline_takes_the_steps_of_the_table_and_no_others(before: Stage, af
 
 
 def test_the_stages_of_a_timeline_add_up_to_its_whole_length() -> None:
-    steps = [(Stage.QUEUE, 1.5), (Stage.ROUTE, 2.0), (Stage.PREFILL, 2.25), (Stage.QUEUE, 4.0), (Stage.PREFILL, 4.5)]
+    steps = [(Stage.QUEUE, 1.5), (Stage.PREFILL, 2.25), (Stage.QUEUE, 4.0), (Stage.PREFILL, 4.5)]
     timeline = Timeline(Stage.TOKENIZE, entered_at=1.0)
     for stage, now in [*steps, (Stage.DECODE, 5.0), (Stage.FINISHED, 8.0)]:
         timeline.enter(stage, now)
     assert timeline.seconds_in(Stage.TOKENIZE) == 0.5
-    assert timeline.seconds_in(Stage.QUEUE) == 0.5 + 0.5
+    assert timeline.seconds_in(Stage.QUEUE) == 0.75 + 0.5
     assert timeline.seconds_in(Stage.PREFILL) == 1.75 + 0.5
     assert timeline.seconds_in(Stage.TRANSFER) == 0.0
     assert sum(timeline.seconds_in(stage) for stage in Stage) == 8.0 - 1.0

@@ -37,7 +37,7 @@ def test_an_aborted_sequence_keeps_its_blocks_until_the_step_in_flight_has_ended
     driven = Driven()
     sequence = driven.add("aborted", range(1, 8))
     plan = driven.begin()
-    assert driven.scheduler.abort("aborted", FinishReason.CANCELLED)
+    assert driven.scheduler.abort("aborted")
     assert driven.pool.ledger()[Column.HELD] == len(sequence.block_table) == 2
     assert driven.end(plan) == [], "no token comes after the end"
     assert driven.pool.ledger()[Column.HELD] == 0
@@ -49,7 +49,7 @@ def test_an_aborted_sequence_that_is_not_in_the_step_leaves_at_once() -> None:
     driven.add("running", [1])
     driven.add_pulled("waiting", range(1, 8), arrival=5)
     plan = driven.begin()
-    assert driven.scheduler.abort("waiting", FinishReason.DEADLINE)
+    assert driven.scheduler.abort("waiting")
     assert driven.scheduler.get("waiting") is None
     assert driven.pool.ledger()[Column.HELD] == 1
     driven.end(plan)
@@ -59,9 +59,9 @@ def test_what_ended_cannot_be_aborted_again() -> None:
     driven = Driven()
     driven.add("a", [1])
     driven.begin()
-    assert driven.scheduler.abort("a", FinishReason.CANCELLED)
-    assert not driven.scheduler.abort("a", FinishReason.DEADLINE)
-    assert not driven.scheduler.abort("unknown", FinishReason.CANCELLED)
+    assert driven.scheduler.abort("a")
+    assert not driven.scheduler.abort("a")
+    assert not driven.scheduler.abort("unknown")
 
 
 def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
@@ -69,7 +69,7 @@ def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
     for name in ("a", "b", "c"):
         driven.add(name, range(1, 8))
     driven.begin()
-    driven.scheduler.abort("b", FinishReason.CANCELLED)
+    driven.scheduler.abort("b")
     failed = driven.scheduler.fail_step()
     assert [(s.sequence_id, s.finish_reason) for s in failed] == [("a", FinishReason.ERROR)]
     assert driven.pool.ledger()[Column.HELD] == 0

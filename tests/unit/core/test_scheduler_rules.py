@@ -52,7 +52,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
     for name in ("a", "b", "c"):
         driven.add(name, [1, 2])
     assert driven.step().keys() == {"a", "b"}
-    driven.scheduler.abort("a", FinishReason.CANCELLED)
+    driven.scheduler.abort("a")
     assert driven.step().keys() == {"b", "c"}
 
 

@@ -54,7 +54,7 @@ def test_the_outcome_tells_what_the_prefill_worker_found_in_its_cache() -> None:
     assert outcome.prefill == found
     assert outcome.cached_tokens == 4
     assert [stage for stage, _, _ in outcome.timeline.history] == [
-        Stage.TOKENIZE, Stage.QUEUE, Stage.ROUTE, Stage.PREFILL, Stage.DECODE,
+        Stage.TOKENIZE, Stage.QUEUE, Stage.PREFILL, Stage.DECODE,
     ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ FULL = replace(CONFIG, max_in_flight_per_worker=1, report_stale_s=1000.0, worker
 
 
 def queued_behind_a_full_worker() -> DrivenRouter:
-    """ "runs" occupies the only decode worker; "waits" has been queued for longer than `worker_wait_s`."""
+    """Request `runs` fills the only decode worker. Request `waits` is queued for longer than `worker_wait_s`."""
     router = DrivenRouter(FULL, prefill=())
     router.arrive(request("runs", max_tokens=99), timeout_s=1000.0)
     router.arrive(request("waits"), timeout_s=1000.0)
