@@ -9,10 +9,10 @@ import pytest_asyncio
 
 from core.config import RouterConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
+from core.service import Endpoint
 from protos import worker_pb2
 from router.shell import RouterShell
 from runtime.security import OPEN
-from runtime.service import Endpoint
 from runtime.telemetry import Telemetry
 from tests.unit.router.fake_reports import Reports, snapshot
 
