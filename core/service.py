@@ -13,6 +13,11 @@ from typing import Protocol
 from core.lifecycle import ServiceRole
 
 
+def join_address(host: str, port: int | str) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The name and the address of a started service."""

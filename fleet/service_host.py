@@ -15,10 +15,11 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.errors import TandemError
-from core.service import Endpoint, RouterControl, Scale, Service
+from core.lifecycle import ServiceRole
+from core.service import Endpoint, RouterControl, Scale, Service, join_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,9 @@ SWITCH_INTERVAL_S = 1e-4
 # Ray writes the standard error of each process into a file.
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+# A server that listens on every address of its machine -> the loopback address where the same machine reaches it.
+LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
 # A module-level function, or a functools.partial of one, because it is pickled by name.
 ServiceFactory = Callable[[Placement], Service]
 
@@ -48,6 +52,14 @@ ServiceFactory = Callable[[Placement], Service]
 class StartFault:
     reason: str  # one line
     permanent: bool  # the same start would fail every time
+
+
+def reachable(endpoint: Endpoint, host: str) -> Endpoint:
+    """A worker's endpoint as routers dial it; `host` as in `Placement`. Clients see a router's as configured."""
+    listening, _, port = endpoint.address.rpartition(":")
+    if endpoint.role is ServiceRole.ROUTER or listening not in LOOPBACK_OF:
+        return endpoint
+    return replace(endpoint, address=join_address(host or LOOPBACK_OF[listening], port))
 
 
 class ServiceHost:
@@ -65,7 +77,7 @@ class ServiceHost:
         try:
             build: ServiceFactory = pickle.loads(factory)
             self._service = build(placement)
-            return await self._service.start()
+            return reachable(await self._service.start(), placement.host)
         except TandemError as error:
             traceback.print_exc(file=sys.stderr)
             return StartFault(str(error), permanent=not error.retryable)

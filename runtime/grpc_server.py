@@ -25,6 +25,7 @@ from core.errors import (
     Unauthenticated,
     WorkerUnavailable,
 )
+from core.service import join_address
 from runtime.security import OPEN, TOKEN_KEY, Credentials, ServerRules
 
 STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
@@ -132,7 +133,7 @@ class GrpcServer:
     async def start(self) -> str:
         """Bind and serve. Returns host:port. Raises `ConfigError` where that cannot be."""
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-        where = f"{self._host}:{self._port}"
+        where = join_address(self._host, self._port)
         try:
             bound = (
                 self._server.add_insecure_port(where)
@@ -145,7 +146,7 @@ class GrpcServer:
             raise ConfigError(f"cannot listen on {where}: the port is taken, or this machine has no such address")
         await self._server.start()
         await self.set_serving(True)
-        return f"{self._host}:{bound}"
+        return join_address(self._host, bound)
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
