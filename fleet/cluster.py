@@ -18,12 +18,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, Scale
+from core.service import Endpoint
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import Member
 from fleet.ray_head import RayHead
@@ -34,6 +35,7 @@ NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
 OBJECT_STORE_BYTES = 80 * 1024 * 1024  # close to the least that Ray accepts; no request uses it
 JOIN_TIMEOUT_S = 5.0
+SCALE_TIMEOUT_S = 5.0
 
 # Read by Ray when it is imported.
 RAY_ENVIRONMENT = {
@@ -54,8 +56,9 @@ class HostActor(ServiceHost):
         return str(ray.get_runtime_context().get_node_id())
 
     async def start_placed(
-        self, factory: bytes, member: Member, address: str, config: ClusterConfig, seat: Seat
+        self, factory: bytes, member: Member, address: str, config: ClusterConfig, seat: Seat, supervisor: Any
     ) -> Endpoint | StartFault:
+        """`supervisor` is the handle of the actor that calls."""
         import ray
 
         node_id = await self.machine()
@@ -69,7 +72,7 @@ class HostActor(ServiceHost):
             host=node["NodeManagerAddress"] if config.address else "",
             address=address,
             num_threads=max(1, len(cores)),
-            scale=_ask_supervisor if is_router else None,
+            scale=partial(scale_fleet, supervisor) if is_router else None,
             cores=cores,
         )
         return await self.start(factory, placement)
@@ -93,8 +96,11 @@ class RayHost:
         return machine
 
     async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
+        import ray
+
         factory = pickle.dumps(self._spec.factory(self._member.role))
-        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, seat)
+        supervisor = ray.get_runtime_context().current_actor
+        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, seat, supervisor)
         result: Endpoint | StartFault = await self._finish(call)
         return result
 
@@ -143,15 +149,20 @@ async def _alive(call: Any) -> Any:
         raise HostDied(f"its process ended; its log is in {_log_dir()}") from error
 
 
-async def _ask_supervisor(prefill: int | None, decode: int | None) -> tuple[int, int]:
-    """Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` where no supervisor is alive."""
+async def scale_fleet(supervisor: Any, prefill: int | None, decode: int | None) -> tuple[int, int]:
+    """A `core.service.Scale`, bound to the handle of a supervisor: looking up an actor by name would block the loop.
+
+    Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` where the supervisor is dead or silent.
+    """
     import ray
 
     try:
-        supervisor = ray.get_actor(SUPERVISOR_NAME, namespace=NAMESPACE)
-        answer: tuple[int, int] | Refusal = await supervisor.scale.remote(prefill, decode)
-    except (ValueError, ray.exceptions.RayActorError) as error:
+        async with asyncio.timeout(SCALE_TIMEOUT_S):
+            answer: tuple[int, int] | Refusal = await supervisor.scale.remote(prefill, decode)
+    except ray.exceptions.RayActorError as error:
         raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
+    except TimeoutError as error:
+        raise WorkerUnavailable(f"the fleet's supervisor does not answer within {SCALE_TIMEOUT_S:g} s") from error
     if isinstance(answer, Refusal):
         raise InvalidRequest(answer.field, answer.message)
     return answer
@@ -162,8 +173,6 @@ class Cluster:
 
     What is slow and needs no Ray is best done between the two, for a Ray of our own starts meanwhile.
     """
-
-    scale: Scale = staticmethod(_ask_supervisor)
 
     def __init__(self, address: str = "", head: RayHead | None = None) -> None:
         self._address = address  # empty: the head's
@@ -223,6 +232,10 @@ class Cluster:
             await asyncio.Event().wait()
         assert self._head is not None
         return f"Ray cannot go on: {await self._head.died()} has ended; the logs are in {_log_dir()}"
+
+    async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
+        """As `scale_fleet`."""
+        return await scale_fleet(self._supervisor, prefill, decode)
 
     async def shutdown(self) -> None:
         """Begin to drain everything; `FleetStopped` is the last of the news."""

@@ -1,0 +1,47 @@
+"""The router asks its supervisor for pool sizes on the loop that carries every stream: nothing may block or hang."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from core.errors import InvalidRequest, WorkerUnavailable
+from fleet import cluster
+from fleet.cluster import scale_fleet
+from fleet.supervisor import Refusal
+
+
+class Supervisor:
+    """An actor handle: `scale.remote(...)` gives something to wait for."""
+
+    def __init__(self, answer: tuple[int, int] | Refusal | None) -> None:
+        self._answer = answer  # None: never
+
+    @property
+    def scale(self) -> Supervisor:
+        return self
+
+    async def remote(self, prefill: int | None, decode: int | None) -> tuple[int, int] | Refusal:
+        del prefill, decode
+        return self._answer or await asyncio.Future()
+
+
+async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_actor(*_: object, **__: object) -> Any:
+        raise AssertionError("ray.get_actor blocks the loop")
+
+    monkeypatch.setattr("ray.get_actor", get_actor)
+    assert await scale_fleet(Supervisor((2, 1)), None, None) == (2, 1)
+
+
+async def test_a_refusal_names_the_field() -> None:
+    with pytest.raises(InvalidRequest, match="decode: at most 4"):
+        await scale_fleet(Supervisor(Refusal("decode", "at most 4")), None, 5)
+
+
+async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "SCALE_TIMEOUT_S", 0.01)
+    with pytest.raises(WorkerUnavailable, match="does not answer within"):
+        await scale_fleet(Supervisor(None), None, None)
