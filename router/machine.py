@@ -358,7 +358,7 @@ class RouterMachine:
             self._served_until = now
 
     def _look_for_strangers(self, worker_id: str, now: float) -> list[RouterAction]:
-        """Who has not joined `worker_lost_s` after this worker did is not going to."""
+        """Dismiss the peers of this worker that have not joined by now: they will not."""
         record = self.workers.get(worker_id)
         if record is None:
             return []  # lost at this very moment

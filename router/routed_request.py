@@ -62,7 +62,7 @@ class RoutedRequest:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who is dispatched first: lower priority value, then earlier arrival."""
+        """Order of dispatch: lower priority value, then earlier arrival."""
         return (self.request.priority, self.arrival)
 
     def resumed(self) -> Request:
@@ -118,9 +118,9 @@ class RoutedRequest:
 
 
 def blamed(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
-    """Whom the next attempt avoids.
+    """The workers that the next attempt avoids.
 
-    A full queue is nobody's fault; a hand-off that failed may be the fault of either side.
+    A full queue blames no worker. A failed hand-off blames both, since either may have caused it.
     """
     if isinstance(error, QueueFull):
         return set()

@@ -39,8 +39,10 @@ class FakeService:
         # Shared, so that a test may keep the port for whoever is started on it next (tests/support/ports.py).
         self._server = await asyncio.start_server(self._break, "127.0.0.1", port, reuse_port=True)
         address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        scale = self._placement.scale
         self._say(
             "started",
+            wanted=None if scale is None else await scale(None, None),
             address=address,
             host=self._placement.host,
             num_threads=self._placement.num_threads,

@@ -244,6 +244,12 @@ async def test_a_service_runs_at_the_niceness_of_the_command_that_started_it(fle
     assert niceness == dict.fromkeys(niceness, os.nice(0)), "a service loses its cores to any other program"
 
 
+async def test_the_router_alone_can_ask_the_supervisor_for_the_wanted_sizes(fleet: Fleet) -> None:
+    _, journal = fleet
+    wanted = {name: journal.started[name]["wanted"] for name in ("router-0", *SMALLEST)}
+    assert wanted == dict.fromkeys(SMALLEST) | {"router-0": [1, 1]}
+
+
 async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     del fleet
     with pytest.raises(ConfigError, match="tandem scale"):
