@@ -157,10 +157,9 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PhaseTimings(_message.Message):
-    __slots__ = ("tokenize_ms", "router_queue_ms", "route_ms", "prefill_queue_ms", "prefill_ms", "first_token_ms", "transfer_ms", "transfer_exposed_ms", "decode_ms", "total_ms")
+    __slots__ = ("tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "first_token_ms", "transfer_ms", "transfer_exposed_ms", "decode_ms", "total_ms")
     TOKENIZE_MS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
-    ROUTE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
@@ -170,7 +169,6 @@ class PhaseTimings(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     tokenize_ms: float
     router_queue_ms: float
-    route_ms: float
     prefill_queue_ms: float
     prefill_ms: float
     first_token_ms: float
@@ -178,7 +176,7 @@ class PhaseTimings(_message.Message):
     transfer_exposed_ms: float
     decode_ms: float
     total_ms: float
-    def __init__(self, tokenize_ms: _Optional[float] = ..., router_queue_ms: _Optional[float] = ..., route_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, tokenize_ms: _Optional[float] = ..., router_queue_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("choice", "finish_reason", "usage", "timings", "prefill_worker", "decode_worker", "path", "attempts", "transferred_bytes", "request_id", "seed", "trace_id", "stop_match")
