@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, WorkerUnavailable
-from fleet import cluster
-from fleet.cluster import scale_fleet
+from fleet import ray_hosts
+from fleet.ray_hosts import scale_fleet
 from fleet.supervisor import Refusal
 
 
@@ -42,6 +42,6 @@ async def test_a_refusal_names_the_field() -> None:
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "SCALE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(ray_hosts, "SCALE_TIMEOUT_S", 0.01)
     with pytest.raises(WorkerUnavailable, match="does not answer within"):
         await scale_fleet(Supervisor(None), None, None)

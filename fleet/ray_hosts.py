@@ -1,0 +1,159 @@
+"""Ray actors: one hosts each service, one is the supervisor.
+
+The supervisor places every actor by the resource of its pool. A call that waits inside an actor fails when its process
+dies; so a death is noticed without polling. Requests, tokens and blocks never pass through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from functools import partial
+from typing import Any
+
+from core.config import ClusterConfig
+from core.errors import InvalidRequest, WorkerUnavailable
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
+from fleet.cores import share_of_cores, usable_cores
+from fleet.events import Member
+from fleet.service_host import Placement, ServiceHost, StartFault
+from fleet.supervisor import FleetSpec, HostDied, Refusal, Seat, Supervisor
+
+SCALE_TIMEOUT_S = 5.0
+
+
+class HostActor(ServiceHost):
+    """A `ServiceHost` inside a Ray actor, which looks up its own placement."""
+
+    async def machine(self) -> str:
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def start_placed(
+        self, factory: bytes, member: Member, address: str, config: ClusterConfig, seat: Seat, supervisor: Any
+    ) -> Endpoint | StartFault:
+        """`supervisor` is the actor handle of the caller."""
+        import ray
+
+        node_id = await self.machine()
+        node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+        room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
+        num_sharers = min(seat.num_workers, int(room) or seat.num_workers)
+        is_router = member.role is ServiceRole.ROUTER
+        cores = () if is_router else share_of_cores(usable_cores(), seat.number, num_sharers)
+        placement = Placement(
+            ordinal=member.ordinal,
+            host=node["NodeManagerAddress"] if config.address else "",
+            address=address,
+            num_threads=max(1, len(cores)),
+            scale=partial(scale_fleet, supervisor) if is_router else None,
+            cores=cores,
+        )
+        return await self.start(factory, placement)
+
+
+class RayHost:
+    """A `fleet.supervisor.Host`: the handle of one `HostActor`."""
+
+    def __init__(self, member: Member, spec: FleetSpec) -> None:
+        import ray
+
+        options: dict[str, Any] = {"num_cpus": 0, "resources": spec.resources(member.role)}
+        if member.role is ServiceRole.ROUTER:
+            options["scheduling_strategy"] = on_this_machine()
+        self._member = member
+        self._spec = spec
+        self._actor: Any = ray.remote(HostActor).options(**options).remote()
+
+    async def machine(self) -> str:
+        machine: str = await self._finish(self._actor.machine.remote())
+        return machine
+
+    async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
+        import ray
+
+        factory = pickle.dumps(self._spec.factory(self._member.role))
+        supervisor = ray.get_runtime_context().current_actor
+        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, seat, supervisor)
+        result: Endpoint | StartFault = await self._finish(call)
+        return result
+
+    async def wait(self) -> None:
+        reason = await self._finish(self._actor.wait.remote())
+        if reason:
+            self.kill()
+            raise HostDied(f"{reason}; its log is in {log_dir()}")
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._finish(self._actor.drain.remote(timeout_s))
+
+    async def set_workers(self, workers: list[Endpoint]) -> None:
+        await self._finish(self._actor.set_workers.remote(workers))
+
+    async def _finish(self, call: Any) -> Any:
+        """The result of a call. A method that raises is a bug of the service, so the call also ends its process."""
+        import ray
+
+        try:
+            return await await_actor(call)
+        except ray.exceptions.RayError as error:
+            self.kill()
+            raise HostDied(str(error).strip().splitlines()[-1]) from error
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+class SupervisorActor(Supervisor):
+    """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        super().__init__(spec, lambda member: RayHost(member, spec))
+
+
+async def await_actor(call: Any) -> Any:
+    """The result of an actor call. Raises `HostDied` if the actor is dead or dies."""
+    import ray
+
+    try:
+        return await call
+    except ray.exceptions.RayActorError as error:
+        raise HostDied(f"its process ended; its log is in {log_dir()}") from error
+
+
+async def scale_fleet(supervisor: Any, prefill: int | None, decode: int | None) -> tuple[int, int]:
+    """A `core.service.Scale`, once bound to a supervisor handle. Looking up the actor by name would block the loop.
+
+    Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` if the supervisor is dead or silent.
+    """
+    import ray
+
+    try:
+        async with asyncio.timeout(SCALE_TIMEOUT_S):
+            answer: tuple[int, int] | Refusal = await supervisor.scale.remote(prefill, decode)
+    except ray.exceptions.RayActorError as error:
+        raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
+    except TimeoutError as error:
+        raise WorkerUnavailable(f"the fleet's supervisor does not answer within {SCALE_TIMEOUT_S:g} s") from error
+    if isinstance(answer, Refusal):
+        raise InvalidRequest(answer.field, answer.message)
+    return answer
+
+
+def on_this_machine() -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def log_dir() -> str:
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    return os.path.join(node.get_session_dir_path(), "logs")
