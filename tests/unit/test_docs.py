@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from docs.render_tables import TABLES, Table, draw, render
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
 WITH_CODE_NAMES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
-SOURCES = ("core", "protos", "runtime", "engine", "kv_transfer", "router", "prefill_worker", "decode_worker",
-           "simulator", "cli", "tests", "docs", "deploy")  # fmt: skip
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SOURCES = (*PROJECT["tool"]["importlinter"]["root_packages"], "tests", "docs", "deploy")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
 FENCED = re.compile(r"```.*?```", re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
