@@ -40,20 +40,8 @@ def cpu_multiplies_bf16(cpuinfo: Path = CPUINFO) -> bool:
 
 
 def cpu_has_amx_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU multiplies bfloat16 tiles, which torch's own attention uses for long chunks."""
+    """Whether this CPU multiplies tiles of bfloat16, which oneDNN uses for torch's products and attention."""
     return "amx_bf16" in cpu_flags(cpuinfo)
-
-
-_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux's headers for x86-64
-
-
-def permit_tiles() -> bool:
-    """Asks Linux to let this process use the CPU's tiles. False where it does not, or there are none."""
-    if not cpu_has_amx_bf16():
-        return False
-    syscall = ctypes.CDLL(None).syscall
-    syscall.restype = ctypes.c_long
-    return int(syscall(*map(ctypes.c_long, (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)))) == 0
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h

@@ -47,15 +47,12 @@ _AVX512_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")  # no CPU has the first 
 
 
 def _x86(name: str, lanes: int, *features: str) -> Target:
-    """/proc/cpuinfo and the compiler write the same features differently: avx512_bf16 and amx_bf16 are -mavx512bf16 and
-    -mamx-bf16."""
-    options = (feature.replace("_", "-" if feature.startswith("amx") else "") for feature in features)
-    return Target(name, frozenset(features), tuple(f"-m{option}" for option in options), lanes)
+    """The compiler writes the features of /proc/cpuinfo without underscores: avx512_bf16 is -mavx512bf16."""
+    return Target(name, frozenset(features), tuple(f"-m{feature.replace('_', '')}" for feature in features), lanes)
 
 
 # Best first. The last one is whatever the compiler makes of vectors by default, on any architecture.
 TARGETS = (
-    _x86("amx", 16, *_AVX512_BF16, "amx_tile", "amx_bf16"),
     _x86("avx512_bf16", 16, *_AVX512_BF16),
     _x86("avx512", 16, *_AVX512),
     _x86("avx2", 8, "avx2", "fma"),

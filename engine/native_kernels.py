@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.cpu import cpu_flags, cpu_waits_for_many_lines
@@ -75,11 +74,12 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "tandem_draw_token": ((_POINTER, _I64, _F32, _I64, _F64, _F64, _F64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
+# Only in a library for CPUs that have instructions for it.
 _BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int, ctypes.c_int)
 
 
 class Ending(enum.IntEnum):
-    """`enum ending` of bf16_panels.h: what a product with a packed matrix makes of its sums."""
+    """`enum ending` of bf16_linear.c: what a product with a packed matrix makes of its sums."""
 
     TO_BF16 = 0
     TO_FLOAT = 1
@@ -106,16 +106,9 @@ class Kernels:
         self.draw_scratch_bytes = loaded.tandem_draw_scratch_bytes
         self.draw_token = loaded.tandem_draw_token
         self.silu_and_multiply = loaded.tandem_silu_and_multiply
-        # Only in a library for CPUs that have instructions for it: vectors, and tiles in place of them once proven.
-        self.bf16_linear: Callable[..., None] | None = _bf16_product(loaded, "tandem_bf16_linear")
-        self.bf16_tiles: Callable[..., None] | None = _bf16_product(loaded, "tandem_bf16_tiles")
-
-
-def _bf16_product(loaded: ctypes.CDLL, name: str) -> Callable[..., None] | None:
-    function = getattr(loaded, name, None)
-    if function is not None:
-        function.argtypes, function.restype = _BF16_LINEAR, None
-    return function
+        self.bf16_linear = getattr(loaded, "tandem_bf16_linear", None)
+        if self.bf16_linear is not None:
+            self.bf16_linear.argtypes, self.bf16_linear.restype = _BF16_LINEAR, None
 
 
 def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:

@@ -1,8 +1,7 @@
 """Matrices packed once for a faster product: by our own C kernel, or by oneDNN through torch. For bfloat16 on the CPU.
 
 The kernel is memory-bound for a few rows and compute-bound from some thirty on, near the core's limit in both. On CPUs
-with AMX many rows go by tiles, over the same panels, once `engine/native_tiles.py` has seen that right; else oneDNN
-multiplies there. Both leave a matrix of another dtype to torch's plain product.
+with AMX oneDNN multiplies. Both leave a matrix of another dtype to torch's plain product.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from engine.linear import Embedding, Linear, Matrix, PlainLinear
 from engine.native_kernels import Ending, Kernels
 from engine.native_ops import NativeOps
 
-PANEL = 32  # rows of a weight that lie together, as in bf16_panels.h
+PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
 
 
 class NativeLinear(PlainLinear):

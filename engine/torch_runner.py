@@ -22,7 +22,6 @@ from engine.native_kernels import Kernels, load_kernels
 from engine.native_linear import NativeLinear, OneDNNLinear
 from engine.native_ops import NativeOps
 from engine.native_sampling import NativeDraw
-from engine.native_tiles import take_tiles
 from engine.ops import Ops, TorchOps
 from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
 from engine.sampling import sample
@@ -118,20 +117,15 @@ def choose_kernels(
 def choose_linear_method(
     config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
 ) -> LinearMethod:
-    """What multiplies by the model's matrices. oneDNN where there is no kernel, or no right one for tiles (AMX)."""
+    """What multiplies by the model's matrices. oneDNN where there is no kernel, and on CPUs with AMX."""
     if config.quantization != "none":
         return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
     if config.kernels == "torch" or device.type != "cpu":
         return PlainLinear()
-    if kernels is not None and _multiplies_bf16(kernels, num_threads):
+    if kernels is not None and kernels.bf16_linear is not None and not cpu_has_amx_bf16():
         return NativeLinear(kernels, num_threads)
     ops = TorchOps() if kernels is None else NativeOps(kernels, num_threads)
     return OneDNNLinear(ops) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear(ops)
-
-
-def _multiplies_bf16(kernels: Kernels, num_threads: int) -> bool:
-    """Whether the library has a product for bfloat16 that suits this CPU: by tiles, where it has any."""
-    return kernels.bf16_linear is not None and (not cpu_has_amx_bf16() or take_tiles(kernels, num_threads))
 
 
 def choose_device(wanted: str) -> torch.device:

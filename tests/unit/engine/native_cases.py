@@ -1,7 +1,6 @@
 """Random cases for the C kernels, each computed by a kernel and by plain torch.
 
-Also a program (`python native_cases.py LIBRARY`, and `tiles` for the products by tiles alone): the sanitizer's tests
-run it in a process of its own.
+Also a program (`python native_cases.py LIBRARY`): the sanitizer's tests run it in a process of its own.
 """
 
 from __future__ import annotations
@@ -211,18 +210,11 @@ def all_differences(kernels: Kernels, dtype: str, head_dims: tuple[int, ...], se
     return found
 
 
-def main(library: str, part: str = "all") -> None:
+def main(library: str) -> None:
     kernels = Kernels(Path(library))
     torch.set_num_threads(1)
-    if part == "tiles":
-        kernels.bf16_linear = kernels.bf16_tiles
     for dtype, tolerance in TOLERANCE.items():
-        if part == "all":
-            found = all_differences(kernels, dtype, (32, 64, 96), range(8))
-        elif dtype == "bfloat16":
-            found = [difference for seed in range(12) for difference in linear_differences(kernels, seed)]
-        else:
-            continue
+        found = all_differences(kernels, dtype, (32, 64, 96), range(8))
         wrong = [difference for difference in found if not difference[1] <= tolerance]
         if wrong:
             raise SystemExit(f"{wrong}")

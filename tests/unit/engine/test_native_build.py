@@ -41,7 +41,6 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("flags", "head_dim", "expected"),
     [
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni amx_bf16 amx_tile amx_int8", 64, "amx"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", 64, "avx512_bf16"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 64, "avx512"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 80, "avx2"),  # no whole number of pairs of 16

@@ -100,7 +100,6 @@ def test_the_method_follows_the_cpu(kernels: Kernels, monkeypatch: pytest.Monkey
     assert isinstance(choose_linear_method(plain, None, CPU, 1), PlainLinear)
     assert isinstance(choose_linear_method(auto, None, torch.device("cuda"), 1), PlainLinear)
     monkeypatch.setattr(torch_runner, "cpu_has_amx_bf16", lambda: True)
-    monkeypatch.setattr(kernels, "bf16_tiles", None)
     assert isinstance(choose_linear_method(auto, kernels, CPU, 1), OneDNNLinear)
 
 

@@ -12,7 +12,6 @@ import pytest
 from engine.cpu import cpu_flags
 from engine.native_build import TARGETS, NativeUnavailable, Target, build, find_compiler
 from tests.unit.engine import native_cases
-from tests.unit.engine.test_native_tiles import EMULATED, VECTORS
 
 SANITIZER = ("-fsanitize=address", "-g", "-O1")
 
@@ -63,15 +62,6 @@ def test_no_kernel_leaves_its_memory(environment: dict[str, str], library: Path)
     done = run(environment, str(native_cases.__file__), str(library))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("comparisons within") == len(native_cases.TOLERANCE)
-
-
-def test_products_by_tiles_do_not_leave_theirs_either(environment: dict[str, str], tmp_path: Path) -> None:
-    if not VECTORS.cpu_flags <= cpu_flags():
-        pytest.skip("the products by tiles end in AVX-512 BF16, which this CPU lacks")
-    library = build(VECTORS, tmp_path, [*SANITIZER, EMULATED])
-    done = run(environment, str(native_cases.__file__), str(library), "tiles")
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "bfloat16: 36 comparisons within" in done.stdout
 
 
 def test_the_sanitizer_sees_a_kernel_that_does(environment: dict[str, str], library: Path) -> None:
