@@ -34,8 +34,6 @@ class AttentionBackend(Protocol):
 
 
 class StepAttention(Protocol):
-    sampling_rows: torch.Tensor  # int64 [number of chunks that sample] the last row of each of them
-
     def attend(
         self,
         heads: torch.Tensor,  # [T, Hq + 2 * Hkv, D] queries, keys, values, not yet rotated; may be rotated in place
@@ -44,13 +42,6 @@ class StepAttention(Protocol):
         """Rotate queries and keys, write keys and values into their slots, attend to all up to each token's own.
 
         What is returned may be overwritten by the next layer's call.
-        """
-        ...
-
-    def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        """The same for `sampling_rows` alone, in order: of a last layer nobody asks for more than all rows' KV.
-
-        # -> [number of chunks that sample, Hq, D]
         """
         ...
 
@@ -92,7 +83,6 @@ class TorchAttention:
         slots: list[tuple[int, int]] = []  # (block, place in it) of each row
         prefills: list[PrefillPart] = []
         decodes: dict[int, list[tuple[int, ScheduledChunk]]] = {}
-        sampling_rows: list[int] = []
         row = 0
         for chunk in chunks:
             positions = range(chunk.start, chunk.start + chunk.num_tokens)
@@ -103,15 +93,12 @@ class TorchAttention:
             else:
                 prefills.append(self._prefill_part(row, chunk))
             row += chunk.num_tokens
-            if chunk.samples:
-                sampling_rows.append(row - 1)
         return TorchStepAttention(
             backend=self,
             rotation=rotation,
             key_slots=self._key_slots(slots),
             prefills=prefills,
             decodes=[self._decode_part(group) for group in decodes.values()],
-            sampling_rows=torch.tensor(sampling_rows, dtype=torch.int64, device=self.device),
         )
 
     def prefills_of(self, chunks: Sequence[ScheduledChunk]) -> list[PrefillPart]:
@@ -199,17 +186,12 @@ class TorchStepAttention:
         key_slots: torch.Tensor,  # [T * Hkv]
         prefills: list[PrefillPart],
         decodes: list[_DecodePart],
-        sampling_rows: torch.Tensor,
     ) -> None:
         self.backend = backend
         self.rotation = rotation
         self.key_slots = key_slots
         self.prefills = prefills
         self.decodes = decodes
-        self.sampling_rows = sampling_rows
-
-    def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        return self.attend(heads, layer)[self.sampling_rows]
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
         backend, head_dim = self.backend, heads.shape[-1]

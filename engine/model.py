@@ -87,21 +87,22 @@ class Model:
         """
         token_ids: list[int] = []
         positions: list[int] = []
+        sampling_rows: list[int] = []
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
             token_ids += chunk.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
+            if chunk.samples:
+                sampling_rows.append(len(token_ids) - 1)
         hidden = self.embed(torch.tensor(token_ids, device=self.device))
         step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)
-            heads = layer.project(normed)
-            if layer is self.layers[-1] and len(step.sampling_rows) < len(token_ids):
-                attended = step.attend_sampling(heads, index)  # the others leave their KV: nobody asks for more
-                hidden = hidden[step.sampling_rows]
-            else:
-                attended = step.attend(heads, index)
+            attended = step.attend(layer.project(normed), index)
+            if layer is self.layers[-1] and len(sampling_rows) < len(token_ids):
+                # Only rows that sample have logits. The KV of the others is written.
+                hidden, attended = hidden[sampling_rows], attended[sampling_rows]
             update = layer.output(attended.flatten(1))
             normed = self.ops.add_rms_norm(hidden, update, layer.feed_forward_norm, epsilon)
             update = layer.feed_forward(normed)

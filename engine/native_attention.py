@@ -20,8 +20,6 @@ from engine.kv_pool import KVPool
 from engine.native_kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.rotary import Rotation
 
-NO_SCRATCH = "no memory for attention's scratch"
-
 
 class NativeAttention:
     """On the CPU, for float32 and bfloat16 pools whose heads the library's target divides."""
@@ -75,8 +73,7 @@ class NativeAttention:
         if self.torch_prefill is not None and not decodes.all():
             torch_prefills = self.torch_prefill.prefills_of(chunks)
         batches = _Batch(rows, decodes), _Batch(rows, prefills)
-        sampling = rows.ends(np.array([chunk.samples for chunk in chunks], bool))
-        return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills, sampling)
+        return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills)
 
     def _slots(self, rows: _Rows) -> np.ndarray:
         """Where each row's key of layer 0, head 0 goes. # int64 [T] bytes from the pool's base"""
@@ -95,17 +92,6 @@ class _Rows:
     first_row: np.ndarray  # of the step's rows
     num_tokens: np.ndarray
     start: np.ndarray
-
-    def ends(self, chosen: np.ndarray) -> _Rows:
-        """The last token of each chosen chunk, as a chunk of its own."""
-        before = self.num_tokens - 1
-        return _Rows(
-            tables=self.tables,
-            first_block=self.first_block[chosen],
-            first_row=(self.first_row + before)[chosen],
-            num_tokens=np.ones(int(chosen.sum()), np.int32),
-            start=(self.start + before)[chosen],
-        )
 
 
 class _Batch:
@@ -136,7 +122,6 @@ class NativeStepAttention:
         slots: np.ndarray,  # int64 [T] bytes from the pool's base
         batches: tuple[_Batch, _Batch],  # decodes, prefills
         torch_prefills: list[PrefillPart],
-        sampling: _Rows,
     ) -> None:
         self.backend = backend
         self.kernel = backend.kernels.attend
@@ -145,8 +130,6 @@ class NativeStepAttention:
         self.attended = torch.empty((len(slots), backend.num_heads, backend.cache.head_dim), dtype=self.dtype)
         self.attended_address = self.attended.data_ptr()
         self._pointed_to = rotation, slots, batches
-        self.sampling = sampling
-        self.sampling_rows = torch.from_numpy(sampling.first_row.astype(np.int64))
         self.struct = StepAttentionStruct(
             cache=ctypes.addressof(backend.cache),
             cosine=rotation.cosine.data_ptr(),
@@ -163,19 +146,10 @@ class NativeStepAttention:
         if layer == 0:
             self._check(heads)  # those of the other layers come from the same kind of product
         if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
-            raise MemoryError(NO_SCRATCH)
+            raise MemoryError("no memory for attention's scratch")
         if self.torch_prefills:
             self._attend_with_torch(heads, self.attended, layer)
         return self.attended
-
-    def attend_sampling(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        """See `StepAttention`: the last token of a chunk attends as one in decode does."""
-        ends = _Batch(self.sampling, self.sampling.num_tokens == 1)
-        struct = StepAttentionStruct.from_buffer_copy(self.struct)
-        struct.decodes, struct.prefills = ends.struct, PagedBatchStruct()
-        if self.kernel(ctypes.addressof(struct), heads.data_ptr(), self.attended_address, layer):
-            raise MemoryError(NO_SCRATCH)
-        return self.attended[self.sampling_rows]
 
     def _check(self, heads: torch.Tensor) -> None:
         assert heads.is_contiguous(), "rotated in place, so a copy will not do"
