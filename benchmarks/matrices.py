@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.report import Line, Report
 from core.config import EngineConfig
+from engine.backend import choose_linear_method, find_kernels
 from engine.linear import Linear, LinearMethod, Matrix
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.quantization import QuantizedMatrix
-from engine.torch_runner import choose_linear_method, find_kernels
 from model_files.builtin_configs import RANDOM_CONFIGS
 
 CONFIG = RANDOM_CONFIGS["smollm2-135m"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 # What /proc/cpuinfo calls a CPU's own bfloat16 products (x86, x86, ARM); without them float32 is the faster one.
@@ -42,19 +41,3 @@ def cpu_multiplies_bf16(cpuinfo: Path = CPUINFO) -> bool:
 def cpu_has_amx_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this CPU multiplies tiles of bfloat16, which oneDNN uses for torch's products and attention."""
     return "amx_bf16" in cpu_flags(cpuinfo)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_KEPT_BYTES = 1 << 30
-
-
-def keep_freed_memory() -> bool:
-    """Let malloc keep what is freed, for the whole process. False where the C library has no such setting.
-
-    A step allocates and frees a few tens of MB. Off the main thread glibc gives much of it back each time, and the next
-    layer pays for the pages again: 43,000 page faults were seen in a prefill of 1,900 tokens, 6 % of its time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(option, _KEPT_BYTES) == 1 for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))

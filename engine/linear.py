@@ -6,7 +6,7 @@ A `LinearMethod` sees every matrix of the model once, when the model is made, an
 (or looks rows up in it): the weight as it is, packed for a kernel, or of codes. It keeps what it needs of the weight,
 and the model keeps nothing, so a method that packs frees the plain copy. What a matrix is for is told with it, so that
 a method may do in one pass what follows its product; one that has no such kernel lets `Ops` follow. Which method a
-model gets is decided in `choose_linear_method` of `engine/torch_runner.py`; another precision or device is a class
+model gets is decided in `choose_linear_method` of `engine/backend.py`; another precision or device is a class
 beside this one, named there.
 """
 

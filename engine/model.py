@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from core.step import ScheduledChunk
 from engine.attention import AttentionBackend
-from engine.linear import LinearMethod, PlainLinear
+from engine.linear import LinearMethod
 from engine.model_weights import LayerWeights, ModelWeights
-from engine.ops import Ops, TorchOps
+from engine.ops import Ops
 from engine.rotary import Rotation
 
 
@@ -62,15 +62,14 @@ class Model:
         self,
         weights: ModelWeights,
         attention: AttentionBackend,
-        linear_method: LinearMethod | None = None,
-        ops: Ops | None = None,
+        linear_method: LinearMethod,
+        ops: Ops,
     ) -> None:
         self.config = weights.config
-        self.ops = ops or TorchOps()
+        self.ops = ops
         self.attention = attention
         self.device = weights.embedding.device
         self.final_norm = weights.final_norm  # [hidden]
-        linear_method = linear_method or PlainLinear()
         self.embed = linear_method.prepare_embedding(weights.embedding)
         self.layers: list[_Layer] = []
         while weights.layers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.huge_pages import HugePages
+from engine.host_memory import HugePages
 from engine.linear import Matrix
 from engine.quantization import BITS, MatrixSlot, QuantizedMatrix
 from model_files.model_config import ModelConfig

@@ -16,7 +16,7 @@ KINDS = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}  # as in gguf_blocks.c
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def dequantize_into(slot: torch.Tensor, kind: str, raw: np.ndarray, kernels: Kernels) -> bool:
+def dequantize_into(kernels: Kernels, slot: torch.Tensor, kind: str, raw: np.ndarray) -> bool:
     """Whether there is a kernel for this; then the slot is filled.
 
     raw: uint8 [rows, bytes of a row], as it lies in the file; slot: [rows, columns]

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 
-from engine.huge_pages import HugePages
+from engine.host_memory import HugePages
 from engine.linear import Embedding, Linear, Matrix, PlainLinear
 from engine.native_kernels import Ending, Kernels
 from engine.native_ops import NativeOps

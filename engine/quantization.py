@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from engine.huge_pages import HugePages
+from engine.host_memory import HugePages
 
 GROUP = 32  # columns that share a scale
 TILE_ROWS = 48  # rows that are interleaved

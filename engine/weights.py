@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -18,14 +19,14 @@ from safetensors import SafetensorError, safe_open
 from core.errors import ConfigError
 from engine.gguf_groups import exact_groups
 from engine.model_weights import ModelWeights, Slot, allocate_weights
-from engine.native_dequantize import dequantize_into
-from engine.native_kernels import Kernels
 from engine.quantization import GroupedRows, MatrixSlot, quantize
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig
 from model_files.model_source import ModelSource, SourceKind, read_json
 
 Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
+# (slot, GGUF's name of a type, uint8 [rows, bytes of a row]) -> whether the slot was filled
+Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
 
 
 class WeightSource(Protocol):
@@ -59,11 +60,14 @@ def load_weights(
 
 
 def fill_weights(
-    weights: ModelWeights, source: ModelSource, on_progress: Progress | None = None, kernels: Kernels | None = None
+    weights: ModelWeights,
+    source: ModelSource,
+    on_progress: Progress | None = None,
+    dequantize: Dequantize | None = None,
 ) -> None:
-    """As `load_weights`, into weights that are allocated; faster where there are kernels."""
+    """As `load_weights`, into weights that are allocated. `dequantize` may fill slots faster than the gguf package."""
     slots = weights.slots()
-    origin = open_weights(source, weights.config, slots, kernels)
+    origin = open_weights(source, weights.config, slots, dequantize)
     missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
     if missing:
         raise ConfigError(f"{source.name}: the checkpoint lacks {_listed(missing)}")
@@ -99,14 +103,14 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def open_weights(
-    source: ModelSource, config: ModelConfig, slots: dict[str, Slot], kernels: Kernels | None = None
+    source: ModelSource, config: ModelConfig, slots: dict[str, Slot], dequantize: Dequantize | None = None
 ) -> WeightSource:
     """The reader for the kind of `source`."""
     if source.kind is SourceKind.RANDOM:
         return RandomWeights(slots)
     assert source.path is not None, f"{source.kind} has no weights"
     if source.kind is SourceKind.GGUF:
-        return GGUFWeights(source.path, config, kernels)
+        return GGUFWeights(source.path, config, dequantize)
     return SafetensorsWeights(source.path, config)
 
 
@@ -183,9 +187,9 @@ _ITEMS_AT_ONCE = 1 << 18
 class GGUFWeights:
     """A GGUF file's tensors. Architecture `llama` stores q and k for an interleaved rope; that is undone here."""
 
-    def __init__(self, path: Path, config: ModelConfig, kernels: Kernels | None = None) -> None:
+    def __init__(self, path: Path, config: ModelConfig, dequantize: Dequantize | None = None) -> None:
         self._file = GGUFFile(path)
-        self._kernels = kernels
+        self._dequantize = dequantize
         self._gguf_name = {_hf_name(name): name for name in self._file.tensors if name not in _GGUF_DERIVED}
         self._num_heads: dict[str, int] = {}
         if self._file.field("general.architecture") == "llama":
@@ -207,9 +211,9 @@ class GGUFWeights:
         if shape != slot.shape or len(shape) != 2:
             return _copy(self.read(name), slot)
         order = self._row_order(gguf_name)
-        if self._kernels is not None:
+        if self._dequantize is not None:
             kind, raw = self._file.raw_tensor(gguf_name)
-            if dequantize_into(slot, kind, raw if order is None else raw[order.numpy()], self._kernels):
+            if self._dequantize(slot, kind, raw if order is None else raw[order.numpy()]):
                 return shape
         # A few rows at a time: their float32 stays in the cache, and no memory is touched that nobody keeps.
         num_rows = max(1, _ITEMS_AT_ONCE // shape[1])

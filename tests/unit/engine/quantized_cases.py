@@ -7,11 +7,11 @@ import random
 import torch
 import torch.nn.functional as F
 
-from engine.huge_pages import HugePages
+from engine.host_memory import HugePages
 from engine.kv_pool import TORCH_DTYPES
 from engine.native_kernels import Kernels
+from engine.native_quantized_linear import NativeQuantizedLinear
 from engine.quantization import GROUP, QuantizedMatrix, quantize
-from engine.quantized_linear import NativeQuantizedLinear
 
 Difference = tuple[str, float]  # what was compared, and the largest difference relative to the largest result
 

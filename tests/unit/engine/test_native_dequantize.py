@@ -42,7 +42,7 @@ def test_every_bit_is_what_the_reference_says(kernels: Kernels, kind: str, dtype
     for seed in range(20):
         raw = random_blocks(kind, seed)
         slot = torch.empty(ROWS, COLUMNS, dtype=dtype)
-        assert dequantize_into(slot, kind, raw, kernels)
+        assert dequantize_into(kernels, slot, kind, raw)
         expected = torch.from_numpy(dequantize(raw, gguf.GGMLQuantizationType[kind])).to(dtype)
         assert torch.equal(slot.view(torch.uint8), expected.view(torch.uint8))
 
@@ -50,6 +50,6 @@ def test_every_bit_is_what_the_reference_says(kernels: Kernels, kind: str, dtype
 def test_what_has_no_kernel_is_left_to_others(kernels: Kernels) -> None:
     raw = random_blocks("Q8_0", 0)
     slot = torch.zeros(ROWS, COLUMNS, dtype=torch.float16)
-    assert not dequantize_into(slot, "Q8_0", raw, kernels)
-    assert not dequantize_into(slot.bfloat16(), "Q6_K", raw, kernels)
+    assert not dequantize_into(kernels, slot, "Q8_0", raw)
+    assert not dequantize_into(kernels, slot.bfloat16(), "Q6_K", raw)
     assert not slot.any()

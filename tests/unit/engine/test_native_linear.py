@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from core.config import EngineConfig
-from engine import torch_runner
+from engine import backend
+from engine.backend import choose_linear_method
 from engine.linear import LinearMethod, PlainLinear
 from engine.native_kernels import Ending, Kernels, load_kernels
 from engine.native_linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
-from engine.torch_runner import choose_linear_method
 from model_files.catalogue import default_cache_dir
 from tests.unit.engine.native_cases import TOLERANCE, linear_differences
 
@@ -95,11 +95,11 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(kernels: Kernels, dtype:
 
 def test_the_method_follows_the_cpu(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     auto, plain = EngineConfig(), EngineConfig(kernels="torch")
-    monkeypatch.setattr(torch_runner, "cpu_has_amx_bf16", lambda: False)
+    monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: False)
     assert isinstance(choose_linear_method(auto, kernels, CPU, 1), NativeLinear)
     assert isinstance(choose_linear_method(plain, None, CPU, 1), PlainLinear)
     assert isinstance(choose_linear_method(auto, None, torch.device("cuda"), 1), PlainLinear)
-    monkeypatch.setattr(torch_runner, "cpu_has_amx_bf16", lambda: True)
+    monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: True)
     assert isinstance(choose_linear_method(auto, kernels, CPU, 1), OneDNNLinear)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.gguf_groups import exact_groups
-from engine.huge_pages import HugePages
+from engine.host_memory import HugePages
 from engine.quantization import GROUP, GroupedRows, MatrixSlot, QuantizedMatrix, quantize
 from engine.weights import GGUFWeights
 from model_files.builtin_configs import RANDOM_CONFIGS

@@ -16,10 +16,12 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.step import SampledToken
+from engine.backend import choose_linear_method
 from engine.linear import PlainLinear
+from engine.native_quantized_linear import NativeQuantizedLinear
 from engine.quantization import MatrixSlot, QuantizedMatrix
-from engine.quantized_linear import DequantizedLinear, NativeQuantizedLinear
-from engine.torch_runner import TorchRunner, choose_linear_method
+from engine.quantized_linear import DequantizedLinear
+from engine.torch_runner import TorchRunner
 from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import resolve_model

@@ -1,0 +1,101 @@
+"""What computes a model's steps, chosen once: by the device, the config, and the instructions of the CPU.
+
+Only this module names kernels. The rest of the engine sees the interfaces that they implement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from engine.attention import AttentionBackend, TorchAttention
+from engine.cpu import cpu_has_amx_bf16, cpu_multiplies_bf16
+from engine.kv_pool import KVPool
+from engine.linear import LinearMethod, PlainLinear
+from engine.native_attention import NativeAttention
+from engine.native_dequantize import dequantize_into
+from engine.native_kernels import Kernels, load_kernels
+from engine.native_linear import NativeLinear, OneDNNLinear
+from engine.native_ops import NativeOps
+from engine.native_quantized_linear import NativeQuantizedLinear
+from engine.native_sampling import NativeDraw
+from engine.ops import Ops, TorchOps
+from engine.quantized_linear import DequantizedLinear
+from engine.sampling import Draw
+from engine.weights import Dequantize
+from model_files.catalogue import default_cache_dir
+from model_files.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    attention: AttentionBackend
+    ops: Ops
+    linear_method: LinearMethod
+    draw: Draw | None = None  # None: `draw_token` of engine/sampling.py
+    dequantize: Dequantize | None = None  # None: the gguf package
+
+
+def choose_backend(
+    config: EngineConfig, model: ModelConfig, pool: KVPool, num_threads: int, cache_dir: Path | None
+) -> Backend:
+    """The C kernels where they are wanted and can be had, else plain torch."""
+    device = pool.tensor.device
+    kernels = find_kernels(config, model, device, cache_dir)
+    linear_method = choose_linear_method(config, kernels, device, num_threads)
+    if kernels is None:
+        return Backend(TorchAttention(pool), TorchOps(), linear_method)
+    torch_prefill = pool.tensor.dtype is torch.bfloat16 and cpu_has_amx_bf16()
+    return Backend(
+        attention=NativeAttention(kernels, pool, model.num_heads, num_threads, torch_prefill),
+        ops=NativeOps(kernels, num_threads),
+        linear_method=linear_method,
+        draw=NativeDraw(kernels),
+        dequantize=partial(dequantize_into, kernels),
+    )
+
+
+def find_kernels(
+    config: EngineConfig, model: ModelConfig, device: torch.device, cache_dir: Path | None
+) -> Kernels | None:
+    """The C kernels, where they are wanted and can be had."""
+    if config.kernels == "torch" or device.type != "cpu":
+        return None
+    return load_kernels(model.head_dim, cache_dir or default_cache_dir())
+
+
+def choose_linear_method(
+    config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
+) -> LinearMethod:
+    """What multiplies by the model's matrices. oneDNN where there is no kernel, and on CPUs with AMX."""
+    if config.quantization != "none":
+        return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
+    if config.kernels == "torch" or device.type != "cpu":
+        return PlainLinear()
+    if kernels is not None and kernels.bf16_linear is not None and not cpu_has_amx_bf16():
+        return NativeLinear(kernels, num_threads)
+    ops = TorchOps() if kernels is None else NativeOps(kernels, num_threads)
+    return OneDNNLinear(ops) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear(ops)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`. Raises `ConfigError` where there is none."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device = cuda, but torch sees no CUDA device: set device to cpu or auto, or run `tandem doctor`"
+        )
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> str:
+    """The dtype for `auto`, `float32` or `bfloat16`: a key of `DTYPE_BYTES`."""
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if device.type == "cuda" or cpu_multiplies_bf16() else "float32"

@@ -1,0 +1,80 @@
+"""Products with quantized matrices by the C kernel."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from engine.linear import Embedding, Linear, LinearThenOps, Matrix
+from engine.native_kernels import Kernels, QuantizedMatrixStruct
+from engine.native_ops import NativeOps
+from engine.quantization import GROUP, QuantizedMatrix
+
+_SCRATCH_PER_GROUP = GROUP + 8  # bytes: the rounded inputs and the struct group_input of quantized_linear.c
+
+
+class NativeQuantizedLinear(LinearThenOps):
+    """The C kernel, which rounds its inputs to 8 bits by groups of 32 on the way in."""
+
+    def __init__(self, kernels: Kernels, num_threads: int) -> None:
+        super().__init__(NativeOps(kernels, num_threads))
+        self.kernels = kernels
+        self.num_threads = num_threads
+        self._scratch = torch.empty(0, dtype=torch.int64)
+
+    def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        assert isinstance(weight, QuantizedMatrix)
+        return _NativeMatrix(self, weight, bias)
+
+    def prepare_embedding(self, table: Matrix) -> Embedding:
+        assert isinstance(table, QuantizedMatrix)
+        return _NativeMatrix(self, table, None).rows
+
+    def scratch(self, num_bytes: int) -> int:
+        """The address of memory that lasts until the next call: products are made one at a time."""
+        if self._scratch.numel() * 8 < num_bytes:
+            self._scratch = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
+        return self._scratch.data_ptr()
+
+
+class _NativeMatrix:
+    def __init__(self, method: NativeQuantizedLinear, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
+        self._method, self._matrix = method, matrix
+        self._bias = None if bias is None else bias.float()
+        self._is_bf16 = matrix.dtype is torch.bfloat16
+        self._scratch_per_row = matrix.num_groups * _SCRATCH_PER_GROUP
+        self._struct = QuantizedMatrixStruct(
+            matrix.codes.data_ptr(),
+            matrix.scales.data_ptr(),
+            None if matrix.minimums is None else matrix.minimums.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            matrix.num_rows,
+            matrix.num_columns,
+            matrix.num_groups,
+        )
+        self._address = ctypes.addressof(self._struct)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert inputs.dtype is self._matrix.dtype
+        inputs = inputs.contiguous()
+        num_rows = inputs.shape[0]
+        outputs = inputs.new_empty((num_rows, self._matrix.num_rows))
+        self._method.kernels.quantized_linear(
+            self._address,
+            inputs.data_ptr(),
+            outputs.data_ptr(),
+            num_rows,
+            self._method.scratch(num_rows * self._scratch_per_row),
+            self._is_bf16,
+            self._method.num_threads,
+        )
+        return outputs
+
+    def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the matrix as numbers. # int64 [n] -> [n, columns]"""
+        rows = torch.empty((len(row_ids), self._matrix.num_columns), dtype=self._matrix.dtype)
+        self._method.kernels.quantized_rows(
+            self._address, row_ids.data_ptr(), len(row_ids), rows.data_ptr(), self._is_bf16
+        )
+        return rows
