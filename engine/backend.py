@@ -14,16 +14,16 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from engine.attention import AttentionBackend, TorchAttention
-from engine.cpu import cpu_has_amx_bf16, cpu_multiplies_bf16
+from engine.cpu.attention import NativeAttention
+from engine.cpu.dequantize import dequantize_into
+from engine.cpu.features import cpu_has_amx_bf16, cpu_multiplies_bf16
+from engine.cpu.kernels import Kernels, load_kernels
+from engine.cpu.linear import NativeLinear, OneDNNLinear
+from engine.cpu.ops import NativeOps
+from engine.cpu.quantized_linear import NativeQuantizedLinear
+from engine.cpu.sampling import NativeDraw
 from engine.kv_pool import KVPool
 from engine.linear import LinearMethod, PlainLinear
-from engine.native_attention import NativeAttention
-from engine.native_dequantize import dequantize_into
-from engine.native_kernels import Kernels, load_kernels
-from engine.native_linear import NativeLinear, OneDNNLinear
-from engine.native_ops import NativeOps
-from engine.native_quantized_linear import NativeQuantizedLinear
-from engine.native_sampling import NativeDraw
 from engine.ops import Ops, TorchOps
 from engine.quantized_linear import DequantizedLinear
 from engine.sampling import Draw

@@ -6,7 +6,7 @@ A row is cut into groups of 32 columns, each with a scale in half precision and,
     int4    weight = code * scale + minimum     codes 0 to 15        5 bits a weight, as GGUF's Q4_1
 
 `GroupedRows` is the plain form, one byte a code, that exists for one tensor at a time while a model loads.
-`QuantizedMatrix` is what stays: codes packed and rows interleaved as engine/native/quantized.h draws them.
+`QuantizedMatrix` is what stays: codes packed and rows interleaved as engine/cpu/csrc/quantized.h draws them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Reported log-probabilities are those of the model itself: log-softmax of the raw logits, before any of the above.
 Numpy alone, so that the fake runner draws by the same code. All of it is float32, but float64 where sums decide.
 A vocabulary is not sorted where a few of its likeliest tokens decide: that would cost more than the model's own step.
-Where there are C kernels, `engine/native_sampling.py` draws in place of `draw_token`.
+Where there are C kernels, `engine/cpu/sampling.py` draws in place of `draw_token`.
 """
 
 from __future__ import annotations

@@ -49,14 +49,15 @@ def test_the_contracts_hold() -> None:
 
 @pytest.fixture
 def small_house(tmp_path: Path) -> Path:
-    for package in [*PACKAGES, "kv_transfer/transports"]:
+    for package in [*PACKAGES, "kv_transfer/transports", "engine/cpu"]:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "engine/backend.py").write_text("import engine.cpu\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
 
-FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, SIMULATOR = CONTRACTS
+FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, SIMULATOR, KERNELS = CONTRACTS
 BREACHES = [
     ("core/sly.py", "import runtime", FLOORS),
     ("runtime/sly.py", "from router import anything", FLOORS),
@@ -76,6 +77,7 @@ BREACHES = [
     ("tandem_client/sly.py", "import core", CLIENT),
     ("simulator/sly.py", "from kv_transfer import transports", SIMULATOR),
     ("simulator/sly.py", "import grpc", SIMULATOR),
+    ("engine/sly.py", "import engine.cpu", KERNELS),
 ]
 
 

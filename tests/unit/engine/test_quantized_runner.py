@@ -17,16 +17,16 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.step import SampledToken
 from engine.backend import choose_linear_method
+from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.linear import PlainLinear
-from engine.native_quantized_linear import NativeQuantizedLinear
 from engine.quantization import MatrixSlot, QuantizedMatrix
 from engine.quantized_linear import DequantizedLinear
 from engine.torch_runner import TorchRunner
 from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import resolve_model
+from tests.unit.engine.cpu.test_runner import MODELS, top_tokens
 from tests.unit.engine.driving import Engine, request
-from tests.unit.engine.test_native_runner import MODELS, top_tokens
 from tests.unit.engine.test_weights import random_weights, write_gguf
 
 QUANTIZATIONS = ["int8", "int4"]

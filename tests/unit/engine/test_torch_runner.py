@@ -11,7 +11,7 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from engine.backend import choose_device, choose_dtype
-from engine.cpu import cpu_multiplies_bf16
+from engine.cpu.features import cpu_multiplies_bf16
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import MIN_BLOCKS
 from engine.torch_runner import TorchRunner

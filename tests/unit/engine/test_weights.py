@@ -16,9 +16,9 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
 from core.step import ScheduledChunk, StepPlan
+from engine.cpu.dequantize import dequantize_into
+from engine.cpu.kernels import load_kernels
 from engine.model_weights import ModelWeights, allocate_weights
-from engine.native_dequantize import dequantize_into
-from engine.native_kernels import load_kernels
 from engine.torch_runner import TorchRunner
 from engine.weights import fill_weights, load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS

@@ -16,8 +16,8 @@ import torch
 
 from core.step import ScheduledChunk
 from engine.attention import PrefillPart, TorchAttention
+from engine.cpu.kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.kv_pool import KVPool
-from engine.native_kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.rotary import Rotation
 
 

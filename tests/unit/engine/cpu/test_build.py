@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from core.config import EngineConfig
-from engine import native_build
 from engine.attention import TorchAttention
-from engine.cpu import cpu_flags
-from engine.native_attention import NativeAttention
-from engine.native_build import TARGETS, NativeUnavailable, Target, build, fitting_targets
-from engine.native_kernels import Kernels, load_kernels
+from engine.cpu import build as build_module
+from engine.cpu.attention import NativeAttention
+from engine.cpu.build import TARGETS, NativeUnavailable, Target, build, fitting_targets
+from engine.cpu.features import cpu_flags
+from engine.cpu.kernels import Kernels, load_kernels
 from engine.torch_runner import TorchRunner
 from model_files.catalogue import default_cache_dir
 from tests.unit.engine.driving import Engine, request
@@ -34,7 +34,7 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     exported = '__attribute__((visibility("default")))'
     (directory / "one.c").write_text(f'#include "numbers.h"\n{exported} int one(void) {{ return ANSWER; }}\n')
     (directory / "two.c").write_text("int two(void) { return 2; }\n")
-    monkeypatch.setattr(native_build, "SOURCES", directory)
+    monkeypatch.setattr(build_module, "SOURCES", directory)
     return directory
 
 
@@ -108,12 +108,12 @@ def test_a_compiler_that_does_not_know_the_best_target_makes_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unknown = Target("unknown", frozenset(), ("-mno-such-feature",), 8)
-    monkeypatch.setattr(native_build, "TARGETS", (unknown, GENERIC))
+    monkeypatch.setattr(build_module, "TARGETS", (unknown, GENERIC))
     loaded = load_kernels(16, tmp_path)
     assert loaded is not None
     assert loaded.library.name.startswith("generic-")
     assert "do not compile for unknown" in caplog.text
-    monkeypatch.setattr(native_build, "TARGETS", (unknown,))
+    monkeypatch.setattr(build_module, "TARGETS", (unknown,))
     assert load_kernels(16, tmp_path) is None
     assert "no C kernels: " in caplog.text
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import cpu_flags
-from engine.native_build import TARGETS, NativeUnavailable, Target, build, find_compiler
-from tests.unit.engine import native_cases
+from engine.cpu.build import TARGETS, NativeUnavailable, Target, build, find_compiler
+from engine.cpu.features import cpu_flags
+from tests.unit.engine.cpu import kernel_cases
 
 SANITIZER = ("-fsanitize=address", "-g", "-O1")
 
@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
 def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment | {"PYTHONPATH": str(Path(native_cases.__file__).parents[3])},
+        env=environment | {"PYTHONPATH": str(Path(kernel_cases.__file__).parents[4])},
         capture_output=True,
         text=True,
         timeout=150,
@@ -59,15 +59,15 @@ def library(
 
 
 def test_no_kernel_leaves_its_memory(environment: dict[str, str], library: Path) -> None:
-    done = run(environment, str(native_cases.__file__), str(library))
+    done = run(environment, str(kernel_cases.__file__), str(library))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count("comparisons within") == len(native_cases.TOLERANCE)
+    assert done.stdout.count("comparisons within") == len(kernel_cases.TOLERANCE)
 
 
 def test_the_sanitizer_sees_a_kernel_that_does(environment: dict[str, str], library: Path) -> None:
     """Or the test above would prove nothing."""
     program = (
-        "import sys, torch; from pathlib import Path; from engine.native_kernels import Kernels\n"
+        "import sys, torch; from pathlib import Path; from engine.cpu.kernels import Kernels\n"
         "rows, out = torch.ones(4, 64), torch.empty(4, 31)\n"
         "Kernels(Path(sys.argv[1])).silu_and_multiply(rows.data_ptr(), out.data_ptr(), 4, 32, 0, 1)\n"
     )

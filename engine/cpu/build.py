@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 _COMPILE_TIMEOUT_S = 120.0

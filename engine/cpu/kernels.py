@@ -10,8 +10,8 @@ import enum
 import logging
 from pathlib import Path
 
-from engine.cpu import cpu_flags, cpu_waits_for_many_lines
-from engine.native_build import CompilerFailed, NativeUnavailable, build, fitting_targets
+from engine.cpu.build import CompilerFailed, NativeUnavailable, build, fitting_targets
+from engine.cpu.features import cpu_flags, cpu_waits_for_many_lines
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 
+from engine.cpu.kernels import Ending, Kernels
+from engine.cpu.ops import NativeOps
 from engine.host_memory import HugePages
 from engine.linear import Embedding, Linear, Matrix, PlainLinear
-from engine.native_kernels import Ending, Kernels
-from engine.native_ops import NativeOps
 
 PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from engine.native_dequantize import KINDS, dequantize_into
-from engine.native_kernels import Kernels, load_kernels
+from engine.cpu.dequantize import KINDS, dequantize_into
+from engine.cpu.kernels import Kernels, load_kernels
 from model_files.catalogue import default_cache_dir
 
 ROWS, COLUMNS = 24, 96

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu import cpu_flags
-from engine.native_build import TARGETS, NativeUnavailable, Target, build, find_compiler
-from engine.native_kernels import Kernels
-from tests.unit.engine.native_cases import TOLERANCE, AttentionCase, all_differences
+from engine.cpu.build import TARGETS, NativeUnavailable, Target, build, find_compiler
+from engine.cpu.features import cpu_flags
+from engine.cpu.kernels import Kernels
+from tests.unit.engine.cpu.kernel_cases import TOLERANCE, AttentionCase, all_differences
 
 HEAD_DIMS = {8: (16, 32, 48, 64, 80, 128, 256), 16: (32, 64, 96, 128, 256)}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import cpu_flags, cpu_waits_for_many_lines
+from engine.cpu.features import cpu_flags, cpu_waits_for_many_lines
 
 ZEN_5 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: fpu avx512_bf16\n\nprocessor\t: 1\n"
 ZEN_4 = ZEN_5.replace("26", "25")

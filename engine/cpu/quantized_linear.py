@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
+from engine.cpu.kernels import Kernels, QuantizedMatrixStruct
+from engine.cpu.ops import NativeOps
 from engine.linear import Embedding, Linear, LinearThenOps, Matrix
-from engine.native_kernels import Kernels, QuantizedMatrixStruct
-from engine.native_ops import NativeOps
 from engine.quantization import GROUP, QuantizedMatrix
 
 _SCRATCH_PER_GROUP = GROUP + 8  # bytes: the rounded inputs and the struct group_input of quantized_linear.c

@@ -1,6 +1,6 @@
 """Random cases for the C kernels, each computed by a kernel and by plain torch.
 
-Also a program (`python native_cases.py LIBRARY`): the sanitizer's tests run it in a process of its own.
+Also a program (`python kernel_cases.py LIBRARY`): the sanitizer's tests run it in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from core.kv_layout import KVLayout
 from core.request import SamplingParams
 from core.step import ScheduledChunk
 from engine.attention import TorchAttention
+from engine.cpu.attention import NativeAttention
+from engine.cpu.kernels import Kernels
+from engine.cpu.linear import NativeLinear
+from engine.cpu.ops import NativeOps
+from engine.cpu.sampling import NativeDraw
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.linear import PlainLinear
-from engine.native_attention import NativeAttention
-from engine.native_kernels import Kernels
-from engine.native_linear import NativeLinear
-from engine.native_ops import NativeOps
-from engine.native_sampling import NativeDraw
 from engine.ops import TorchOps
 from engine.rotary import Rotation
 from engine.sampling import filtered_distribution
-from tests.unit.engine.quantized_cases import OwnMemory, quantized_differences, relative
+from tests.unit.engine.cpu.quantized_cases import OwnMemory, quantized_differences, relative
 
 # One bfloat16 has 8 bits: two roundings of a value near 4 differ by 1/64 at most, and torch rounds between its steps.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}

@@ -8,7 +8,7 @@ import pytest
 from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import SampledToken, ScheduledChunk, StepPlan
-from engine.native_attention import NativeAttention
+from engine.cpu.attention import NativeAttention
 from engine.torch_runner import TorchRunner
 from tests.unit.engine.driving import Engine, request
 

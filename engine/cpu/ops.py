@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.native_kernels import Kernels
+from engine.cpu.kernels import Kernels
 
 
 class NativeOps:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.native_kernels import Kernels
+from engine.cpu.kernels import Kernels
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,10 +7,10 @@ import random
 import torch
 import torch.nn.functional as F
 
+from engine.cpu.kernels import Kernels
+from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.host_memory import HugePages
 from engine.kv_pool import TORCH_DTYPES
-from engine.native_kernels import Kernels
-from engine.native_quantized_linear import NativeQuantizedLinear
 from engine.quantization import GROUP, QuantizedMatrix, quantize
 
 Difference = tuple[str, float]  # what was compared, and the largest difference relative to the largest result

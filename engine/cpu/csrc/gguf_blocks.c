@@ -5,7 +5,7 @@
 
 #define BLOCK 32
 
-enum kind { Q8_0, Q4_0, Q4_1 }; /* as in engine/native_dequantize.py */
+enum kind { Q8_0, Q4_0, Q4_1 }; /* as in engine/cpu/dequantize.py */
 
 static const int block_bytes[] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20};
 

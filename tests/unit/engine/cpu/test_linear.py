@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from core.config import EngineConfig
 from engine import backend
 from engine.backend import choose_linear_method
+from engine.cpu.kernels import Ending, Kernels, load_kernels
+from engine.cpu.linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
 from engine.linear import LinearMethod, PlainLinear
-from engine.native_kernels import Ending, Kernels, load_kernels
-from engine.native_linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
 from model_files.catalogue import default_cache_dir
-from tests.unit.engine.native_cases import TOLERANCE, linear_differences
+from tests.unit.engine.cpu.kernel_cases import TOLERANCE, linear_differences
 
 CPU = torch.device("cpu")
 

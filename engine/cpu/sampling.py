@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from core.request import SamplingParams
-from engine.native_kernels import Kernels
+from engine.cpu.kernels import Kernels
 
 
 class NativeDraw:

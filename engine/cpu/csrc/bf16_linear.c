@@ -25,7 +25,7 @@
 #define BLOCK_ROWS 480   /* of inputs that pass by a panel before the next is taken: they stay in the second cache */
 #define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, past the second cache, where it has but one */
 
-enum ending { /* what a product's results are: numbered as class Ending of engine/native_kernels.py */
+enum ending { /* what a product's results are: numbered as class Ending of engine/cpu/kernels.py */
     TO_BF16 = 0,
     TO_FLOAT = 1,
     TO_GATED = 2, /* silu(gate) * up, as bfloat16; without a bias */

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from core.request import SamplingParams
-from engine.native_kernels import Kernels, load_kernels
-from engine.native_sampling import NativeDraw
+from engine.cpu.kernels import Kernels, load_kernels
+from engine.cpu.sampling import NativeDraw
 from engine.sampling import draw_token
 from model_files.catalogue import default_cache_dir
-from tests.unit.engine.native_cases import draw_differences
+from tests.unit.engine.cpu.kernel_cases import draw_differences
 
 
 @pytest.fixture(scope="module")
