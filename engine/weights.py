@@ -192,7 +192,7 @@ class GGUFWeights:
         self._dequantize = dequantize
         self._gguf_name = {_hf_name(name): name for name in self._file.tensors if name not in _GGUF_DERIVED}
         self._num_heads: dict[str, int] = {}
-        if self._file.field("general.architecture") == "llama":
+        if self._file.fields.text("general.architecture") == "llama":
             self._num_heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
 
     def names(self) -> set[str]:

@@ -5,9 +5,8 @@
     tensors:   name string | dimension count u32 | dimensions u64 each, innermost first | type u32 | offset u64
     padding to general.alignment, then the tensors' bytes
 
-The header is parsed here and not by the gguf package, because the router reads it too and should start in a blink; only
-dequantizing, which workers alone do, needs that package and numpy. Everything is bounds-checked: a damaged file is a
-ConfigError.
+The header is parsed here, not by the gguf package, because the router reads it too and must start fast. Only workers
+dequantize, which takes that package and numpy. Everything is bounds-checked: a damaged file is a ConfigError.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
+from model_files.fields import Fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,11 +58,19 @@ class GGUFFile:
         except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
             raise self._damaged(f"at byte {self._position}: {error}") from error
 
-    def field(self, key: str) -> Any:
-        """A metadata value that must be there. Raises `ConfigError` naming it."""
-        if key not in self.metadata:
-            raise self._damaged(f"metadata {key} is missing")
-        return self.metadata[key]
+    @property
+    def fields(self) -> Fields:
+        """The metadata, checked as it is read."""
+        return Fields(self.metadata, str(self.path))
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """(rows, columns) of a tensor that must be there. Raises `ConfigError` naming it."""
+        entry = self.tensors.get(name)
+        if entry is None:
+            raise self._damaged(f"tensor {name} is missing")
+        if len(entry.shape) != 2:
+            raise self._damaged(f"tensor {name} has {len(entry.shape)} dimensions, must have 2")
+        return entry.shape[0], entry.shape[1]
 
     def raw_tensor(self, name: str) -> tuple[str, np.ndarray]:
         """The name of a tensor's type, and its bytes as they lie in the file, read-only. Raises as `tensor` does.
@@ -78,6 +86,11 @@ class GGUFFile:
             items_per_group, bytes_per_group = GGML_QUANT_SIZES[ggml_type]
         except (ValueError, KeyError) as error:
             raise self._damaged(f"tensor {name} has the unknown type {entry.ggml_type}") from error
+        if entry.shape[-1] % items_per_group:
+            raise self._damaged(
+                f"tensor {name} has rows of {entry.shape[-1]}, which groups of {items_per_group} ({ggml_type.name}) "
+                "do not divide"
+            )
         row_bytes = entry.shape[-1] // items_per_group * bytes_per_group
         num_bytes = prod(entry.shape[:-1]) * row_bytes
         if entry.offset + num_bytes > len(self._bytes):
@@ -122,6 +135,9 @@ class GGUFFile:
             raise self._damaged(f"general.alignment is {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
         for name, shape, ggml_type, offset in entries:
+            # No type takes less than a bit for a number, so larger shapes lie. Allocating such a model would fail.
+            if not 1 <= prod(shape) <= 8 * len(self._bytes):
+                raise self._damaged(f"tensor {name} has the shape {shape}, for which the file is too small")
             self.tensors[name] = TensorEntry(name, shape, ggml_type, data_start + offset)
 
     def _scalar(self, code: str) -> Any:

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import ConfigError
+from model_files.fields import MAX_SIZE, Fields
 from model_files.gguf_file import GGUFFile
+
+MAX_LAYERS = 10_000
+MIN_ROPE_FACTOR = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,15 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ConfigError(f"the model's rope scaling factor must be at least 1, is {self.factor}")
+        if not 0.0 <= self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"the model's low_freq_factor of rope scaling must be less than its high_freq_factor, "
+                f"are {self.low_freq_factor} and {self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +58,7 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False
     tie_embeddings: bool = False
-    sliding_window: int | None = None  # computed nowhere: `require_full_attention` keeps contexts within it
+    sliding_window: int | None = None  # computed nowhere: `usable_context` keeps contexts within it
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -55,6 +68,13 @@ class ModelConfig:
             raise ConfigError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ConfigError(f"the model's head_dim must be even for rotary embeddings, is {self.head_dim}")
+        factors = self.rope_factors
+        if factors is not None and (
+            len(factors) != self.head_dim // 2 or not all(f >= MIN_ROPE_FACTOR for f in factors)
+        ):
+            raise ConfigError(
+                f"the model's rope_freqs must be {self.head_dim // 2} numbers of at least {MIN_ROPE_FACTOR}"
+            )
 
     def usable_context(self, max_context: int) -> int:
         """Tokens of context served: `max_context`, or the model's own where that is 0. Raises `ConfigError`."""
@@ -103,66 +123,69 @@ _HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (Tr
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """From config.json, as transformers 4 or 5 writes it. Raises `ConfigError` naming what cannot be served."""
-    family = raw.get("model_type")
+    fields = Fields(raw, "config.json")
+    family = fields.text("model_type", "")
     if family not in _HF_FAMILIES:
         raise ConfigError(f"model_type {family!r} is not served; known: {', '.join(_HF_FAMILIES)}")
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if not isinstance(raw.get(key), int):
-            raise ConfigError(f"config.json lacks {key}")
-    if raw.get("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
+    if fields.text("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
         raise ConfigError("config.json asks for a feed-forward other than SiLU without biases, which is not served")
     if raw.get("quantization_config"):
         raise ConfigError(
             "config.json has a quantization_config; quantized safetensors are not served, use a GGUF file"
         )
     always_biased, qk_norm = _HF_FAMILIES[family]
-    attention_bias = bool(raw.get("attention_bias"))
-    rope_theta, scaling = _hf_rope(raw)
+    attention_bias = fields.flag("attention_bias")
+    rope_theta, scaling = _hf_rope(fields)
+    hidden_size = fields.integer("hidden_size", most=MAX_SIZE)
+    num_heads = fields.integer("num_attention_heads", most=MAX_SIZE)
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        context_length=raw.get("max_position_embeddings", 2048),
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        vocab_size=fields.integer("vocab_size", most=MAX_SIZE),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size", most=MAX_SIZE),
+        num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads, most=MAX_SIZE),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads, most=MAX_SIZE),
+        context_length=fields.integer("max_position_embeddings", 2048),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=scaling,
         qkv_bias=always_biased or attention_bias,
         output_bias=attention_bias and family in ("llama", "qwen3"),
         qk_norm=qk_norm,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        sliding_window=_hf_sliding_window(raw, family),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        sliding_window=_hf_sliding_window(fields, family),
     )
 
 
-def _hf_rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def _hf_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     """Base and scaling; transformers 5 writes both into `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
-    rope = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
+    older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
+    rope = Fields({**older.values, **newer.values}, (newer if newer.values else older).origin)
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0, least=1.0), least=1.0)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("config.json asks for a partial_rotary_factor, which is not served")
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling(factor=float(rope["factor"]), linear=True)
+        return theta, RopeScaling(factor=rope.number("factor"), linear=True)
     if kind == "llama3":
         return theta, RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_context=int(rope["original_max_position_embeddings"]),
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            original_context=rope.integer("original_max_position_embeddings"),
         )
     raise ConfigError(f"rope type {kind!r} is not served; known: default, linear, llama3")
 
 
-def _hf_sliding_window(raw: Mapping[str, Any], family: str) -> int | None:
-    if family in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+def _hf_sliding_window(fields: Fields, family: str) -> int | None:
+    if family in ("qwen2", "qwen3") and not fields.flag("use_sliding_window"):
         return None
-    return raw.get("sliding_window") if family != "llama" else None
+    if family == "llama" or "sliding_window" not in fields:
+        return None
+    return fields.integer("sliding_window")
 
 
 # ---- GGUF metadata
@@ -173,45 +196,50 @@ _GGUF_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (Fal
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """From GGUF metadata and tensor names. Raises `ConfigError` naming what cannot be served."""
-    family = file.field("general.architecture")
+    fields = file.fields
+    family = fields.text("general.architecture")
     if family not in _GGUF_FAMILIES:
         raise ConfigError(f"{file.path}: architecture {family!r} is not served; known: {', '.join(_GGUF_FAMILIES)}")
     qkv_bias, qk_norm = _GGUF_FAMILIES[family]
-    if "token_embd.weight" not in file.tensors:
-        raise ConfigError(f"{file.path}: tensor token_embd.weight is missing")
-    vocab_size, hidden_size = file.tensors["token_embd.weight"].shape
-    num_heads = file.field(f"{family}.attention.head_count")
+    vocab_size, hidden_size = file.matrix_shape("token_embd.weight")
+    num_heads = fields.integer(f"{family}.attention.head_count", most=MAX_SIZE)
     if file.metadata.get(f"{family}.expert_count"):
         raise ConfigError(f"{file.path}: mixtures of experts are not served")
-    head_dim = file.metadata.get(f"{family}.attention.key_length", hidden_size // num_heads)
-    if file.metadata.get(f"{family}.rope.dimension_count", head_dim) != head_dim:
+    head_dim = fields.integer(f"{family}.attention.key_length", hidden_size // num_heads, most=MAX_SIZE)
+    if fields.integer(f"{family}.rope.dimension_count", head_dim) != head_dim:
         raise ConfigError(f"{file.path}: partial rotary embeddings are not served")
-    has_factors = "rope_freqs.weight" in file.tensors
+    window = f"{family}.attention.sliding_window"
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=file.field(f"{family}.feed_forward_length"),
-        num_layers=file.field(f"{family}.block_count"),
+        intermediate_size=fields.integer(f"{family}.feed_forward_length", most=MAX_SIZE),
+        num_layers=fields.integer(f"{family}.block_count", most=MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=file.metadata.get(f"{family}.attention.head_count_kv", num_heads),
+        num_kv_heads=fields.integer(f"{family}.attention.head_count_kv", num_heads, most=MAX_SIZE),
         head_dim=head_dim,
-        context_length=file.field(f"{family}.context_length"),
-        rms_norm_eps=file.field(f"{family}.attention.layer_norm_rms_epsilon"),
-        rope_theta=file.metadata.get(f"{family}.rope.freq_base", 10_000.0),
+        context_length=fields.integer(f"{family}.context_length"),
+        rms_norm_eps=fields.number(f"{family}.attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number(f"{family}.rope.freq_base", 10_000.0, least=1.0),
         rope_scaling=_gguf_rope_scaling(file, family),
-        rope_factors=tuple(file.tensor("rope_freqs.weight").tolist()) if has_factors else None,
+        rope_factors=_gguf_rope_factors(file),
         qkv_bias=qkv_bias or "blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         qk_norm=qk_norm,
         tie_embeddings="output.weight" not in file.tensors,
-        sliding_window=file.metadata.get(f"{family}.attention.sliding_window"),
+        sliding_window=fields.integer(window) if window in fields else None,
     )
 
 
 def _gguf_rope_scaling(file: GGUFFile, family: str) -> RopeScaling | None:
-    kind = file.metadata.get(f"{family}.rope.scaling.type", "none")
+    kind = file.fields.text(f"{family}.rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind == "linear":
-        return RopeScaling(factor=file.field(f"{family}.rope.scaling.factor"), linear=True)
+        return RopeScaling(factor=file.fields.number(f"{family}.rope.scaling.factor"), linear=True)
     raise ConfigError(f"{file.path}: rope scaling {kind!r} is not served; known: none, linear")
+
+
+def _gguf_rope_factors(file: GGUFFile) -> tuple[float, ...] | None:
+    if "rope_freqs.weight" not in file.tensors:
+        return None
+    return tuple(file.tensor("rope_freqs.weight").flatten().tolist())

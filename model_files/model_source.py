@@ -22,6 +22,7 @@ from core.errors import ConfigError, ModelNotFound
 from core.model_info import ModelInfo
 from model_files.builtin_configs import BYTE_BOS_ID, BYTE_EOS_ID, BYTE_VOCAB_SIZE, FAKE_CONFIGS, RANDOM_CONFIGS
 from model_files.catalogue import CATALOGUE, cached_path, default_cache_dir, is_cached
+from model_files.fields import Fields
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, config_from_gguf, config_from_hf
 
@@ -89,7 +90,7 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
         )
     file = GGUFFile(source.path) if source.kind is SourceKind.GGUF and source.path else None
     config = config_from_gguf(file) if file else load_config(source)
-    eos_token_ids, bos_token_id = _special_ids(source, file)
+    eos_token_ids, bos_token_id = _special_ids(source, file, config.vocab_size)
     return ModelInfo(
         name=source.name,
         fingerprint=fingerprint(source),
@@ -155,28 +156,25 @@ def read_json(path: Path) -> Mapping[str, Any]:
     """A JSON object. Raises `ConfigError` where the file does not hold one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold a JSON object")
     return content
 
 
-def _special_ids(source: ModelSource, file: GGUFFile | None) -> tuple[frozenset[int], int | None]:
-    """(ids that end a text, id that begins one)"""
+def _special_ids(source: ModelSource, file: GGUFFile | None, vocab_size: int) -> tuple[frozenset[int], int | None]:
+    """(ids that end a text, id that begins one). Raises `ConfigError` for an id outside the vocabulary."""
     if source.kind is SourceKind.RANDOM:
         return frozenset({BYTE_EOS_ID}), BYTE_BOS_ID
     if file is not None:
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        ids = frozenset(file.metadata[key] for key in keys if key in file.metadata)
-        return ids, file.metadata.get("tokenizer.ggml.bos_token_id")
-    assert source.path is not None
-    ends: set[int] = set()
-    bos_token_id = None
-    for name in ("config.json", "generation_config.json"):
-        if (source.path / name).is_file():
-            content = read_json(source.path / name)
-            listed = content.get("eos_token_id")
-            ends |= set(listed if isinstance(listed, list) else [] if listed is None else [listed])
-            bos_token_id = content.get("bos_token_id", bos_token_id)
-    return frozenset(ends), bos_token_id
+        places = [(file.fields, key) for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")]
+        first = [(file.fields, "tokenizer.ggml.bos_token_id")]
+    else:
+        assert source.path is not None
+        names = [name for name in ("config.json", "generation_config.json") if (source.path / name).is_file()]
+        read = [Fields(read_json(source.path / name), name) for name in names]
+        places, first = [(fields, "eos_token_id") for fields in read], [(fields, "bos_token_id") for fields in read]
+    ends = {token_id for fields, key in places for token_id in fields.token_ids(key, vocab_size)}
+    begins = [fields.integer(key, least=0, most=vocab_size - 1) for fields, key in first if key in fields]
+    return frozenset(ends), begins[-1] if begins else None

@@ -8,7 +8,6 @@ Two families are served, told apart by how a token's text becomes bytes:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from core.errors import ConfigError
+from model_files.fields import Fields
 from model_files.gguf_file import GGUFFile
 from model_files.model_source import ModelSource, read_json
 
@@ -60,22 +60,25 @@ def from_gguf(source: ModelSource) -> TokenizerFiles:
     """The byte-level BPE in a GGUF file. Raises `ConfigError` naming a kind that is not served."""
     assert source.path is not None
     file = GGUFFile(source.path)
-    model = file.field("tokenizer.ggml.model")
+    fields = file.fields
+    model = fields.text("tokenizer.ggml.model")
     if model != "gpt2":
         raise ConfigError(f"{source.path}: tokenizer {model!r} is not served from GGUF: use the Hugging Face directory")
-    pre = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    pre = fields.text("tokenizer.ggml.pre", "gpt-2")
     if pre == "default":
         pre = "gpt-2"
     if pre not in _GGUF_PRE_TOKENIZERS:
         raise ConfigError(
             f"{source.path}: pre-tokenizer {pre!r} is not served; known: {', '.join(_GGUF_PRE_TOKENIZERS)}"
         )
-    texts: list[str] = file.field("tokenizer.ggml.tokens")
-    kinds: list[int] = file.metadata.get("tokenizer.ggml.token_type", [1] * len(texts))
-    merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges")]
-    vocabulary = {text: index for index, text in enumerate(texts)}
+    texts = fields.list_of(str, "tokenizer.ggml.tokens")
+    kinds = fields.list_of(int, "tokenizer.ggml.token_type", [1] * len(texts))
+    if len(kinds) != len(texts):
+        raise ConfigError(
+            f"{source.path}: tokenizer.ggml.token_type has {len(kinds)} items, tokenizer.ggml.tokens has {len(texts)}"
+        )
     # Llama 3 takes a whole word that is in the vocabulary, even where no merges lead to it.
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(_gguf_bpe(fields, texts, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_GGUF_PRE_TOKENIZERS[pre]())
@@ -87,12 +90,12 @@ def from_gguf(source: ModelSource) -> TokenizerFiles:
     tokenizer.add_tokens(
         [AddedToken(text, normalized=False) for index, text in added.items() if kinds[index] == _USER_DEFINED]
     )
-    ids: dict[str, int] = {
-        name: file.metadata[key]
+    ids = {
+        name: fields.integer(key, least=0, most=len(texts) - 1)
         for name in ("bos", "eos")
-        if (key := f"tokenizer.ggml.{name}_token_id") in file.metadata
+        if (key := f"tokenizer.ggml.{name}_token_id") in fields
     }
-    adds_bos = file.metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos" in ids
+    adds_bos = fields.flag("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos" in ids
     return TokenizerFiles(
         tokenizer=tokenizer,
         byte_level=True,
@@ -100,9 +103,23 @@ def from_gguf(source: ModelSource) -> TokenizerFiles:
         added_tokens=added,
         special_ids=frozenset(index for index in added if kinds[index] == _CONTROL),
         bos_prefix=(ids["bos"],) if adds_bos else (),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        chat_template=fields.optional_text("tokenizer.chat_template"),
         template_tokens={f"{name}_token": texts[index] for name, index in ids.items()},
     )
+
+
+def _gguf_bpe(fields: Fields, texts: list[str], ignore_merges: bool) -> BPE:
+    key = "tokenizer.ggml.merges"
+    merges = []
+    for merge in fields.list_of(str, key):
+        left, separator, right = merge.partition(" ")
+        if not separator:
+            raise ConfigError(f"{fields.origin}: {key} has {merge!r}, must be two tokens with a space between")
+        merges.append((left, right))
+    try:
+        return BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges, ignore_merges=ignore_merges)
+    except Exception as error:  # the library raises no narrower type
+        raise ConfigError(f"{fields.origin}: {key} does not fit tokenizer.ggml.tokens: {error}") from error
 
 
 # ---- Hugging Face
@@ -114,18 +131,17 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
     path = source.path / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{source.path} has no tokenizer.json: save the model's tokenizer beside its weights")
-    text = path.read_text(encoding="utf-8")
+    raw = Fields(read_json(path), "tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
         raise ConfigError(f"cannot read {path}: {error}") from error
     # What cuts or pads ids for training would lose parts of a prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    raw = json.loads(text)
-    byte_level, strip_first_space = _decoder_family(raw.get("decoder"), source)
+    byte_level, strip_first_space = _decoder_family(raw.section("decoder").values, source)
     options_path = source.path / "tokenizer_config.json"
-    options = read_json(options_path) if options_path.is_file() else {}
+    options = Fields(read_json(options_path) if options_path.is_file() else {}, "tokenizer_config.json")
     added = tokenizer.get_added_tokens_decoder()
     return TokenizerFiles(
         tokenizer=tokenizer,
@@ -139,9 +155,9 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
     )
 
 
-def _decoder_family(decoder: Mapping[str, Any] | None, source: ModelSource) -> tuple[bool, bool]:
+def _decoder_family(decoder: Mapping[str, Any], source: ModelSource) -> tuple[bool, bool]:
     """(byte-level rather than sentencepiece, a first space is not part of the text)"""
-    steps = (decoder or {}).get("decoders", [decoder or {}])
+    steps = decoder.get("decoders", [decoder])  # the library has read it, so its parts have their types
     kinds = [step.get("type") for step in steps]
     if "ByteLevel" in kinds:
         return True, False
@@ -153,23 +169,31 @@ def _decoder_family(decoder: Mapping[str, Any] | None, source: ModelSource) -> t
     )
 
 
-def _directory_template(source: ModelSource, options: Mapping[str, Any]) -> str | None:
+def _directory_template(source: ModelSource, options: Fields) -> str | None:
     assert source.path is not None
     own_file = source.path / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
-    template = options.get("chat_template")
-    if isinstance(template, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        return named.get("default")
-    return template
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {own_file}: {error}") from error
+    several = options.values.get("chat_template")
+    if not isinstance(several, list):
+        return options.optional_text("chat_template")
+    for entry in several:
+        named = Fields({"entry": entry}, f"{options.origin}'s chat_template").section("entry")
+        if named.text("name") == "default":
+            return named.text("template")
+    return None
 
 
-def _template_tokens(options: Mapping[str, Any]) -> dict[str, str]:
+def _template_tokens(options: Fields) -> dict[str, str]:
     found = {}
     for name in ("bos_token", "eos_token"):
-        token = options.get(name)
-        found[name] = token.get("content", "") if isinstance(token, Mapping) else token or ""
+        if isinstance(options.values.get(name), Mapping):
+            found[name] = options.section(name).text("content", "")
+        else:
+            found[name] = options.text(name, "")
     return found
 
 

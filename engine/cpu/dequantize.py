@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 32
-KINDS = {"Q8_0": 0, "Q4_0": 1, "Q4_1": 2}  # as in gguf_blocks.c
+KINDS = {"Q8_0": (0, 34), "Q4_0": (1, 18), "Q4_1": (2, 20)}  # number in gguf_blocks.c, bytes of a block
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -23,8 +23,10 @@ def dequantize_into(kernels: Kernels, slot: torch.Tensor, kind: str, raw: np.nda
     """
     if kind not in KINDS or slot.dtype not in DTYPES or slot.device.type != "cpu" or not slot.is_contiguous():
         return False
-    assert slot.numel() % BLOCK == 0, "blocks are whole"
+    number, block_bytes = KINDS[kind]
+    num_blocks = slot.numel() // BLOCK
+    assert slot.shape[-1] % BLOCK == 0, "a row's blocks are whole"
+    assert raw.nbytes == num_blocks * block_bytes, "the kernel reads every block of the slot"
     raw = raw if raw.flags.c_contiguous else raw.copy()
-    is_bf16 = slot.dtype is torch.bfloat16
-    kernels.dequantize(raw.ctypes.data, slot.numel() // BLOCK, KINDS[kind], slot.data_ptr(), is_bf16)
+    kernels.dequantize(raw.ctypes.data, num_blocks, number, slot.data_ptr(), slot.dtype is torch.bfloat16)
     return True

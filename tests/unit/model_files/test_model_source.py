@@ -96,7 +96,7 @@ def test_a_sliding_window_is_served_only_where_it_changes_nothing(tmp_path: Path
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"head_dim": 7}, "must be even"),
-        ({"num_hidden_layers": 0}, "num_layers must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be a whole number from 1"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, object], message: str) -> None:

@@ -53,3 +53,11 @@ def test_what_has_no_kernel_is_left_to_others(kernels: Kernels) -> None:
     assert not dequantize_into(kernels, slot, "Q8_0", raw)
     assert not dequantize_into(kernels, slot.bfloat16(), "Q6_K", raw)
     assert not slot.any()
+
+
+def test_bytes_that_do_not_fill_the_slot_never_reach_the_kernel(kernels: Kernels) -> None:
+    raw, slot = random_blocks("Q8_0", 0), torch.empty(ROWS, COLUMNS)
+    with pytest.raises(AssertionError, match="reads every block"):
+        dequantize_into(kernels, slot, "Q8_0", raw[:, :-34])
+    with pytest.raises(AssertionError, match="blocks are whole"):
+        dequantize_into(kernels, torch.empty(ROWS, 48), "Q8_0", raw)

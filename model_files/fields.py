@@ -1,0 +1,91 @@
+"""Typed values out of a model's metadata: config.json, tokenizer_config.json, or the header of a GGUF file.
+
+Files come from anywhere, so no value is used before its type and its range are checked. An absent key and JSON's null
+mean the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from core.errors import ConfigError
+
+MAX_SIZE = 1 << 24  # rows or columns of a matrix: the largest vocabulary known has 2^18
+MAX_INTEGER = (1 << 31) - 1
+_SHOWN_CHARACTERS = 60  # of a wrong value
+
+Item = TypeVar("Item", str, int)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Every method raises `ConfigError`, which names the key and what its value must be. No default: required."""
+
+    values: Mapping[str, Any]
+    origin: str  # what holds the values: "config.json", or a path
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        return value if isinstance(value, str) else self._refuse(key, value, "a string")
+
+    def optional_text(self, key: str) -> str | None:
+        return self.text(key) if key in self else None
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default)
+        return value if isinstance(value, bool) else self._refuse(key, value, "true or false")
+
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_INTEGER) -> int:
+        return self._integer(key, self._value(key, default), least, most)
+
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        value = self._value(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= MAX_INTEGER or not math.isfinite(value):
+            self._refuse(key, value, f"a number from {least:g} to {MAX_INTEGER}")
+        return float(value)
+
+    def list_of(self, kind: type[Item], key: str, default: list[Item] | None = None) -> list[Item]:
+        value = self._value(key, default)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            self._refuse(key, value, f"a list of {'strings' if kind is str else 'whole numbers'}")
+        items: list[Item] = value
+        return items
+
+    def token_ids(self, key: str, num_tokens: int) -> list[int]:
+        """One id below `num_tokens`, or a list of them; empty where the key is absent."""
+        value = self.values.get(key)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        return [self._integer(key, item, 0, num_tokens - 1) for item in listed]
+
+    def section(self, key: str) -> Fields:
+        """The values of an object; empty where the key is absent."""
+        value = self._value(key, {})
+        if not isinstance(value, Mapping):
+            self._refuse(key, value, "an object")
+        return Fields(value, f"{self.origin}'s {key}")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ConfigError(f"{self.origin} lacks {key}")
+        return value
+
+    def _integer(self, key: str, value: Any, least: int, most: int) -> int:
+        if type(value) is not int or not least <= value <= most:
+            self._refuse(key, value, f"a whole number from {least} to {most}")
+        return int(value)
+
+    def _refuse(self, key: str, value: Any, wanted: str) -> Any:
+        shown = repr(value)
+        if len(shown) > _SHOWN_CHARACTERS:
+            shown = f"{shown[:_SHOWN_CHARACTERS]}..."
+        raise ConfigError(f"{self.origin}: {key} is {shown}, must be {wanted}")

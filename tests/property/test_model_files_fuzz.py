@@ -1,0 +1,170 @@
+"""Whatever a model's files say, reading them succeeds or fails with a `TandemError` that an operator understands."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import TandemError
+from model_files.gguf_file import GGUFFile
+from model_files.model_source import load_config, resolve_model
+from tests.support.gguf_bytes import TensorBytes, Value, gguf_bytes
+from tests.support.tiny_model_files import DIRECTORY, GGUF_METADATA, GGUF_TENSORS, write_directory, write_gguf_header
+from text.tokenizer import load_tokenizer
+
+BOUNDED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+HEADER_BYTES = len(gguf_bytes(GGUF_METADATA, {}))
+SMALL_KEYS_BYTES = HEADER_BYTES - len(gguf_bytes({"tokenizer.ggml.tokens": GGUF_METADATA["tokenizer.ggml.tokens"]}, {}))
+
+integers = st.sampled_from([0, 1, 2, 3, 7, 96, 259, 260, 1 << 31, 1 << 62]) | st.integers(-(1 << 63), (1 << 64) - 1)
+floats = st.sampled_from([0.0, -1.0, 1e-38, 1e38, float("inf"), float("nan")]) | st.floats(width=32)
+texts = st.sampled_from(["", "a n", "an", "qwen2", "none", "linear", "<s>"]) | st.text(max_size=4)
+scalars = st.booleans() | integers | floats | texts
+small_integers = st.integers(-(1 << 63), (1 << 63) - 1)
+metadata_values: st.SearchStrategy[Any] = (
+    scalars
+    | st.lists(small_integers, max_size=3)
+    | st.lists(st.floats(width=32), min_size=1, max_size=3)
+    | st.lists(texts, max_size=3)
+)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("fuzz")
+    write_directory(found / "valid")
+    return found
+
+
+def read_everything(spec: str) -> None:
+    """All that the router and the workers read before any number is computed, but for safetensors."""
+    source = resolve_model(spec)
+    load_config(source).inverse_frequencies()
+    tokenizer = load_tokenizer(spec)
+    token_ids = tokenizer.encode("an <s> in")
+    tokenizer.decode(token_ids)
+    if tokenizer.has_chat_template:
+        tokenizer.render_chat([{"role": "user", "content": "an"}])
+    if source.path is not None and source.path.is_file():
+        file = GGUFFile(source.path)
+        for name in file.tensors:
+            file.tensor(name)
+
+
+def read_or_refuse(spec: str) -> None:
+    with contextlib.suppress(TandemError):
+        read_everything(spec)
+
+
+def read_or_refuse_with(place: Path, name: str, content: bytes) -> None:
+    """The valid directory, but for one file."""
+    path = place / "valid" / name
+    valid = path.read_bytes()
+    path.write_bytes(content)
+    try:
+        read_or_refuse(str(place / "valid"))
+    finally:
+        path.write_bytes(valid)
+
+
+@st.composite
+def changed(draw: st.DrawFn, content: bytes, within: int) -> bytes:
+    """A few bytes of the first `within` changed, cut out or added."""
+    payload = bytearray(content)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, min(within, len(payload)) - 1))
+        how = draw(st.sampled_from(["change", "cut", "add", "end"]))
+        if how == "change":
+            payload[at] = draw(st.integers(0, 255))
+        elif how == "cut":
+            del payload[at : at + draw(st.integers(1, 9))]
+        elif how == "add":
+            payload[at:at] = draw(st.binary(min_size=1, max_size=9))
+        else:
+            del payload[at:]
+        payload = payload or bytearray(b"G")
+    return bytes(payload)
+
+
+# ---- GGUF
+
+
+def test_the_files_are_read_as_they_are(place: Path) -> None:
+    """Or the tests below would fuzz what fails anyway."""
+    read_everything(write_gguf_header(place / "valid.gguf"))
+    read_everything(str(place / "valid"))
+
+
+@BOUNDED
+@given(data=st.data())
+def test_metadata_of_any_type_is_taken_or_refused(place: Path, data: st.DataObject) -> None:
+    keys = data.draw(st.lists(st.sampled_from(sorted(GGUF_METADATA)), min_size=1, max_size=2))
+    changes: dict[str, Value] = {key: data.draw(metadata_values, key) for key in keys}
+    read_or_refuse(write_gguf_header(place / "metadata.gguf", changes))
+
+
+@BOUNDED
+@given(
+    name=st.sampled_from(["token_embd.weight", "rope_freqs.weight", "blk.0.attn_q.weight"]),
+    shape=st.lists(st.sampled_from([0, 1, 8, 31, 33, 64, 256, 260, 1 << 40, (1 << 64) - 1]), min_size=1, max_size=4),
+    ggml_type=st.integers(0, 45),
+    content=st.binary(max_size=20) | st.just(bytes(70_000)),
+)
+def test_tensors_of_any_shape_and_type_are_taken_or_refused(
+    place: Path, name: str, shape: list[int], ggml_type: int, content: bytes
+) -> None:
+    tensors = {name: TensorBytes(tuple(shape), ggml_type, content)}
+    read_or_refuse(write_gguf_header(place / "tensors.gguf", tensors=tensors))
+
+
+@BOUNDED
+@given(data=st.data())
+def test_bytes_of_a_header_are_a_header_or_refused(place: Path, data: st.DataObject) -> None:
+    within = data.draw(st.sampled_from([SMALL_KEYS_BYTES, HEADER_BYTES + 200]))
+    (place / "bytes.gguf").write_bytes(data.draw(changed(gguf_bytes(GGUF_METADATA, GGUF_TENSORS), within)))
+    read_or_refuse(str(place / "bytes.gguf"))
+
+
+# ---- a directory
+
+
+@st.composite
+def with_one_changed(draw: st.DrawFn, content: Any, depth: int = 4) -> Any:
+    """A value somewhere in `content` replaced or left out, `depth` levels down at most."""
+    if not isinstance(content, dict | list) or not content or depth == 0 or draw(st.integers(0, 5)) == 0:
+        return draw(json_values)
+    content = copy.copy(content)
+    key = draw(st.sampled_from(sorted(content) if isinstance(content, dict) else range(len(content))))
+    if draw(st.integers(0, 7)) == 0:
+        del content[key]
+    else:
+        content[key] = draw(with_one_changed(content[key], depth - 1))
+    return content
+
+
+@BOUNDED
+@given(data=st.data())
+def test_json_of_any_shape_is_taken_or_refused(place: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(DIRECTORY)))
+    content = data.draw(with_one_changed(DIRECTORY[name]))
+    read_or_refuse_with(place, name, json.dumps(content).encode())
+
+
+@BOUNDED
+@given(data=st.data())
+def test_bytes_of_json_are_json_or_refused(place: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(DIRECTORY)))
+    content = data.draw(changed(json.dumps(DIRECTORY[name]).encode(), 2000))
+    read_or_refuse_with(place, name, content)

@@ -1,0 +1,150 @@
+"""A value of a model's files that cannot be used is refused with the name of its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.errors import ConfigError
+from model_files.gguf_file import GGUFFile
+from model_files.model_config import RopeScaling
+from model_files.model_source import load_model_info
+from tests.support.gguf_bytes import TensorBytes, Value
+from tests.support.tiny_model_files import BOS_ID, EOS_ID, F32, TOKENS, write_directory, write_gguf_header
+from text.tokenizer import load_tokenizer
+
+Q4_0, Q4_1, Q8_0, Q6_K = 2, 3, 8, 14
+
+
+def test_valid_files_are_read(tmp_path: Path) -> None:
+    for spec in (write_gguf_header(tmp_path / "a.gguf"), write_directory(tmp_path / "a")):
+        info = load_model_info(spec)
+        assert (info.vocab_size, info.bos_token_id, info.eos_token_ids) == (len(TOKENS), BOS_ID, {EOS_ID})
+        tokenizer = load_tokenizer(spec)
+        assert TOKENS.index("an") in tokenizer.encode("an")
+        assert tokenizer.render_chat([{"role": "user", "content": "an"}]) == "<s>an"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.attention.head_count", 0, "is 0, must be a whole number from 1"),
+        ("llama.attention.head_count", [4, 4], r"is \[4, 4\], must be a whole number"),
+        ("llama.attention.head_count_kv", True, "is True, must be a whole number"),
+        ("llama.block_count", 1 << 40, "must be a whole number from 1 to 10000"),
+        ("llama.context_length", "128", "is '128', must be a whole number"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "must be a number"),
+        ("llama.rope.freq_base", 0.0, "must be a number from 1"),
+        ("general.architecture", ["llama"], "must be a string"),
+        ("tokenizer.ggml.bos_token_id", len(TOKENS), "is 260, must be a whole number from 0 to 259"),
+        ("tokenizer.ggml.eos_token_id", "</s>", "is '</s>', must be a whole number"),
+        ("tokenizer.ggml.eot_token_id", -1, "is -1, must be a whole number"),
+        ("tokenizer.ggml.add_bos_token", 1, "must be true or false"),
+        ("tokenizer.ggml.tokens", [1, 2], "must be a list of strings"),
+        ("tokenizer.ggml.token_type", [1, 1], "has 2 items, tokenizer.ggml.tokens has 260"),
+        ("tokenizer.ggml.merges", ["an"], "'an', must be two tokens with a space between"),
+        ("tokenizer.ggml.merges", ["q q"], "does not fit tokenizer.ggml.tokens"),
+        ("tokenizer.ggml.pre", ["smollm"], "must be a string"),
+        ("tokenizer.chat_template", 5, "must be a string"),
+    ],
+)
+def test_a_gguf_value_that_cannot_be_used_is_named(tmp_path: Path, key: str, value: Value, message: str) -> None:
+    spec = write_gguf_header(tmp_path / "a.gguf", {key: value})
+    with pytest.raises(ConfigError, match=f"{key}.*{message}"):
+        load_tokenizer(spec)
+
+
+def test_a_gguf_key_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    write_gguf_header(path)
+    path.write_bytes(path.read_bytes().replace(b"llama.feed_forward_length", b"llama.feed_backward_lengt"))
+    with pytest.raises(ConfigError, match=r"a\.gguf lacks llama\.feed_forward_length"):
+        load_model_info(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("token_embd.weight", (64,), "has 1 dimensions, must have 2"),
+        ("token_embd.weight", (1 << 40, 64), "the file is too small"),
+        ("token_embd.weight", (0, 64), "the file is too small"),
+        ("rope_freqs.weight", (4, 3), "rope_freqs must be 8 numbers"),
+    ],
+)
+def test_a_tensor_of_a_shape_that_cannot_be_used_is_named(
+    tmp_path: Path, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    tensors = {name: TensorBytes(shape, F32, np.ones(12, np.float32).tobytes())}
+    with pytest.raises(ConfigError, match=message):
+        load_model_info(write_gguf_header(tmp_path / "a.gguf", tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("ggml_type", "num_columns", "group"), [(Q8_0, 48, 32), (Q4_0, 33, 32), (Q4_1, 31, 32), (Q6_K, 320, 256)]
+)
+def test_rows_that_groups_do_not_divide_are_refused(
+    tmp_path: Path, ggml_type: int, num_columns: int, group: int
+) -> None:
+    """The C kernel would read past the last row."""
+    tensors = {"blk.0.attn_q.weight": TensorBytes((4, num_columns), ggml_type, bytes(4096))}
+    file = GGUFFile(Path(write_gguf_header(tmp_path / "a.gguf", tensors=tensors)))
+    message = f"blk.0.attn_q.weight has rows of {num_columns}, which groups of {group} .* do not divide"
+    for read in (file.raw_tensor, file.tensor):
+        with pytest.raises(ConfigError, match=message):
+            read("blk.0.attn_q.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("config", {"num_attention_heads": 0}, "num_attention_heads is 0, must be a whole number from 1"),
+        ("config", {"num_key_value_heads": [2]}, r"num_key_value_heads is \[2\]"),
+        ("config", {"hidden_size": 64.0}, "hidden_size is 64.0"),
+        ("config", {"vocab_size": 1 << 40}, "vocab_size is 1099511627776, must be a whole number from 1 to 16777216"),
+        ("config", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', must be a number"),
+        ("config", {"model_type": ["llama"]}, r"model_type is \['llama'\], must be a string"),
+        ("config", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3', must be an object"),
+        ("config", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor"),
+        ("config", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be at least 1"),
+        ("config", {"sliding_window": "all"}, "sliding_window is 'all'"),
+        ("config", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', must be true or false"),
+        ("config", {"eos_token_id": [258, 260]}, "eos_token_id is 260, must be a whole number from 0 to 259"),
+        ("config", {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ("generation_config", {"bos_token_id": -1}, "generation_config.json: bos_token_id is -1"),
+        ("tokenizer_config", {"bos_token": 5}, "tokenizer_config.json: bos_token is 5, must be a string"),
+        ("tokenizer_config", {"bos_token": {"content": 5}}, "bos_token: content is 5, must be a string"),
+        ("tokenizer_config", {"chat_template": 5}, "chat_template is 5, must be a string"),
+        ("tokenizer_config", {"chat_template": [5]}, "entry is 5, must be an object"),
+    ],
+)
+def test_a_json_value_that_cannot_be_used_is_named(
+    tmp_path: Path, name: str, changes: dict[str, Any], message: str
+) -> None:
+    spec = write_directory(tmp_path / "a", **{name: changes})
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(spec)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"3"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_holds_no_json_object_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    spec = write_directory(tmp_path / "a")
+    (tmp_path / "a" / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name):
+        load_tokenizer(spec)
+
+
+def test_a_template_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    spec = write_directory(tmp_path / "a")
+    (tmp_path / "a" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
+        load_tokenizer(spec)
+
+
+def test_equal_frequency_factors_are_refused() -> None:
+    """The share between them would be divided by 0."""
+    with pytest.raises(ConfigError, match="low_freq_factor"):
+        RopeScaling(8.0, low_freq_factor=4.0, high_freq_factor=4.0)
