@@ -25,11 +25,11 @@ class NativeQuantizedLinear(LinearThenOps):
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         assert isinstance(weight, QuantizedMatrix)
-        return _NativeMatrix(self, weight, bias)
+        return NativeQuantizedMatrix(self, weight, bias)
 
     def prepare_embedding(self, table: Matrix) -> Embedding:
         assert isinstance(table, QuantizedMatrix)
-        return _NativeMatrix(self, table, None).rows
+        return NativeQuantizedMatrix(self, table, None).rows
 
     def scratch(self, num_bytes: int) -> int:
         """The address of memory that lasts until the next call: products are made one at a time."""
@@ -38,7 +38,9 @@ class NativeQuantizedLinear(LinearThenOps):
         return self._scratch.data_ptr()
 
 
-class _NativeMatrix:
+class NativeQuantizedMatrix:
+    """One matrix, ready to be multiplied by or looked up in."""
+
     def __init__(self, method: NativeQuantizedLinear, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
         self._method, self._matrix = method, matrix
         self._bias = None if bias is None else bias.float()

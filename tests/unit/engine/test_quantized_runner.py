@@ -17,7 +17,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.step import SampledToken
 from engine.backend import choose_linear_method
-from engine.cpu.quantized_linear import NativeQuantizedLinear
+from engine.cpu.quantized_linear import NativeQuantizedLinear, NativeQuantizedMatrix
 from engine.linear import PlainLinear
 from engine.quantization import MatrixSlot, QuantizedMatrix
 from engine.quantized_linear import DequantizedLinear
@@ -25,6 +25,7 @@ from engine.torch_runner import TorchRunner
 from engine.weights import load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.model_source import resolve_model
+from tests.support.c_kernels import need_compiler, need_kernels
 from tests.unit.engine.cpu.test_runner import MODELS, top_tokens
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.test_weights import random_weights, write_gguf
@@ -43,10 +44,10 @@ def build(model: str, quantization: str, kernels: str = "auto", dtype: str = "fl
 
 
 def native(model: str, quantization: str, dtype: str = "float32") -> TorchRunner:
+    need_compiler()
     runner = build(f"random:{model}", quantization, dtype=dtype)
     assert runner._model is not None
-    if type(runner._model.layers[0].down).__name__ == "function":
-        pytest.skip("no C compiler here")
+    assert isinstance(runner._model.layers[0].down, NativeQuantizedMatrix)
     return runner
 
 
@@ -120,12 +121,15 @@ def test_a_gguf_of_8_bits_is_the_same_model_in_int8(tmp_path: Path, model: str) 
 
 
 def test_the_kernel_multiplies_where_there_is_one() -> None:
-    runner = native("llama-tiny", "int8")
-    assert runner.layout.quantization == "int8"
-    config = EngineConfig(quantization="int8")
-    cpu = torch.device("cpu")
+    config, cpu = EngineConfig(quantization="int8"), torch.device("cpu")
     assert isinstance(choose_linear_method(config, None, cpu, 1), DequantizedLinear)
     assert not isinstance(choose_linear_method(EngineConfig(), None, cpu, 1), DequantizedLinear)
+    assert isinstance(choose_linear_method(config, need_kernels(), cpu, 1), NativeQuantizedLinear)
+    runner = native("llama-tiny", "int8")
+    assert runner.layout.quantization == "int8"
+    assert runner._model is not None
+    for layer in runner._model.layers:
+        assert all(isinstance(product, NativeQuantizedMatrix) for product in (layer.qkv, layer.output, layer.down))
 
 
 def test_a_gpu_and_an_unknown_format_are_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,4 +152,3 @@ def test_codes_are_not_given_to_a_method_of_plain_numbers() -> None:
     with pytest.raises(AssertionError, match="methods of their own"):
         PlainLinear().prepare(weights.head, None)
     assert DequantizedLinear().prepare(weights.head, None)(torch.eye(64)).shape == (64, weights.head.num_rows)
-    assert NativeQuantizedLinear.prepare is not DequantizedLinear.prepare

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from core.config import EngineConfig
 from engine.attention import TorchAttention
 from engine.cpu import build as build_module
 from engine.cpu.attention import NativeAttention
-from engine.cpu.build import TARGETS, NativeUnavailable, Target, build, fitting_targets
+from engine.cpu.build import FLAGS, TARGETS, NativeUnavailable, Target, build, fitting_targets
 from engine.cpu.features import cpu_flags
 from engine.cpu.kernels import Kernels, load_kernels
 from engine.torch_runner import TorchRunner
-from model_files.catalogue import default_cache_dir
+from tests.support.c_kernels import need_compiler, need_kernels
 from tests.unit.engine.driving import Engine, request
 
 GENERIC = TARGETS[-1]
@@ -28,6 +29,7 @@ PROMPT = [(7 * index + 3) % 250 for index in range(45)]
 @pytest.fixture
 def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two sources that compile in a blink, in place of the kernels."""
+    need_compiler()
     directory = tmp_path / "sources"
     directory.mkdir()
     (directory / "numbers.h").write_text("#define ANSWER 41\n")
@@ -107,8 +109,10 @@ def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path: Path) 
 def test_a_compiler_that_does_not_know_the_best_target_makes_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    need_compiler()
     unknown = Target("unknown", frozenset(), ("-mno-such-feature",), 8)
     monkeypatch.setattr(build_module, "TARGETS", (unknown, GENERIC))
+    monkeypatch.setattr(build_module, "FLAGS", (*FLAGS, "-O0"))  # compiled fast, and never called
     loaded = load_kernels(16, tmp_path)
     assert loaded is not None
     assert loaded.library.name.startswith("generic-")
@@ -121,6 +125,7 @@ def test_a_compiler_that_does_not_know_the_best_target_makes_the_next(
 def test_without_a_compiler_torch_computes_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    need_compiler()
     config = EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4, num_threads=1)
     native = TorchRunner(config)
     monkeypatch.setenv("PATH", os.fspath(tmp_path))
@@ -146,12 +151,10 @@ def backend_of(runner: TorchRunner) -> object:
     return runner._model.attention
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process has loaded")
 def test_kernels_and_torch_share_one_set_of_threads() -> None:
     """A second OpenMP would double the threads and leave each waiting for the other's cores."""
-    assert load_kernels(16, default_cache_dir()) is not None
-    maps = Path("/proc/self/maps")
-    if not maps.is_file():
-        pytest.skip("this system does not list what a process has loaded")
-    files = {line.split()[-1] for line in maps.read_text().splitlines()}
+    need_kernels()
+    files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     loaded = {file for file in files if Path(file).name.startswith(("libgomp", "libiomp", "libomp"))}
     assert len(loaded) == 1, loaded

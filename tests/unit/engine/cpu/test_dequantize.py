@@ -9,18 +9,15 @@ import torch
 from gguf.quants import dequantize
 
 from engine.cpu.dequantize import KINDS, dequantize_into
-from engine.cpu.kernels import Kernels, load_kernels
-from model_files.catalogue import default_cache_dir
+from engine.cpu.kernels import Kernels
+from tests.support.c_kernels import need_kernels
 
 ROWS, COLUMNS = 24, 96
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    found = load_kernels(64, default_cache_dir())
-    if found is None:
-        pytest.skip("no C compiler here")
-    return found
+    return need_kernels()
 
 
 def random_blocks(kind: str, seed: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,9 @@ def test_without_the_file_nothing_is_known(tmp_path: Path) -> None:
     missing = tmp_path / "cpuinfo"
     assert cpu_flags(missing) == frozenset()
     assert not cpu_waits_for_many_lines(missing)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/cpuinfo")
+def test_this_cpus_features_are_found() -> None:
+    """Else the tests of every kernel for them would be skipped."""
+    assert cpu_flags()

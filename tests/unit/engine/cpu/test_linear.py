@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from core.config import EngineConfig
 from engine import backend
 from engine.backend import choose_linear_method
-from engine.cpu.kernels import Ending, Kernels, load_kernels
+from engine.cpu.build import TARGETS
+from engine.cpu.features import cpu_flags
+from engine.cpu.kernels import Ending, Kernels
 from engine.cpu.linear import NativeLinear, OneDNNLinear, PackedLinear, gated_panels_of
 from engine.linear import LinearMethod, PlainLinear
-from model_files.catalogue import default_cache_dir
+from tests.support.c_kernels import need_kernels
 from tests.unit.engine.cpu.kernel_cases import TOLERANCE, linear_differences
 
 CPU = torch.device("cpu")
@@ -20,9 +22,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    loaded = load_kernels(64, default_cache_dir())
-    if loaded is None or loaded.bf16_linear is None:
-        pytest.skip("no kernel for bfloat16 products here: it needs AVX-512 BF16 and a C compiler")
+    target = next(target for target in TARGETS if target.name == "avx512_bf16")
+    if not target.cpu_flags <= cpu_flags():
+        pytest.skip("this CPU lacks AVX-512 BF16")
+    loaded = need_kernels()
+    assert loaded.bf16_linear is not None
     return loaded
 
 
@@ -93,14 +97,19 @@ def test_what_the_kernel_does_not_take_is_left_to_torch(kernels: Kernels, dtype:
     torch.testing.assert_close(gated, expected, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
-def test_the_method_follows_the_cpu(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    auto, plain = EngineConfig(), EngineConfig(kernels="torch")
+def test_the_method_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto, plain, kernels = EngineConfig(), EngineConfig(kernels="torch"), need_kernels()
+    by_torch = OneDNNLinear if torch.ops.mkldnn._is_mkldnn_bf16_supported() else PlainLinear
+    monkeypatch.setattr(kernels, "bf16_linear", lambda *_: None)
     monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: False)
-    assert isinstance(choose_linear_method(auto, kernels, CPU, 1), NativeLinear)
-    assert isinstance(choose_linear_method(plain, None, CPU, 1), PlainLinear)
-    assert isinstance(choose_linear_method(auto, None, torch.device("cuda"), 1), PlainLinear)
+    assert type(choose_linear_method(auto, kernels, CPU, 1)) is NativeLinear
+    assert type(choose_linear_method(plain, None, CPU, 1)) is PlainLinear
+    assert type(choose_linear_method(auto, None, torch.device("cuda"), 1)) is PlainLinear
     monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: True)
-    assert isinstance(choose_linear_method(auto, kernels, CPU, 1), OneDNNLinear)
+    assert type(choose_linear_method(auto, kernels, CPU, 1)) is by_torch
+    monkeypatch.setattr(backend, "cpu_has_amx_bf16", lambda: False)
+    monkeypatch.setattr(kernels, "bf16_linear", None)
+    assert type(choose_linear_method(auto, kernels, CPU, 1)) is by_torch
 
 
 def test_a_bias_before_an_activation_is_refused(kernels: Kernels) -> None:

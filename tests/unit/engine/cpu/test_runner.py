@@ -8,8 +8,10 @@ import pytest
 from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import SampledToken, ScheduledChunk, StepPlan
+from engine.attention import TorchAttention
 from engine.cpu.attention import NativeAttention
 from engine.torch_runner import TorchRunner
+from tests.support.c_kernels import need_compiler
 from tests.unit.engine.driving import Engine, request
 
 MODELS = ["llama-tiny", "llama3-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "smollm2-tiny"]
@@ -18,11 +20,11 @@ BF16_LOGPROB_TOLERANCE = 0.08
 
 
 def build(model: str, kernels: str, dtype: str = "float32") -> TorchRunner:
+    need_compiler()
     config = EngineConfig(model=f"random:{model}", dtype=dtype, kv_memory_mb=4, num_threads=1, kernels=kernels)
     runner = TorchRunner(config)
     assert runner._model is not None
-    if kernels == "auto" and not isinstance(runner._model.attention, NativeAttention):
-        pytest.skip("no C compiler here")
+    assert isinstance(runner._model.attention, NativeAttention if kernels == "auto" else TorchAttention)
     return runner
 
 

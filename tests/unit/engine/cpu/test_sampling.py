@@ -6,19 +6,16 @@ import numpy as np
 import pytest
 
 from core.request import SamplingParams
-from engine.cpu.kernels import Kernels, load_kernels
+from engine.cpu.kernels import Kernels
 from engine.cpu.sampling import NativeDraw
 from engine.sampling import draw_token
-from model_files.catalogue import default_cache_dir
+from tests.support.c_kernels import need_kernels
 from tests.unit.engine.cpu.kernel_cases import draw_differences
 
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    loaded = load_kernels(64, default_cache_dir())
-    if loaded is None:
-        pytest.skip("no C compiler here")
-    return loaded
+    return need_kernels()
 
 
 def test_a_draw_lies_within_the_share_of_its_token(kernels: Kernels) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.build import TARGETS, NativeUnavailable, Target, build, find_compiler
+from engine.cpu.build import TARGETS, Target, build, find_compiler
 from engine.cpu.features import cpu_flags
+from tests.support.c_kernels import need_compiler
 from tests.unit.engine.cpu import kernel_cases
 
 SANITIZER = ("-fsanitize=address", "-g", "-O1")
@@ -19,12 +20,9 @@ SANITIZER = ("-fsanitize=address", "-g", "-O1")
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     """What a process needs to load a library that was compiled for the sanitizer."""
-    try:
-        compiler = find_compiler()
-    except NativeUnavailable as reason:
-        pytest.skip(str(reason))
+    need_compiler()
     found = subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+        [find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip("the compiler has no libasan")
