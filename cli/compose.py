@@ -136,7 +136,7 @@ def _worker_parts(
             config.transfer, identity, memory, functools.partial(open_transport, config.transfer), on_events
         )
         address = agent.start()
-        runner.settle()
+        runner.start_background_work()
         pool = BlockPool(num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
         machine = make_machine(WorkerCore(scheduler, pool), TransferMachine(config.transfer, pool, address))

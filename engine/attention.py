@@ -28,7 +28,7 @@ from engine.rotary import Rotation
 
 
 class AttentionBackend(Protocol):
-    """Made once per model. `begin_step` prepares what all layers share; then `attend` is called once per layer."""
+    """Made once per model. `begin_step` prepares the part that all layers share; `attend` is called once per layer."""
 
     def begin_step(self, chunks: Sequence[ScheduledChunk], rotation: Rotation) -> StepAttention: ...
 
@@ -41,7 +41,7 @@ class StepAttention(Protocol):
     ) -> torch.Tensor:  # [T, Hq, D]
         """Rotate queries and keys, write keys and values into their slots, attend to all up to each token's own.
 
-        What is returned may be overwritten by the next layer's call.
+        The next layer's call may overwrite the result.
         """
         ...
 
@@ -102,7 +102,7 @@ class TorchAttention:
         )
 
     def prefills_of(self, chunks: Sequence[ScheduledChunk]) -> list[PrefillPart]:
-        """The chunks of several tokens alone, for a backend that leaves only those to torch."""
+        """The chunks of several tokens, for a backend that leaves only those chunks to torch."""
         first_rows = itertools.accumulate((chunk.num_tokens for chunk in chunks), initial=0)
         return [
             self._prefill_part(row, chunk)

@@ -77,8 +77,8 @@ class FakeRunner:
     def pool_device(self) -> int | None:
         return None
 
-    def settle(self) -> None:
-        """Nothing is left to do."""
+    def start_background_work(self) -> None:
+        """There is none."""
 
     def run(self, step: StepPlan) -> StepOutput:
         assert not self._closed, "the runner is closed"

@@ -1,7 +1,7 @@
-"""First touch of fresh memory, which costs fifteen times what writing it again does: before the memory is needed.
+"""First touch of fresh memory, before the memory is needed: the first write costs fifteen times a later one.
 
-Where a hypervisor has to find the memory, half a gigabyte takes more than a second. So only what is used first is
-touched while somebody waits, and a thread touches the rest later: it gives way to whoever computes, and ends with that.
+Where a hypervisor has to find the memory, half a gigabyte takes more than a second. So the start touches only the first
+blocks. A thread of the lowest priority touches the rest later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import torch
 
 AT_ONCE_BYTES = 64 << 20
-_STEP_BYTES = 2 << 20  # whoever maps memory meanwhile waits for one step at most
+_STEP_BYTES = 2 << 20  # a thread that maps memory meanwhile waits for one step at most
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14: as if every page were written, and none changes
 _LOWEST_PRIORITY = 19
 
@@ -35,14 +35,14 @@ def touch(memory: torch.Tensor, at_once_bytes: int = AT_ONCE_BYTES) -> torch.Ten
 
 
 def touch_meanwhile(memory: torch.Tensor) -> threading.Thread:
-    """Have a thread touch what `touch` returned. It may be read and written at once, from any thread."""
+    """Touch the rest that `touch` returned, in a thread. Any thread may read and write that memory meanwhile."""
     thread = threading.Thread(target=_touch_rest, args=(memory,), name="tandem-first-touch", daemon=True)
     thread.start()
     return thread
 
 
 def _touch_rest(memory: torch.Tensor) -> None:
-    with contextlib.suppress(OSError):  # it only makes it a worse neighbour
+    with contextlib.suppress(OSError):  # a normal priority only slows the threads that compute
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
     # The last pieces first: peers read them when they are introduced (kv_transfer/path_probe.py).
     pieces = memory.split(_STEP_BYTES)

@@ -1,13 +1,12 @@
-"""How a model multiplies by its matrices: the interface, and torch's own product as it is.
+"""How a model multiplies by its matrices: the interface, and torch's own product.
 
     T tokens of the step
 
-A `LinearMethod` sees every matrix of the model once, when the model is made, and answers with what multiplies by it
-(or looks rows up in it): the weight as it is, packed for a kernel, or of codes. It keeps what it needs of the weight,
-and the model keeps nothing, so a method that packs frees the plain copy. What a matrix is for is told with it, so that
-a method may do in one pass what follows its product; one that has no such kernel lets `Ops` follow. Which method a
-model gets is decided in `choose_linear_method` of `engine/backend.py`; another precision or device is a class
-beside this one, named there.
+A `LinearMethod` gets every matrix of the model once, when the model is made. The method returns the `Linear` that
+multiplies by the matrix, or the `Embedding` that looks rows up: plain, packed for a kernel, or of codes. The model
+keeps no weight, so a method that packs frees the plain copy. A method knows the purpose of each matrix: one pass may
+compute the product and the step after it (`prepare_gated`, `prepare_head`). A method without such a kernel composes the
+two with `Ops`. `choose_linear_method` in `engine/backend.py` chooses; another precision or device is another class.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class LinearMethod(Protocol):
         weight: Matrix,  # left as it is, since it may be the embedding, too
         bias: torch.Tensor | None,  # [out]
     ) -> Linear:
-        """Called once for each matrix; any T may come later. Takes the time it needs, and no more memory for good."""
+        """Called once for each matrix; later calls may have any T. May be slow. Lasting memory: only the result."""
         ...
 
     def prepare_gated(self, gate_up: Matrix) -> Linear:

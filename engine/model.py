@@ -3,8 +3,8 @@
     T tokens of the step    Hq query heads    Hkv KV heads    D head size
 
 The rows of a step are the tokens of all its chunks, one after the other: only attention knows where one sequence ends.
-No kernel is named here. Matrices are multiplied by whatever `LinearMethod` makes of them, attention and the cache are
-the backend's, and what lies between is `Ops`.
+No kernel is named here: a `LinearMethod` prepares the matrices, the attention backend reads and writes the cache, and
+`Ops` computes the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Layer:
             self.qk_norm = weights.qk_norm.repeat_interleave(counts, dim=0)
 
     def project(self, normed: torch.Tensor) -> torch.Tensor:
-        """Query, key and value heads of each row. # [T, hidden] -> [T, Hq + 2 * Hkv, D]"""
+        """The query, key and value heads of each row. # [T, hidden] -> [T, Hq + 2 * Hkv, D]"""
         config = self.config
         num_normed = config.num_heads + config.num_kv_heads
         heads = self.qkv(normed).view(-1, num_normed + config.num_kv_heads, config.head_dim)
@@ -55,7 +55,7 @@ class _Layer:
 class Model:
     """Weights and an attention backend, which holds the pool: ready to compute steps.
 
-    Takes the layers out of `weights` one by one: what a linear method has no use for is freed before the next.
+    Takes the layers out of `weights` one by one: a matrix that its linear method has copied is freed before the next.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""What computes: tokens in, KV into the pool, tokens out.
+"""The interface of an engine: tokens in, KV into the pool, tokens out.
 
-A runner owns one KV pool and obeys each StepPlan to the letter: of a chunk's sequence it reads the slots of positions
-[0, start), writes those of [start, start + num_tokens), and touches nothing else in the pool. It decides nothing and
-remembers nothing of a sequence between steps, so whoever brings the right bytes into the right blocks may go on with a
-sequence that began elsewhere.
+A runner owns one KV pool and follows each StepPlan exactly: of a chunk's sequence, a runner reads the slots of
+positions [0, start), writes the slots of [start, start + num_tokens), and touches nothing else in the pool. A runner
+decides nothing and keeps no state of a sequence between steps. So a sequence that began elsewhere continues here as
+soon as the right bytes are in the right blocks.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Runner(Protocol):
         """The CUDA device that holds the pool; None = host memory."""
         ...
 
-    def settle(self) -> None:
-        """Begin what may go on while requests come. To be called once, when everything else has started."""
+    def start_background_work(self) -> None:
+        """Start work that may go on while requests come. Call once, after everything else has started."""
         ...
 
     def run(self, step: StepPlan) -> StepOutput:
-        """Compute one step; blocks until it is done and its KV may be read. One call at a time, from any thread."""
+        """Compute one step; on return its KV may be read. One call at a time, from any thread."""
         ...
 
     def close(self) -> None:
-        """Let go of the model. The pool's memory stays valid while somebody still holds its memoryview."""
+        """Release the model. The pool's memory stays valid as long as its memoryview is referenced."""
         ...

@@ -66,7 +66,7 @@ class TorchRunner:
         device = self._pool.tensor.device
         return None if device.type == "cpu" else device.index or 0
 
-    def settle(self) -> None:
+    def start_background_work(self) -> None:
         self._pool.touch_rest()
 
     def run(self, step: StepPlan) -> StepOutput:

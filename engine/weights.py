@@ -1,7 +1,7 @@
 """Where a model's numbers come from: GGUF, safetensors or a seeded generator, all by Hugging Face names.
 
 Each tensor is read, converted and copied into its slot before the next is touched, so no second copy of the model ever
-exists. A checkpoint must hold exactly what the config says: what is missing, left over or misshapen is named.
+exists. A checkpoint must hold exactly the tensors of the config: a missing, extra or misshapen tensor is named.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class GGUFWeights:
             kind, raw = self._file.raw_tensor(gguf_name)
             if self._dequantize(slot, kind, raw if order is None else raw[order.numpy()]):
                 return shape
-        # A few rows at a time: their float32 stays in the cache, and no memory is touched that nobody keeps.
+        # A few rows at a time: their float32 stays in the cache, and no large temporary is allocated.
         num_rows = max(1, _ITEMS_AT_ONCE // shape[1])
         for start in range(0, shape[0], num_rows):
             some = slice(start, start + num_rows)
@@ -242,7 +242,7 @@ class GGUFWeights:
 
 
 def _hf_name(gguf_name: str) -> str:
-    """The Hugging Face name; an unknown tensor keeps its own, and so is reported as one without a place."""
+    """The Hugging Face name. An unknown tensor keeps its GGUF name, and is reported as one without a place."""
     layer = _GGUF_LAYER.fullmatch(gguf_name)
     if layer is None:
         return _GGUF_OUTER.get(gguf_name, gguf_name)

@@ -1,7 +1,7 @@
 """Attention by the C kernels: the KV pool is read in place, block by block, and never gathered.
 
-Chunks of one token (decode) and chunks of several (prefill) go to a kernel each. Where the CPU multiplies tiles of
-bfloat16 (AMX), torch's own product is the faster one for prefill, even with a gather before it: `torch_prefill`.
+Chunks of one token (decode) and chunks of several tokens (prefill) have a kernel each. On CPUs that multiply tiles of
+bfloat16 (AMX), torch's product is faster for prefill, even with a gather before: `torch_prefill` chooses that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.rotary import Rotation
 
 
 class NativeAttention:
-    """On the CPU, for float32 and bfloat16 pools whose heads the library's target divides."""
+    """For float32 and bfloat16 pools in host memory. The library's pair of vectors must divide a head."""
 
     def __init__(
         self, kernels: Kernels, pool: KVPool, num_heads: int, num_threads: int, torch_prefill: bool = False
@@ -65,8 +65,8 @@ class NativeAttention:
             start=start,
         )
         assert len(tables) == num_blocks.sum(), "a table is shorter than its sequence"
-        assert rows.tables.min() >= 0, "a kernel would follow it out of the pool"
-        assert rows.tables.max() < self.pool.num_blocks, "a kernel would follow it out of the pool"
+        assert rows.tables.min() >= 0, "the kernel would read outside the pool"
+        assert rows.tables.max() < self.pool.num_blocks, "the kernel would read outside the pool"
         decodes = num_tokens == 1
         prefills = ~decodes if self.torch_prefill is None else np.zeros_like(decodes)
         torch_prefills: list[PrefillPart] = []
@@ -110,9 +110,9 @@ class _Batch:
 
 
 class NativeStepAttention:
-    """One step's batches and pointers, made once: between two layers there is little to do but to call the kernel.
+    """One step's batches and pointers, made once. Between two layers, little but the call of the kernel is left.
 
-    What `attend` returns is the same memory for every layer.
+    `attend` returns the same memory for every layer.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class NativeStepAttention:
         self.address = ctypes.addressof(self.struct)
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        """See `StepAttention`. A short sequence takes the kernel 20 us, so every line of Python here is felt."""
+        """See `StepAttention`. The kernel takes 20 us for a short sequence, so every line of Python here costs."""
         if layer == 0:
-            self._check(heads)  # those of the other layers come from the same kind of product
+            self._check(heads)  # heads of the other layers come from the same kind of product
         if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
             raise MemoryError("no memory for attention's scratch")
         if self.torch_prefills:

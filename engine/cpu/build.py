@@ -2,9 +2,9 @@
 
     sources + flags + compiler's version  -- hash -->  <cache>/native/<target>-<hash>.so
 
-The library appears under its name by a rename, so that processes that build at the same time do not disturb each
-other and nobody loads half a file. Objects are compiled with OpenMP but linked without its library: the symbols resolve
-to the one torch has loaded, so the kernels and torch share one set of threads.
+A finished library is renamed to its name. So processes that build at the same time do not disturb each other, and no
+process loads half a file. Objects are compiled with OpenMP and linked without its library: the symbols resolve to the
+library that torch has loaded, so the kernels and torch share one set of threads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _COMPILE_TIMEOUT_S = 120.0
 
 
 class NativeUnavailable(Exception):
-    """The kernels cannot be had here; the message says why."""
+    """No kernels for this machine; the message says why."""
 
 
 class CompilerFailed(NativeUnavailable):
-    """Perhaps an old compiler, which does not know the target."""
+    """The compiler refused a source. An old compiler may not know the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def _x86(name: str, lanes: int, *features: str) -> Target:
     return Target(name, frozenset(features), tuple(f"-m{feature.replace('_', '')}" for feature in features), lanes)
 
 
-# Best first. The last one is whatever the compiler makes of vectors by default, on any architecture.
+# Best first. The last one leaves vectors to the compiler's defaults, on any architecture.
 TARGETS = (
     _x86("avx512_bf16", 16, *_AVX512_BF16),
     _x86("avx512", 16, *_AVX512),
@@ -61,7 +61,7 @@ TARGETS = (
 
 
 def fitting_targets(cpu_flags: frozenset[str], head_dim: int) -> list[Target]:
-    """The targets of this CPU whose pair of vectors divides a head, best first. Raises `NativeUnavailable`."""
+    """Targets that this CPU runs and whose pair of vectors divides a head, best first. Raises `NativeUnavailable`."""
     fitting = [target for target in TARGETS if target.cpu_flags <= cpu_flags and head_dim % (2 * target.lanes) == 0]
     if not fitting:
         raise NativeUnavailable(f"no kernel takes heads of {head_dim}, only of multiples of 16")
@@ -76,8 +76,8 @@ def find_compiler() -> Path:
 
 
 def build(target: Target, cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The shared library for `target`, compiled unless the cache has it. Raises `NativeUnavailable`, and in particular
-    `CompilerFailed`."""
+    """The shared library for `target`, compiled unless the cache has it. Raises `NativeUnavailable`; where a source
+    does not compile, `CompilerFailed`."""
     compiler = find_compiler()
     flags = (*FLAGS, *target.compiler_flags, f"-DLANES={target.lanes}", *extra_flags)
     sources = sorted(SOURCES.glob("*.c"))

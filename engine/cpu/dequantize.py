@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def dequantize_into(kernels: Kernels, slot: torch.Tensor, kind: str, raw: np.ndarray) -> bool:
-    """Whether there is a kernel for this; then the slot is filled.
+    """Fill the slot, where there is a kernel for its type. Returns whether there is one.
 
     raw: uint8 [rows, bytes of a row], as it lies in the file; slot: [rows, columns]
     """

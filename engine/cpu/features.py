@@ -1,17 +1,17 @@
-"""What this machine's CPU can do."""
+"""The features of this machine's CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# What /proc/cpuinfo calls a CPU's own bfloat16 products (x86, x86, ARM); without them float32 is the faster one.
+# Names of bfloat16 products in /proc/cpuinfo (x86, x86, ARM). Without such instructions float32 is faster.
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 CPUINFO = Path("/proc/cpuinfo")
 _ZEN_5_FAMILY = 26
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The first CPU's features as /proc/cpuinfo names them. Empty where it cannot be told."""
+    """The first CPU's features as /proc/cpuinfo names them. Empty where there is no such file."""
     first = _first_cpu(cpuinfo)
     return frozenset((first.get("flags") or first.get("Features", "")).split())
 
@@ -19,14 +19,14 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 def cpu_waits_for_many_lines(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this CPU's first cache waits for as many lines of memory at once as its second: AMD's from Zen 5 on.
 
-    False where it cannot be told. Measured by paged attention, docs/performance.md.
+    False where there is no such file. Measured with paged attention, docs/performance.md.
     """
     first = _first_cpu(cpuinfo)
     return first.get("vendor_id") == "AuthenticAMD" and int(first.get("cpu family", "0")) >= _ZEN_5_FAMILY
 
 
 def _first_cpu(cpuinfo: Path) -> dict[str, str]:
-    """What /proc/cpuinfo says of the first CPU, before the empty line. Empty where there is no such file."""
+    """The first CPU's lines of /proc/cpuinfo, as name and value. Empty where there is no such file."""
     if not cpuinfo.is_file():
         return {}
     lines = cpuinfo.read_text().strip().partition("\n\n")[0].splitlines()
@@ -34,7 +34,7 @@ def _first_cpu(cpuinfo: Path) -> dict[str, str]:
 
 
 def cpu_multiplies_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU has instructions for bfloat16 products. False where it cannot be told."""
+    """Whether this CPU has instructions for bfloat16 products. False where there is no such file."""
     return not _BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 

@@ -1,6 +1,6 @@
 """The C kernels as Python callables: structs, argument types, and the choice of a library for this machine.
 
-Every call releases the GIL. Tensors are passed by their addresses; whoever calls keeps them alive and contiguous.
+Every call releases the GIL. Tensors are passed by address: the caller keeps them alive and contiguous.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes
 
 
 class Ending(enum.IntEnum):
-    """`enum ending` of bf16_linear.c: what a product with a packed matrix makes of its sums."""
+    """`enum ending` of bf16_linear.c: the results that a product with a packed matrix makes of its sums."""
 
     TO_BF16 = 0
     TO_FLOAT = 1

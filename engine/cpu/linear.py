@@ -28,8 +28,8 @@ class NativeLinear(PlainLinear):
         self.kernels = kernels
         self.num_threads = num_threads
         self._memory = memory or HugePages()
-        self._table: weakref.ref[torch.Tensor] | None = None  # the embedding, as long as it is there,
-        self._packed_table: torch.Tensor | None = None  # and its panels: a tied head is multiplied by the same ones
+        self._table: weakref.ref[torch.Tensor] | None = None  # the embedding, while it exists,
+        self._packed_table: torch.Tensor | None = None  # and its panels: a tied head multiplies by the same panels
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         if not _packs(weight):
@@ -68,7 +68,7 @@ def _packs(weight: Matrix) -> TypeGuard[torch.Tensor]:
 
 
 def panels_of(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as the kernel reads it, but for being contiguous.
+    """The weight in the order that the kernel reads, not yet contiguous.
 
     # bfloat16 [out, in] -> int32 [ceil(out / PANEL), in / 2, PANEL], each element two bfloat16 of one row
     """
@@ -79,7 +79,7 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def gated_panels_of(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `panels_of`, each panel of as many rows of the gate as of up. # of [2 * size, in]"""
+    """As `panels_of`; each panel has half its rows from the gate and half from up. # of [2 * size, in]"""
     half = PANEL // 2
     size, in_size = len(gate_up) // 2, gate_up.shape[1]
     both = F.pad(gate_up.view(2, size, in_size), (0, 0, 0, -size % half))
@@ -87,12 +87,12 @@ def gated_panels_of(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class PackedLinear:
-    """A product by the C kernel, and what it makes of the sums."""
+    """A product by the C kernel; `ending` says what becomes of the sums."""
 
     def __init__(
         self,
         kernels: Kernels,
-        packed: torch.Tensor,  # int32, contiguous: what `panels_of` says, or `gated_panels_of`
+        packed: torch.Tensor,  # int32, contiguous, as `panels_of` or `gated_panels_of` returns
         bias: torch.Tensor | None,  # [out]; none for a gated product
         out_size: int,  # columns of the results
         num_threads: int,
@@ -101,7 +101,7 @@ class PackedLinear:
         assert kernels.bf16_linear is not None, "the library was not compiled for bfloat16 products"
         assert packed.is_contiguous(), "the kernel is given its address"
         assert len(packed) == -(-out_size // (PANEL // 2 if ending is Ending.TO_GATED else PANEL)), "of another size"
-        assert bias is None or ending is not Ending.TO_GATED, "the kernel adds none before an activation"
+        assert bias is None or ending is not Ending.TO_GATED, "the kernel adds no bias before an activation"
         self.kernel = kernels.bf16_linear
         self.packed, self.bias = packed, None if bias is None else bias.float()
         self.weight_address = packed.data_ptr()
@@ -131,7 +131,7 @@ class PackedLinear:
 
 
 class OneDNNLinear(PlainLinear):
-    """oneDNN's product on a weight in the layout that oneDNN likes best."""
+    """oneDNN's product, on a weight in oneDNN's preferred layout."""
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         if not isinstance(weight, torch.Tensor) or weight.dtype is not torch.bfloat16:

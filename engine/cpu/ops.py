@@ -19,7 +19,7 @@ class NativeOps:
     ) -> torch.Tensor:
         assert hidden.is_contiguous(), "changed in place, so a copy will not do"
         update = None if update is None else update.contiguous()
-        normed = torch.empty_like(hidden) if update is None else update  # whose lines the cache has already
+        normed = torch.empty_like(hidden) if update is None else update  # its lines are in the cache
         self.kernels.add_rms_norm(
             hidden.data_ptr(),
             None if update is None else update.data_ptr(),

@@ -1,4 +1,4 @@
-"""The draw from a row of logits by the C kernel: what `engine/sampling.py` draws, without sorting the vocabulary."""
+"""The draw from a row of logits by the C kernel: the same draw as `draw_token`, without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.cpu.kernels import Kernels
 
 
 class NativeDraw:
-    """A `Draw`. One at a time: the scratch is kept from one to the next."""
+    """A `Draw`. One call at a time: calls share the scratch memory."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
