@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-engine bench-perplexity bench-matrices bench-peers soak protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-engine bench-peers bench-quantization soak protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -34,30 +34,28 @@ test: setup  ## All tests, in under ten minutes
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo
 
-bench: setup  ## Latency and throughput of a fleet on this machine
+bench: setup  ## Measure start, memory, latency and throughput of a fleet (2 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.serving
 
-soak: setup  ## 10,000 requests while one transport operation in ten fails
-	$(BIN)/python -m benchmarks.soak
-
-bench-transfer: setup  ## Speed of the hand-off beside memcpy, process_vm_readv and ucx_perftest
+bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (20 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.transfer
 
-bench-engine: setup  ## The engine beside vLLM and llama.cpp on one core (make bench-peers installs them), 12 minutes
+bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core (12 minutes, after bench-peers)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.engine --write
+	$(BIN)/python -m benchmarks.engine
 
-bench-perplexity: setup  ## What int8 and int4 weights cost in quality: make bench-perplexity TEXT=wiki.test.txt
-	$(BIN)/python -m benchmarks.perplexity --text $(TEXT)
-
-bench-matrices: setup  ## The matrix products of a step with bfloat16, int8 and int4 weights
-	$(BIN)/python -m benchmarks.matrices
-
-bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's cache, each in a directory of its own
+bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's cache (5 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.install_peers
+	$(BIN)/python -m benchmarks.engine.install_peers
+
+bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
+
+soak: setup  ## Send 10,000 requests while one transport operation in ten fails (2 minutes)
+	$(BIN)/python -m tests.support.soak
 
 protos: setup  ## Generate the checked-in stubs again
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto

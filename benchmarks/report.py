@@ -1,13 +1,16 @@
-"""What every benchmark says: one line for each figure, its goal and whether it holds, and the same as JSON.
+"""What every benchmark reports: one line for each figure, with its peer, its floor and its goal where it has them.
 
-A line is printed when it is known and written with all others to build/bench/<name>.json. A goal that is missed is
-printed as missed.
+`Report` prints each line as soon as the figure is known. `write` puts all lines into build/bench/<name>.json, and into
+build/bench/<name>.md as the table that docs/performance.md shows. A missed goal is printed as missed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,43 +18,116 @@ from rich.console import Console
 from rich.markup import escape
 
 OUTPUT_DIR = Path("build/bench")
+DURATIONS = ("s", "ms", "us")
+COLUMNS = ("measure", "value", "peer", "times the peer's speed", "share of the floor", "goal", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     measure: str
-    goal: str
     value: float
     unit: str
-    peer: str = ""  # what the value is compared with
-    ratio: float | None = None  # value / peer's value; where a smaller value is better, peer's value / value
-    holds: bool | None = None  # None: there is no goal
+    peer: str = ""
+    peer_value: float | None = None  # in the same unit; None = the peer was not measured
+    floor: float | None = None  # what the hardware allows, in the same unit
+    least_ratio: float | None = None  # the goal, beside the peer
+    most: float | None = None  # the goal, alone
+
+    @property
+    def ratio(self) -> float | None:
+        """Our speed as a multiple of the peer's; above 1 is faster, for durations and for rates."""
+        return None if self.peer_value is None else self._speed_beside(self.peer_value)
+
+    @property
+    def share_of_floor(self) -> float | None:
+        return None if self.floor is None else self._speed_beside(self.floor)
+
+    @property
+    def goal(self) -> str:
+        if self.least_ratio is not None:
+            return f"at least {self.least_ratio:g} x {self.peer}"
+        return f"at most {self.most:g} {self.unit}" if self.most is not None else ""
+
+    @property
+    def holds(self) -> bool | None:
+        """None where there is no goal, or no peer to compare with."""
+        if self.least_ratio is not None:
+            return None if self.ratio is None else self.ratio >= self.least_ratio
+        return None if self.most is None else self.value <= self.most
+
+    def _speed_beside(self, other: float) -> float:
+        ours, theirs = (other, self.value) if self.unit in DURATIONS else (self.value, other)
+        return ours / theirs if theirs else 0.0
+
+    def row(self) -> list[str]:
+        """One cell for each of `COLUMNS`."""
+        peer = f"{self.peer}: {number(self.peer_value)}" if self.peer_value is not None else ""
+        if self.peer and not peer:
+            peer = f"{self.peer}: not measured"
+        verdict = {None: "", True: "holds", False: "missed"}[self.holds]
+        value = f"{number(self.value)} {self.unit}"
+        return [self.measure, value, peer, number(self.ratio), number(self.share_of_floor), self.goal, verdict]
 
 
 class Report:
     def __init__(self, name: str, console: Console | None = None) -> None:
+        self.name = name
         self.console = console or Console()
         self.lines: list[Line] = []
-        self.output = OUTPUT_DIR / f"{name}.json"
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def add(self, line: Line) -> None:
         self.lines.append(line)
-        verdict = {None: "", True: "[green]holds[/]", False: "[red]MISSED[/]"}[line.holds]
-        ratio = f"  {line.ratio:.3f} of {line.peer}" if line.ratio is not None else ""
+        beside = f"  {number(line.ratio)} x {line.peer}" if line.ratio is not None else ""
+        floor = f"  {number(line.share_of_floor)} of the floor" if line.floor is not None else ""
         goal = f"  goal: {line.goal}" if line.goal else ""
-        text = f"{line.measure:64s} {line.value:10.3f} {line.unit}{ratio}{goal}"
-        self.console.print(f"{escape(text)}  {verdict}".rstrip(), highlight=False, soft_wrap=True)
+        verdict = {None: "", True: "  [green]holds[/]", False: "  [red]MISSED[/]"}[line.holds]
+        text = escape(f"{line.measure:64s} {number(line.value):>8s} {line.unit}{beside}{floor}{goal}")
+        self.console.print(text + verdict, highlight=False, soft_wrap=True)
 
     def write(self) -> None:
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.output.write_text(json.dumps([asdict(line) for line in self.lines], indent=1) + "\n")
+        OUTPUT_DIR.mkdir(parents=True, exist_ok=True)
+        lines = [
+            asdict(line) | {"ratio": line.ratio, "share_of_floor": line.share_of_floor, "holds": line.holds}
+            for line in self.lines
+        ]
+        output = OUTPUT_DIR / f"{self.name}.json"
+        output.write_text(json.dumps(circumstances() | {"lines": lines}, indent=1) + "\n", encoding="utf-8")
+        output.with_suffix(".md").write_text(table([line.row() for line in self.lines]), encoding="utf-8")
         missed = sum(line.holds is False for line in self.lines)
-        self.say(f"{len(self.lines)} lines in {self.output}, {missed} goals missed; {load()}")
+        self.say(f"{len(self.lines)} lines in {output} and {output.with_suffix('.md').name}, {missed} goals missed")
 
 
-def load() -> str:
-    """What else this machine does: a figure that depends on it is worth little."""
-    return f"load average {', '.join(f'{value:.2f}' for value in os.getloadavg())} on {os.cpu_count()} cores"
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, without the columns that are empty in every row."""
+    used = [index for index in range(len(COLUMNS)) if any(row[index] for row in rows)]
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "".join(f"| {' | '.join(line[index] for index in used)} |\n" for line in lines)
+
+
+def number(value: float | None) -> str:
+    """Three significant digits."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def circumstances() -> dict[str, str]:
+    """Which code ran where and when. A high load average makes the figures worthless."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = asked.stdout.strip()
+    except OSError:
+        commit = ""
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    return {
+        "machine": f"{cpu}, {os.cpu_count()} cores",
+        "commit": commit or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "load average": load,
+    }

@@ -1,37 +1,75 @@
-"""Latency and throughput of a fleet on this machine: `make bench`.
+"""Start, memory, latency and throughput of a whole fleet on this machine: `make bench`.
 
-Closed loop: for each level of concurrency, that many clients ask one question after another over the public gRPC API.
-The prompts share no prefix, so nothing comes from a cache. Words as in the glossary: TTFT from the client's send to
-its first non-empty token, TPOT = (last - first) / (n - 1).
+`tandem serve` starts a fleet several times. The last fleet then answers closed loops of clients over the public gRPC
+API: each client asks one question after another. The prompts share no prefix, so nothing comes from a cache. TTFT runs
+from a client's send to the first non-empty token; TPOT = (last - first) / (n - 1).
+
+Memory is the proportional set size: processes that share a page count it in parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import statistics
+import subprocess
+import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.report import Line, Report, load
-from cli.serve import fleet, fleet_spec
-from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
-from fleet import cluster as ray_cluster
+import psutil
+
+from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
+from benchmarks.report import Line, Report
+from core.config import EngineConfig
+from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 
+ADDRESS = "127.0.0.1:50651"
 TIMEOUT_S = 300.0
+SETTLE_S = 1.0
+MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
+MB = 1 << 20
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request, in seconds."""
+    """One request."""
 
-    ttft_s: float
-    tpot_s: float
+    ttft_ms: float
+    tpot_ms: float
     num_tokens: int
+
+
+@contextlib.contextmanager
+def fleet(arguments: argparse.Namespace) -> Iterator[int]:
+    """`tandem serve`, from its ready line to Ctrl-C; its process id. Raises `RuntimeError` where it does not start."""
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
+        "--kv-memory-mb", str(EngineConfig().kv_memory_mb), "--port", ADDRESS.rpartition(":")[2],
+        "--prefill", str(arguments.prefill), "--decode", str(arguments.decode),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        last_line = ""
+        for line in process.stdout:
+            last_line = line.strip()
+            if last_line.startswith("serving "):
+                break
+        else:
+            raise RuntimeError(f"tandem serve ended: {last_line}")
+        yield process.pid
+    finally:
+        process.terminate()
+        process.communicate(timeout=TIMEOUT_S)
 
 
 async def ask(client: AsyncClient, rng: random.Random, prompt_tokens: int, output_tokens: int) -> Sample:
@@ -48,62 +86,92 @@ async def ask(client: AsyncClient, rng: random.Random, prompt_tokens: int, outpu
             last = time.perf_counter()
             first = first or last
             num_tokens += len(response.tokens.token_ids)
-    return Sample(first - start, (last - first) / max(1, num_tokens - 1), num_tokens)
+    return Sample((first - start) * 1e3, (last - first) * 1e3 / max(1, num_tokens - 1), num_tokens)
 
 
-async def level(client: AsyncClient, concurrency: int, arguments: argparse.Namespace, report: Report) -> None:
-    """The lines for one number of clients."""
+async def first_token(prompt_tokens: int) -> None:
+    async with AsyncClient(ADDRESS) as client:
+        await ask(client, random.Random(0), prompt_tokens, 1)
 
-    async def one_client(seed: int) -> list[Sample]:
+
+def settled_sizes(pid: int) -> list[int]:
+    """Bytes of each process of the fleet, the largest first, once they stop growing: pools are touched late."""
+    before = -MB
+    while True:
+        parent = psutil.Process(pid)
+        family = [parent, *parent.children(recursive=True)]
+        sizes = sorted((process.memory_full_info().pss for process in family), reverse=True)
+        if sum(sizes) <= before + MB:
+            return sizes
+        before = sum(sizes)
+        time.sleep(SETTLE_S)
+
+
+def memory(report: Report, arguments: argparse.Namespace, sizes: list[int]) -> None:
+    """The workers are the largest processes. The goal: weights once, the KV pool, and 500 MB."""
+    weight_bytes = sum(num_weights(load_config(resolve_model(arguments.model)))) * WEIGHT_BYTES
+    most = weight_bytes / MB + EngineConfig().kv_memory_mb + MOST_OVERHEAD_MB
+    num_workers = arguments.prefill + arguments.decode
+    report.add(Line("resident memory of the largest worker", sizes[0] / MB, "MB", most=round(most)))
+    report.add(Line("resident memory of Ray, supervisor, router and driver", sum(sizes[num_workers:]) / MB, "MB"))
+
+
+async def load(report: Report, arguments: argparse.Namespace) -> None:
+    """Each repeat has every level of concurrency in turn."""
+    samples: defaultdict[int, list[Sample]] = defaultdict(list)
+    tokens_per_s: defaultdict[int, list[float]] = defaultdict(list)
+
+    async def one_client(client: AsyncClient, seed: int) -> list[Sample]:
         rng = random.Random(seed)
-        count = arguments.requests
-        return [await ask(client, rng, arguments.prompt_tokens, arguments.output_tokens) for _ in range(count)]
+        sizes = arguments.prompt_tokens, arguments.output_tokens
+        return [await ask(client, rng, *sizes) for _ in range(arguments.requests)]
 
-    start = time.perf_counter()
-    per_client = await asyncio.gather(*(one_client(concurrency * 1000 + index) for index in range(concurrency)))
-    seconds = time.perf_counter() - start
-    samples = [sample for samples in per_client for sample in samples]
-    clients = f"{concurrency} client{'s' if concurrency > 1 else ''}"
-    for word, times_s in (("TTFT", [one.ttft_s for one in samples]), ("TPOT", [one.tpot_s for one in samples])):
-        report.add(Line(f"{clients}: {word}, median", "", statistics.median(times_s) * 1e3, "ms"))
-        report.add(Line(f"{clients}: {word}, worst", "", max(times_s) * 1e3, "ms"))
-    tokens_per_s = sum(sample.num_tokens for sample in samples) / seconds
-    report.add(Line(f"{clients}: tokens of all together", "", tokens_per_s, "tokens/s"))
-
-
-async def run(cluster: ray_cluster.Cluster, config: TandemConfig, arguments: argparse.Namespace) -> None:
-    async with fleet(cluster, fleet_spec(config), print) as router, AsyncClient(router.address) as client:
-        await ask(client, random.Random(0), arguments.prompt_tokens, 4)  # the first one also connects the workers
-        report = Report("serving")
-        report.say(
-            f"{config.engine.model}, {arguments.prompt_tokens} prompt and {arguments.output_tokens} output tokens, "
-            f"{arguments.prefill} prefill and {arguments.decode} decode workers; {load()}"
-        )
-        for concurrency in arguments.concurrency:
-            await level(client, concurrency, arguments, report)
-        report.write()
+    async with AsyncClient(ADDRESS) as client:
+        await ask(client, random.Random(0), arguments.prompt_tokens, 4)  # connects the workers
+        for repeat in range(arguments.repeats):
+            for level in arguments.concurrency:
+                seeds = [(repeat * 100 + level) * 1000 + index for index in range(level)]
+                start = time.perf_counter()
+                per_client = await asyncio.gather(*(one_client(client, seed) for seed in seeds))
+                seconds = time.perf_counter() - start
+                found = [sample for samples_of_one in per_client for sample in samples_of_one]
+                samples[level] += found
+                tokens_per_s[level].append(sum(sample.num_tokens for sample in found) / seconds)
+    for level in arguments.concurrency:
+        clients = f"{level} client{'s' if level > 1 else ''}"
+        ttft, tpot = ([getattr(sample, name) for sample in samples[level]] for name in ("ttft_ms", "tpot_ms"))
+        for word, times in (("TTFT", ttft), ("TPOT", tpot)):
+            report.add(Line(f"{clients}: {word}, median", statistics.median(times), "ms"))
+            report.add(Line(f"{clients}: {word}, worst", max(times), "ms"))
+        report.add(Line(f"{clients}: tokens of all together", statistics.median(tokens_per_s[level]), "tokens/s"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--prefill", type=int, default=1)
-    parser.add_argument("--decode", type=int, default=1)
+    parser.add_argument("--prefill", type=int, default=1, help="prefill workers")
+    parser.add_argument("--decode", type=int, default=1, help="decode workers")
+    parser.add_argument("--starts", type=int, default=3, help="of the fleet")
+    parser.add_argument("--repeats", type=int, default=3, help="of each level of concurrency")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4], help="clients at one time")
+    parser.add_argument("--requests", type=int, default=4, help="of each client in a repeat")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=4, help="of each client, one after another")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     arguments = parser.parse_args()
-    config = TandemConfig(
-        engine=EngineConfig(model=arguments.model),
-        router=RouterConfig(port=0),
-        cluster=ClusterConfig(num_prefill=arguments.prefill, num_decode=arguments.decode),
-    )
-    cluster = ray_cluster.connect(config.cluster)
-    try:
-        asyncio.run(run(cluster, config, arguments))
-    finally:
-        cluster.close()
+    report = Report("serving")
+    report.say(f"{arguments.model}, {arguments.prompt_tokens} prompt and {arguments.output_tokens} output tokens, "
+               f"{arguments.prefill} prefill and {arguments.decode} decode workers")  # fmt: skip
+    starts = []
+    for left in reversed(range(arguments.starts)):
+        begun = time.perf_counter()
+        with fleet(arguments) as pid:
+            asyncio.run(first_token(arguments.prompt_tokens))
+            starts.append(time.perf_counter() - begun)
+            if left == 0:
+                report.add(Line("tandem serve: command to first token", statistics.median(starts), "s"))
+                memory(report, arguments, settled_sizes(pid))
+                asyncio.run(load(report, arguments))
+    report.write()
 
 
 if __name__ == "__main__":

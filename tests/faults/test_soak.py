@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.soak import Tally, soak
 from cli import compose
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet
+from tests.support.soak import Tally, soak
 
 NUM_CLIENTS = 8
 NUM_KILLS = 4

@@ -1,45 +1,93 @@
-"""What the benchmarks conclude from what they measured; measuring itself is theirs to show."""
+"""Each benchmark starts and prints its figures; goals, floors and ratios follow from what was measured."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.engine_figures import OURS, PLAIN, VLLM, Cell, Figures
-from benchmarks.engine_page import BEGIN, END, PAGE, section, write_page
-from benchmarks.engine_serving import MIN_STEPS, share_around
+from benchmarks.engine.figures import MIN_STEPS, OURS, PLAIN, VLLM, Figures, percent_around
 from benchmarks.report import Line, Report
 from model_files.builtin_configs import RANDOM_CONFIGS
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60.0
+
+
+def run_benchmark(directory: Path, module: str, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", module, *options]
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def benchmark_modules() -> list[str]:
+    """The modules that the Makefile's targets run."""
+    return re.findall(r"python -m ((?:benchmarks|tests\.support)\.\S+)", (ROOT / "Makefile").read_text())
+
+
+@pytest.mark.parametrize("module", benchmark_modules())
+def test_every_benchmark_of_the_makefile_starts_and_lists_its_options(tmp_path: Path, module: str) -> None:
+    done = run_benchmark(tmp_path, module, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+def test_the_readme_lists_the_targets_of_the_makefile() -> None:
+    readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"^(bench[a-z-]*|soak):", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        assert f"| `make {target}" in readme
+
+
+def test_the_hand_off_is_timed_beside_process_vm_readv(tmp_path: Path) -> None:
+    options = ["--transports", "nixl", "--parts", "unequal", "--repeats", "1", "--pool-mb", "16"]
+    done = run_benchmark(tmp_path, "benchmarks.transfer", *options)
+    assert done.returncode == 0, done.stderr
+    lines = json.loads((tmp_path / "build/bench/transfer.json").read_text())["lines"]
+    assert [line["measure"] for line in lines] == [
+        "nixl, shared memory, verify off: half the heads of 2 MiB blocks",
+        "nixl, shared memory, verify on: half the heads of 2 MiB blocks",
+    ]
+    assert all(line["value"] > 0 for line in lines)
+
+
+def test_quantized_products_are_timed_beside_bfloat16(tmp_path: Path) -> None:
+    done = run_benchmark(tmp_path, "benchmarks.quantization", "--repeats", "1", "--rows", "1")
+    assert done.returncode == 0, done.stderr
+    lines = json.loads((tmp_path / "build/bench/quantization.json").read_text())["lines"]
+    assert [line["measure"] for line in lines] == ["1 rows, bfloat16", "1 rows, int8", "1 rows, int4"]
+    assert lines[1]["ratio"] == pytest.approx(lines[0]["value"] / lines[1]["value"])
 
 
 def test_less_time_is_faster_and_more_tokens_are_faster() -> None:
-    step = Cell("a step", 8.0, "ms", VLLM, theirs=10.0, floor=4.0, least_speed=1.25)
-    assert (step.speed, step.share_of_floor, step.holds) == (1.25, 0.5, True)
-    prefill = Cell("a prompt", 1000.0, "tokens/s", VLLM, theirs=900.0, floor=2000.0, least_speed=1.25)
-    assert prefill.speed == pytest.approx(1.111, abs=1e-3)
-    assert prefill.share_of_floor == 0.5
-    assert prefill.holds is False
+    step = Line("a step", 8.0, "ms", VLLM, 10.0, floor=4.0, least_ratio=1.25)
+    assert (step.ratio, step.share_of_floor, step.holds) == (1.25, 0.5, True)
+    prefill = Line("a prompt", 1000.0, "tokens/s", VLLM, 900.0, floor=2000.0, least_ratio=1.25)
+    assert prefill.ratio == pytest.approx(1.111, abs=1e-3)
+    assert (prefill.share_of_floor, prefill.holds) == (0.5, False)
 
 
-def test_a_peer_that_is_not_there_gives_no_verdict() -> None:
-    lines = list(Cell("a step", 8.0, "ms", VLLM, theirs=None, floor=4.0, least_speed=1.25).lines())
-    assert [line.holds for line in lines] == [None, None]
-    assert lines[0].ratio is None
+def test_a_peer_that_was_not_measured_gives_no_verdict() -> None:
+    line = Line("a step", 8.0, "ms", VLLM, None, least_ratio=1.25)
+    assert (line.ratio, line.holds) == (None, None)
+    assert "vLLM: not measured" in line.row()
 
 
 def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
     figures = Figures(RANDOM_CONFIGS["llama-tiny"])
-    figures.take_floors({"read_bytes_per_s": 1e9, "flop_per_s": 1e12}, {"kv_bytes_per_token": 1000})
-    num_weights = sum(figures.num_weights())
-    assert figures.decode_floor_ms(512, 8) == pytest.approx(1e3 * (2 * num_weights + 8 * 512 * 1000) / 1e9)
+    figures.take_floors({"read_bytes_per_s": 1e9, "flop_per_s": 1e12, "kv_bytes_per_token": 1000})
+    reading_s = figures.decode_floor_ms(512, 8) / 1e3
+    num_weights = (reading_s * 1e9 - 8 * 512 * 1000) / 2
     figures.flop_per_s = 1e6
     assert figures.decode_floor_ms(512, 8) == pytest.approx(1e3 * 16 * num_weights / 1e6)
-    figures.take_floors({"read_bytes_per_s": 1.0, "flop_per_s": 1.0}, {"kv_bytes_per_token": 1000})
+    figures.take_floors({"read_bytes_per_s": 1.0, "flop_per_s": 1.0, "kv_bytes_per_token": 1000})
     assert figures.read_bytes_per_s == 1e9, "a disturbed measurement is no floor"
 
 
@@ -47,66 +95,47 @@ def test_one_weight_format_has_to_reach_llama_cpp_and_each_has_to_reach_bfloat16
     figures = Figures(RANDOM_CONFIGS["llama-tiny"])
     for name, milliseconds in ((PLAIN, 20.0), (f"{OURS} int8", 12.0), (f"{OURS} int4", 9.0), ("llama.cpp", 10.0)):
         figures.steps[name, 512, 1, "ms"] = [milliseconds]
-    goals = {(cell.measure.split(", ")[1], cell.peer): cell.holds for cell in figures.cells()}
+    goals = {(line.measure.split(", ")[1], line.peer): line.holds for line in figures.lines()}
     assert goals == {
-        ("int8", "llama.cpp"): None,
-        ("int4", "llama.cpp"): True,
+        ("int8", "llama.cpp Q4_1"): None,
+        ("int4", "llama.cpp Q4_1"): True,
         ("int8", PLAIN): True,
         ("int4", PLAIN): True,
     }
 
 
-def test_attention_is_told_the_bytes_of_sequences_as_long_as_they_had_become() -> None:
+def test_attention_is_charged_with_the_bytes_of_sequences_at_their_real_length() -> None:
     figures = Figures(RANDOM_CONFIGS["llama-tiny"], read_bytes_per_s=1e9, kv_bytes_per_token=1000)
     figures.steps[OURS, 512, 8, "attention_ms"] = [8.0]
     figures.steps[OURS, 512, 8, "length"] = [520.0, 540.0, 560.0]
-    (line,) = (line for line in figures.other_lines() if "attention" in line.measure)
+    (line,) = (line for line in figures.lines() if "attention" in line.measure)
     assert line.value == pytest.approx(8 * 540 * 1000 / 8e-3 / 1e9)
     assert (line.ratio, line.holds) == (pytest.approx(0.54), False)
 
 
-def test_the_time_around_the_model_is_that_between_two_models_of_the_whole_batch() -> None:
+def test_the_time_around_the_model_lies_between_two_models_of_the_whole_batch() -> None:
     steps = [(8, step * 10.0 + 1.0, step * 10.0 + 10.0) for step in range(MIN_STEPS + 1)]
-    assert share_around(steps, 8) == pytest.approx(0.1)
+    assert percent_around(steps, 8) == pytest.approx(10)
     with pytest.raises(RuntimeError, match="only 3 steps"):
-        share_around(steps[:4], 8)
+        percent_around(steps[:4], 8)
 
 
-def test_a_page_is_written_between_its_markers_and_nowhere_else(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    cells = [Cell("a step", 8.0, "ms", VLLM, theirs=10.0, least_speed=2.0)]
-    for _ in range(2):
-        write_page(section("how", cells, [Line("a share", "", 0.5, "s")]), page)
-    text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}")
-    assert text.endswith(f"{END}after\n")
-    assert "old" not in text
-    assert text.count("| a step | 8.00 ms | vLLM 10.0 | 1.25 |") == 1
-    assert "missed" in text
-    page.write_text("no markers")
-    with pytest.raises(ValueError, match="has no section"):
-        write_page("", page)
-
-
-def test_the_page_of_this_repository_has_its_markers() -> None:
-    text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert text.index(BEGIN) < text.index(END)
-
-
-def test_every_line_that_is_printed_is_written_and_a_miss_is_printed_as_one(
+def test_every_printed_line_is_written_as_json_and_as_a_table_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     console = Console(record=True, width=200)
     report = Report("trial", console)
-    report.add(Line("slow", "under 1 s", 2.0, "s", holds=False))
-    report.add(Line("known", "", 3.0, "s", "a peer", 1.5))
+    report.add(Line("slow", 2.0, "s", most=1))
+    report.add(Line("known", 2.0, "s", "a peer", 3.0))
     report.write()
     written = json.loads(Path("build/bench/trial.json").read_text())
-    assert [set(line) for line in written] == [{"measure", "goal", "value", "unit", "peer", "ratio", "holds"}] * 2
-    assert [line["holds"] for line in written] == [False, None]
+    assert {"machine", "commit", "date", "load average"} < written.keys()
+    assert [(line["measure"], line["ratio"], line["holds"]) for line in written["lines"]] == [
+        ("slow", None, False),
+        ("known", 1.5, None),
+    ]
     printed = console.export_text()
     assert "MISSED" in printed
-    assert "1.500 of a peer" in printed
-    assert "2 lines in build/bench/trial.json, 1 goals missed" in printed
+    assert "1.5 x a peer" in printed
+    assert "| known | 2 s | a peer: 3 | 1.5 |  |  |" in Path("build/bench/trial.md").read_text()

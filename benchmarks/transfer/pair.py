@@ -1,6 +1,9 @@
-"""Two processes that hand blocks to each other, each with a `Side` (benchmarks/transfer_side.py), told by a pipe.
+"""Two processes that hand blocks to each other, and the pipes over which the benchmark commands them.
 
-`start_pair` makes them, each pinned to a core, and connects them to the parent by `Remote`.
+    benchmark  --Remote, a pipe-->  the owner's Side
+               --Remote, a pipe-->  the puller's Side
+
+Each process is pinned to a core of its own, unless its `Spec` leaves the core to the scheduler.
 """
 
 from __future__ import annotations
@@ -17,41 +20,18 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.transfer_side import TIMEOUT_S, Side, Spec
+from benchmarks.transfer.side import TIMEOUT_S, Side, Spec
 from core.handoff import AgentAddress
 from fleet.service_host import SWITCH_INTERVAL_S
-from kv_transfer.events import PullStats
-
-
-def _serve(spec: Spec, pipe: Connection) -> None:
-    """The process: (method, arguments) in, (result, error) out, until the pipe ends."""
-    os.environ.update(spec.environment)
-    if spec.core is not None:
-        os.sched_setaffinity(0, {spec.core})
-
-    async def serve() -> None:
-        side = Side(spec)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)  # this and what follows are as in a worker
-        gc.freeze()
-        while True:
-            method, arguments = await asyncio.to_thread(pipe.recv)
-            try:
-                pipe.send((await getattr(side, method)(*arguments), None))
-            except (RuntimeError, OSError, TimeoutError) as error:
-                pipe.send((None, f"{type(error).__name__}: {error}"))
-            if method == "close":
-                return
-
-    asyncio.run(serve())
 
 
 class Remote:
-    """A process of the pair, in the parent."""
+    """One side, as the benchmark sees it."""
 
     def __init__(self, spec: Spec) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(spec, theirs), daemon=True)
+        self._process = context.Process(target=serve, args=(spec, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.start("about")
@@ -79,6 +59,27 @@ class Remote:
             self._process.kill()
 
 
+def serve(spec: Spec, pipe: Connection) -> None:
+    """The side's process: (method, arguments) in, (result, error) out, until `close`."""
+    os.environ.update(spec.environment)
+    if spec.core is not None:
+        os.sched_setaffinity(0, {spec.core})
+
+    async def answer() -> None:
+        side = Side(spec)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # the interpreter's settings are those of a worker
+        gc.freeze()
+        method = ""
+        while method != "close":
+            method, arguments = await asyncio.to_thread(pipe.recv)
+            try:
+                pipe.send((await getattr(side, method)(*arguments), None))
+            except (RuntimeError, OSError, TimeoutError) as error:
+                pipe.send((None, f"{type(error).__name__}: {error}"))
+
+    asyncio.run(answer())
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     owner: Remote
@@ -87,24 +88,22 @@ class Pair:
     owner_address: AgentAddress
     puller_address: AgentAddress
 
-    def move(
-        self, num_blocks: int, digests_made_before: bool = False, num_cached: int = 0, shuffled: bool = False
-    ) -> PullStats:
-        """One transfer of blocks that have been offered, but for those the puller has already."""
+    def move(self, num_blocks: int, digests_made: bool = False, shuffled: bool = False) -> float:
+        """Seconds of one hand-off of blocks that have been offered."""
         transfer_id = secrets.randbits(128)
-        self.owner.call("offer", transfer_id, self.puller_address, num_blocks, digests_made_before, shuffled)
+        self.owner.call("offer", transfer_id, self.puller_address, num_blocks, digests_made, shuffled)
         self.owner.start("offer_ended")
-        stats, _ = self.puller.call("pull", transfer_id, self.owner_address, num_blocks, num_cached, shuffled)
+        stats, _ = self.puller.call("pull", transfer_id, self.owner_address, num_blocks, shuffled)
         self.owner.end()
-        assert isinstance(stats, PullStats)
-        return stats
+        total_s: float = stats.total_s
+        return total_s
 
-    def prefill(self, num_tokens: int, chunk: int, late: bool) -> tuple[float, float]:
-        """A prompt computed and pulled: seconds of computing, and seconds from its end until all was there."""
+    def prefill(self, num_tokens: int, late: bool) -> tuple[float, float]:
+        """Seconds of computing a prompt, and seconds from the end of it until its last block was pulled."""
         transfer_id = secrets.randbits(128)
-        self.owner.start("prefill", transfer_id, self.puller_address, num_tokens, chunk, late)
+        self.owner.start("prefill", transfer_id, self.puller_address, num_tokens, late)
         num_blocks = self.owner_address.layout.num_blocks_for(num_tokens)
-        _, pulled_at = self.puller.call("pull", transfer_id, self.owner_address, num_blocks)
+        _, pulled_at = self.puller.call("pull", transfer_id, self.owner_address, num_blocks, False)
         seconds, computed_at = self.owner.end()
         return seconds, pulled_at - computed_at
 
@@ -118,7 +117,7 @@ def start_pair(owner: Spec, puller: Spec) -> Iterator[Pair]:
             puller = replace(puller, layout=owner_address.layout)
         sides.append(Remote(puller))
         _, puller_address = sides[1].end()
-        yield Pair(sides[0], sides[1], pid, owner_address, puller_address)
+        yield Pair(*sides, pid, owner_address, puller_address)
     finally:
         for side in sides:
             side.stop()

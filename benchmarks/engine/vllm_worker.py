@@ -2,7 +2,7 @@
 
     vllm_worker.py <Hugging Face directory>
 
-One JSON object per line: commands on stdin, answers on stdout (benchmarks/engine_peers.py tells the commands). The
+One JSON object per line: commands on stdin, answers on stdout (benchmarks/engine/programs.py lists the commands). The
 engine runs in this process, so that a step is one call of `LLMEngine.step`: schedule, compute, sample, take the output.
 No prefix is cached and no text is made.
 """

@@ -1,12 +1,11 @@
-"""Programs under measurement: ours and the peers, each a process of its own on one core, obeying the same commands.
+"""Starts the measured programs, Tandem's engine and the peers, each in a process of its own with the same commands.
 
     {"do": "fill", "batch": b, "context": c}   b sequences in decode, c tokens each
     {"do": "keep", "batch": b}                 end all but the first b
     {"do": "steps", "count": n}                {"ms": [...]}  n decode steps of the whole batch
     {"do": "prefill", "tokens": t}             {"ms": x}      one prompt, from its arrival to its first token
 
-Commands and answers are JSON, one object a line; the first answer, `{}`, says that the program is ready. Only one
-program works at a time, so all of them are measured on the same core, in turn.
+Commands and answers are JSON objects, one a line. The first answer, `{}`, says that the program is ready.
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hf_directory
-from benchmarks.install_peers import is_installed, llama_dir, peers_dir, tcmalloc, vllm_dir
+from benchmarks.engine.install_peers import MODEL, is_installed, llama_dir, tcmalloc, vllm_dir, vllm_weights
 from core.config import EngineConfig
 from model_files.model_source import resolve_model
 
-WORKERS = Path(__file__).parent / "peers"
+HERE = Path(__file__).parent
 VLLM_KV_GB = 3
 SHORT_PROMPT = 16
+STOP_TIMEOUT_S = 20.0
+FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
 
 
-class PeerFailed(Exception):
-    """A program ended or cannot be started; the message has its last words."""
+class ProgramFailed(Exception):
+    """A program ended or did not start; the message has the last lines of its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,15 @@ class Launch:
 
 
 class Program:
-    """One program, started at once; `first_token_s` waits for it. Ends with `stop`."""
+    """One program, started at once, on one core or where the scheduler puts it. Ends with `stop`."""
 
-    def __init__(self, name: str, launch: Launch, core: int) -> None:
+    def __init__(self, name: str, launch: Launch, core: int | None = None) -> None:
         self.name = name
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
+        pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._process = subprocess.Popen(
-            ["taskset", "--cpu-list", str(core), *map(str, launch.command)],
+            [*pinned, *map(str, launch.command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -59,31 +60,25 @@ class Program:
             cwd=launch.directory,
             env=os.environ | launch.environment,
         )
+        self._is_ready = False
 
     def first_token_s(self) -> float:
-        """Seconds from its start until it has answered a short prompt. Raises `PeerFailed`."""
-        self._answer()
-        self.prefill(SHORT_PROMPT)
-        return time.perf_counter() - self._begun
+        """Seconds from the start of the process to the answer to a short prompt. Raises `ProgramFailed`."""
+        self.call("prefill", tokens=SHORT_PROMPT)
+        return time.perf_counter() - self._started_at
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """Raises `PeerFailed` where the program ends instead."""
+        """Raises `ProgramFailed` where the program ends instead of answering."""
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the answer, which does not come, says why
+            pass  # `_answer` finds the end of the program and reports why
         return self._answer()
-
-    def steps(self, count: int) -> dict[str, list[float]]:
-        """Milliseconds of each step; ours also tells those of its parts."""
-        times: dict[str, list[float]] = self.call("steps", count=count)
-        return times
-
-    def prefill(self, tokens: int) -> float:
-        milliseconds: float = self.call("prefill", tokens=tokens)["ms"]
-        return milliseconds
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -91,29 +86,31 @@ class Program:
         if not line:
             self._process.wait()
             self._log.seek(0)
-            last_words = self._log.read().strip().splitlines()[-5:]
-            raise PeerFailed(f"{self.name} ended: " + " | ".join(last_words))
+            last_lines = self._log.read().strip().splitlines()[-5:]
+            raise ProgramFailed(f"{self.name} ended: " + " | ".join(last_lines))
         return json.loads(line)
 
     def stop(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._log.close()
 
 
-def launch_tandem(config: EngineConfig) -> Launch:
-    return Launch([sys.executable, "-m", "benchmarks.engine_worker", json.dumps(asdict(config))])
+def launch_tandem(config: EngineConfig, serve_on_core: int | None = None) -> Launch:
+    """The bare engine, or a decode worker whose compute thread runs on `serve_on_core`."""
+    command = [sys.executable, "-m", "benchmarks.engine.tandem_worker", json.dumps(asdict(config))]
+    return Launch(command if serve_on_core is None else [*command, str(serve_on_core)])
 
 
-def launch_vllm(model: str, core: int) -> Launch | None:
-    """vLLM with the settings its documentation recommends for a CPU; None where it is not installed."""
+def launch_vllm(core: int) -> Launch | None:
+    """vLLM with the settings that its documentation recommends for a CPU; None where it is not installed."""
     directory = vllm_dir()
-    if not is_installed(directory):
+    if not (is_installed(directory) and is_installed(vllm_weights())):
         return None
     preload = [tcmalloc(directory), directory / "lib" / "libiomp5.so"]
     environment = {
@@ -125,13 +122,12 @@ def launch_vllm(model: str, core: int) -> Launch | None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    weights = hf_directory.write(model, peers_dir() / f"{Path(model).stem}-hf")
-    return Launch([directory / "bin" / "python", WORKERS / "vllm_worker.py", weights], environment)
+    return Launch([directory / "bin" / "python", HERE / "vllm_worker.py", vllm_weights()], environment)
 
 
-def launch_llama(model: str) -> Launch | None:
+def launch_llama() -> Launch | None:
     """llama.cpp with the GGUF file itself; None where it is not installed."""
-    directory, source = llama_dir(), resolve_model(model)
+    directory, source = llama_dir(), resolve_model(MODEL)
     if not is_installed(directory) or source.path is None:
         return None
-    return Launch(["node", WORKERS / "llama_worker.mjs", source.path], {}, directory)
+    return Launch(["node", HERE / "llama_worker.mjs", source.path], {}, directory)

@@ -1,11 +1,11 @@
-"""Requests without end through a transport that fails one operation in ten: `make soak`.
+"""10,000 requests through a transport that fails one operation in ten: `make soak`.
 
-Two prefill and two decode workers in one process: real gRPC, agents and machines, the fake runner (whose tokens are
-wrong as soon as one byte of KV is), and a memory transport whose faults come from a seed. An operation fails with the
-given rate; half of the failures are errors of the call (one in four of them says that the peer is gone), the other half
-are what no call returns: a notification lost, doubled or late, a read with a wrong bit.
+Two prefill and two decode workers in one process: real gRPC, agents and machines, the fake runner (one wrong byte of KV
+makes its tokens wrong), and a memory transport whose faults come from a seed. Half of the faults are errors of the
+call, and one error in four reports that the peer is gone. The other half are silent: a notification lost, doubled or
+late, a read with a wrong bit.
 
-It fails where a token is wrong, a request has no end, or a block is left behind.
+The soak fails where a token is wrong, a request has no end, or a block is leaked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ODD_FATES: tuple[tuple[str, Sequence[int]], ...] = (("lost", ()), ("doubled", (0
 
 
 class UnreliableFabric(MemoryFabric):
-    """Called by the transports with the fabric's lock held, so one generator serves all threads."""
+    """Transports call this with the fabric's lock held, so one random generator serves all threads."""
 
     def __init__(self, fault_rate: float, seed: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class UnreliableFabric(MemoryFabric):
             return super().reach(name)
         if self._random.random() < 0.25:
             self.faults_done["peer gone"] += 1
-            raise PeerDisconnected(f"{name} is said to be gone")
+            raise PeerDisconnected(f"{name} is gone")
         self.faults_done["error"] += 1
         raise TransportError("this operation fails")
 
@@ -110,11 +110,11 @@ async def one_client(deployment: Deployment, tally: Tally, generator: random.Ran
 
 
 async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int = 16) -> tuple[Tally, Counter[str]]:
-    """The tally, and the faults that were made. Raises `AssertionError` where a block is left behind."""
+    """The tally, and the faults that were made. Raises `AssertionError` where a block is leaked."""
     compose.FABRIC = fabric = UnreliableFabric(0.0, seed)
     tally = Tally()
     async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
-        fabric.fault_rate = fault_rate  # from here on: the workers have met
+        fabric.fault_rate = fault_rate  # only from here on, so that the workers can connect
         shares = [num_requests // num_clients + (n < num_requests % num_clients) for n in range(num_clients)]
         clients = (
             one_client(deployment, tally, random.Random(seed * 997 + n), share) for n, share in enumerate(shares)
@@ -140,20 +140,23 @@ def main() -> None:
     try:
         tally, faults = asyncio.run(soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients))
     except AssertionError as error:
-        sys.exit(f"blocks were left behind, or a request: {error}")
+        sys.exit(f"a block or a request was leaked: {error}")
     report = Report("soak")
     report.say(f"{arguments.requests} requests, seed {arguments.seed}, fault rate {arguments.fault_rate:g}")
-    report.add(Line("all requests took", "", time.monotonic() - start, "s"))
-    report.add(Line("right to the last token", "", tally.right, "requests"))
-    report.add(Line("ended by a typed error", "", tally.typed.total(), "requests"))
-    report.add(Line("with a wrong token", "none", tally.wrong, "requests", holds=not tally.wrong))
-    report.add(Line("without an end", "none", tally.endless, "requests", holds=not tally.endless))
-    report.add(Line("leaked", "none", 0, "blocks", holds=True))  # `soak` raises where there is one
-    for name, count in sorted(faults.items()):
-        report.add(Line(f"faults made: {name}", "", count, "times"))
-    report.say(
-        f"typed errors {dict(tally.typed)}, paths {dict(tally.paths)}, attempts {dict(sorted(tally.attempts.items()))}"
-    )
+    report.add(Line("all requests took", time.monotonic() - start, "s"))
+    report.add(Line("right to the last token", tally.right, "requests"))
+    report.add(Line("ended by a typed error", tally.typed.total(), "requests"))
+    report.add(Line("with a wrong token", tally.wrong, "requests", most=0))
+    report.add(Line("without an end", tally.endless, "requests", most=0))
+    report.add(Line("leaked", 0, "blocks", most=0))  # `soak` raises where a block is leaked
+    for what, counts in {
+        "path": tally.paths,
+        "attempts": tally.attempts,
+        "error": tally.typed,
+        "fault": faults,
+    }.items():
+        for name, count in sorted(counts.items()):
+            report.add(Line(f"{what}: {name}", count, "times" if counts is faults else "requests"))
     report.write()
     if tally.wrong or tally.endless:
         sys.exit("the soak failed")

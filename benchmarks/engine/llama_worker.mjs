@@ -2,7 +2,7 @@
 //
 //     node llama_worker.mjs <file.gguf>
 //
-// One JSON object per line: commands on stdin, answers on stdout (benchmarks/engine_peers.py tells the commands). A step
+// One JSON object per line: commands on stdin, answers on stdout (benchmarks/engine/programs.py lists the commands). A step
 // is one token for each sequence of the batch, greedy, with no text made of it.
 
 import {createInterface} from "node:readline";

@@ -1,0 +1,168 @@
+"""The engine beside vLLM and llama.cpp on one core: `make bench-engine`.
+
+Every program is a process of its own, pinned to the same core. The programs take turns within each repeat: a few steps
+of one, then of the next. A peer that is not installed (`make bench-peers`) is reported and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.engine.figures import (
+    BATCHES,
+    CONTEXTS,
+    FORMATS,
+    LLAMA,
+    MIN_STEPS,
+    OURS,
+    PLAIN,
+    PROMPTS,
+    QUANTIZED_CONTEXT,
+    VLLM,
+    Figures,
+    percent_around,
+)
+from benchmarks.engine.programs import (
+    FIRST_WORD_ID,
+    LAST_WORD_ID,
+    Launch,
+    Program,
+    ProgramFailed,
+    launch_llama,
+    launch_tandem,
+    launch_vllm,
+)
+from benchmarks.report import Report
+from core.config import EngineConfig
+from core.request import Request, SamplingParams
+from model_files.model_source import load_config, resolve_model
+from protos import codec, worker_pb2, worker_pb2_grpc
+from runtime.grpc_server import open_channel
+
+STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
+PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt
+MAX_MESSAGE_BYTES = 4 << 20
+TIMEOUT_S = 300.0
+PARTS = ("prefill", "decode", "serving", "quantized")
+
+
+@contextlib.contextmanager
+def running(
+    launches: dict[str, Launch | None], core: int, report: Report, figures: Figures
+) -> Iterator[dict[str, Program]]:
+    """Start the programs one after another and record each one's time to its first token."""
+    programs: dict[str, Program] = {}
+    try:
+        for name, launch in launches.items():
+            if launch is None:
+                report.say(f"{name} is not installed and left out; `make bench-peers` installs it")
+                continue
+            programs[name] = Program(name, launch, core)
+            try:
+                figures.first_token_s[name] = programs[name].first_token_s()
+            except ProgramFailed as error:
+                report.say(f"left out: {error}")
+                programs.pop(name).stop()
+        if not programs.keys() & {OURS, PLAIN}:
+            raise SystemExit("Tandem's engine did not start")
+        yield programs
+    finally:
+        for program in programs.values():
+            program.stop()
+
+
+def measure_decode(programs: dict[str, Program], context: int, repeats: int, figures: Figures) -> None:
+    """Every batch size at one context. Batches only shrink: sequences end, and none is added."""
+    for name, program in programs.items():
+        program.call("fill", batch=1 if name == LLAMA else max(BATCHES), context=context)
+    for batch in BATCHES:
+        turns = {name: program for name, program in programs.items() if name != LLAMA or batch == 1}
+        for program in turns.values():
+            program.call("keep", batch=batch)
+        for _ in range(repeats):
+            for name, program in turns.items():
+                for part, values in program.call("steps", count=STEPS + 1).items():
+                    figures.steps[name, context, batch, part] += values[1:]
+
+
+def measure_prefill(programs: dict[str, Program], repeats: int, figures: Figures) -> None:
+    for tokens in PROMPTS:
+        for _ in range(repeats * PROMPTS_PER_REPEAT):
+            for name, program in programs.items():
+                figures.prefill_ms[name, tokens].append(program.call("prefill", tokens=tokens)["ms"])
+
+
+def measure_serving(config: EngineConfig, core: int) -> float:
+    """The percentage of a step outside the model while a decode worker streams its largest batch to this process."""
+    worker = Program("a decode worker", launch_tandem(config, serve_on_core=core))
+    try:
+        asyncio.run(ask(worker.call("address"), max(BATCHES), QUANTIZED_CONTEXT))
+        return percent_around(worker.call("model_steps"), max(BATCHES))
+    finally:
+        worker.stop()
+
+
+async def ask(address: str, batch: int, context: int) -> None:
+    """All calls at once, as a router makes them. Each has a prompt of its own."""
+    numbers = random.Random(0)
+    channel = open_channel(address, MAX_MESSAGE_BYTES)
+    stub = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
+
+    async def one(index: int) -> None:
+        prompt = tuple(numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(context))
+        sampling = SamplingParams(max_tokens=2 * batch + MIN_STEPS, temperature=0.0, ignore_eos=True)
+        request = Request(f"r{index}", prompt, context, sampling)
+        wire = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(request))
+        async for _ in stub.Decode(wire, timeout=TIMEOUT_S):
+            pass
+
+    await asyncio.gather(*(one(index) for index in range(batch)))
+    await channel.close(None)
+
+
+def run(arguments: argparse.Namespace, report: Report, figures: Figures) -> None:
+    core = max(os.sched_getaffinity(0))
+    plain = EngineConfig(model=arguments.model, dtype="bfloat16", num_threads=1, kv_memory_mb=2048)
+    if {"prefill", "decode"} & set(arguments.parts):
+        launches = {OURS: launch_tandem(plain)} | ({VLLM: launch_vllm(core)} if arguments.peers else {})
+        with running(launches, core, report, figures) as programs:
+            figures.take_floors(programs[OURS].call("floors"))
+            if "prefill" in arguments.parts:
+                measure_prefill(programs, arguments.repeats, figures)
+            for context in CONTEXTS if "decode" in arguments.parts else ():
+                measure_decode(programs, context, arguments.repeats, figures)
+            figures.take_floors(programs[OURS].call("floors"))
+    if "serving" in arguments.parts:
+        figures.serving_percent = measure_serving(replace(plain, kv_memory_mb=768), core)
+    if "quantized" in arguments.parts:
+        small = replace(plain, kv_memory_mb=512)
+        launches = {PLAIN: launch_tandem(small)}
+        launches |= {f"{OURS} {name}": launch_tandem(replace(small, quantization=name)) for name in FORMATS}
+        launches |= {LLAMA: launch_llama()} if arguments.peers else {}
+        with running(launches, core, report, figures) as programs:
+            measure_decode(programs, QUANTIZED_CONTEXT, arguments.repeats, figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="with another model the peers have to be left out")
+    parser.add_argument("--repeats", type=int, default=5, help="of each cell (default 5)")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="measure Tandem alone")
+    arguments = parser.parse_args()
+    report, figures = Report("engine"), Figures(load_config(resolve_model(arguments.model)))
+    report.say(f"medians of {arguments.repeats} interleaved repeats of {STEPS} steps")
+    run(arguments, report, figures)
+    for line in figures.lines():
+        report.add(line)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

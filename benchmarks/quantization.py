@@ -1,0 +1,155 @@
+"""What int8 and int4 weights cost in quality and gain in speed: `make bench-quantization TEXT=wiki.test.txt`.
+
+Speed: all matrix products of a step of SmolLM2-135M, by number of rows, on one thread. Inputs and weights are random.
+SwiGLU's activation is included. The head multiplies at most 32 rows, as where 32 sequences sample.
+
+Quality: the perplexity of a text, exp of the mean negative log-probability of its tokens. The text is cut into windows,
+and the second half of each window is scored. The first half is one chunk, as a prompt is; each scored token is a chunk
+of its own, as in decoding. Kernels, KV cache and rounding are those of serving. Without a text quality is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.report import Line, Report
+from core.config import EngineConfig
+from core.request import SamplingParams
+from core.step import ScheduledChunk
+from engine.linear import Linear, LinearMethod, Matrix
+from engine.model import Model
+from engine.model_weights import ModelWeights, allocate_weights
+from engine.quantization import QuantizedMatrix
+from engine.torch_runner import TorchRunner, choose_linear_method, find_kernels
+from model_files.builtin_configs import RANDOM_CONFIGS
+from text.tokenizer import load_tokenizer
+
+CONFIG = RANDOM_CONFIGS["smollm2-135m"]
+PLAIN, FORMATS = "none", ("int8", "int4")
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
+MAX_HEAD_ROWS = 32
+MOST_PERPLEXITY = {"int8": 1.005, "int4": 1.04}  # times bfloat16's
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+# ---- speed
+
+
+def filled(matrix: Matrix) -> Matrix:
+    if isinstance(matrix, QuantizedMatrix):
+        matrix.codes.random_()
+        matrix.scales.fill_(0.01)
+    else:
+        matrix.normal_()
+    return matrix
+
+
+def prepared(method: LinearMethod, weights: ModelWeights) -> Iterator[tuple[Linear, int]]:
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.output, layer.down):
+            yield method.prepare(filled(matrix), None), matrix.shape[1]
+        yield method.prepare_gated(filled(layer.gate_up)), layer.gate_up.shape[1]
+    yield method.prepare_head(filled(weights.head)), weights.head.shape[1]
+
+
+def products(quantization: str) -> list[tuple[Linear, int]]:
+    """(product, size of its inputs) of each matrix, the head's last."""
+    config = EngineConfig(quantization=quantization)
+    method: LinearMethod = choose_linear_method(config, find_kernels(config, CONFIG, CPU, None), CPU, 1)
+    return list(prepared(method, allocate_weights(CONFIG, torch.bfloat16, CPU, quantization)))
+
+
+def step_ms(step: list[tuple[Linear, int]], inputs: dict[int, torch.Tensor]) -> float:
+    start = time.perf_counter()
+    *layers, (head, size) = step
+    for multiply, in_size in layers:
+        multiply(inputs[in_size])
+    head(inputs[size][:MAX_HEAD_ROWS])
+    return (time.perf_counter() - start) * 1e3
+
+
+def speed(report: Report, rows: Sequence[int], repeats: int) -> None:
+    torch.set_num_threads(1)
+    steps = {name: products(name) for name in (PLAIN, *FORMATS)}
+    for num_rows in rows:
+        inputs = {size: torch.randn(num_rows, size).bfloat16() for size in (576, 1536)}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        with torch.inference_mode():
+            for _ in range(repeats):
+                for name, step in steps.items():
+                    times[name].append(step_ms(step, inputs))
+        plain = statistics.median(times[PLAIN])
+        report.add(Line(f"{num_rows} rows, bfloat16", plain, "ms"))
+        for name in FORMATS:
+            found = statistics.median(times[name])
+            report.add(Line(f"{num_rows} rows, {name}", found, "ms", "bfloat16", plain, least_ratio=1.0))
+
+
+# ---- quality
+
+
+def window_loss(model: Model, window: Sequence[int], block_size: int) -> float:
+    """Sum of -log p over the second half of the window, in blocks 0 and up of the model's pool."""
+    table = list(range(-(-len(window) // block_size)))
+    known = len(window) // 2
+
+    def chunk(start: int, num_tokens: int, samples: bool) -> ScheduledChunk:
+        return ScheduledChunk(f"{start}", window, len(window), start, num_tokens, table, samples, GREEDY)
+
+    with torch.inference_mode():
+        model.forward([chunk(0, known - 1, False)])
+        logits = model.forward([chunk(place, 1, True) for place in range(known - 1, len(window) - 1)])
+        return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
+
+
+def perplexity(config: EngineConfig, token_ids: Sequence[int], context: int) -> float:
+    runner = TorchRunner(config)
+    assert runner._model is not None
+    windows = [token_ids[start : start + context] for start in range(0, len(token_ids) - context + 1, context)]
+    loss = sum(window_loss(runner._model, window, config.block_size) for window in windows)
+    runner.close()
+    return math.exp(loss / (len(windows) * (context - context // 2)))
+
+
+def quality(report: Report, config: EngineConfig, token_ids: Sequence[int], context: int) -> None:
+    if len(token_ids) < context:
+        raise SystemExit(f"the text has {len(token_ids)} tokens and needs {context}")
+    plain = perplexity(config, token_ids, context)
+    report.add(Line("perplexity, bfloat16 weights", plain, ""))
+    for name in FORMATS:
+        found = perplexity(replace(config, quantization=name), token_ids, context)
+        report.add(Line(f"perplexity, {name} weights", found, ""))
+        times = Line(f"perplexity, {name} weights, beside bfloat16", found / plain, "x", most=MOST_PERPLEXITY[name])
+        report.add(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=11, help="of each product (default 11)")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--text", type=Path, help="a text file, e.g. the test part of WikiText-2")
+    parser.add_argument("--model", default="smollm2-135m", help="whose perplexity is computed")
+    parser.add_argument("--context", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--tokens", type=int, default=65_536, help="of the text, from its start")
+    arguments = parser.parse_args()
+    report = Report("quantization")
+    speed(report, arguments.rows, arguments.repeats)
+    if arguments.text is not None:
+        token_ids = load_tokenizer(arguments.model).encode(arguments.text.read_text(encoding="utf-8"))
+        config = EngineConfig(model=arguments.model, dtype="bfloat16", kv_memory_mb=64, num_threads=1)
+        quality(report, config, token_ids[: arguments.tokens], arguments.context)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

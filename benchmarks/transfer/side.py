@@ -1,0 +1,274 @@
+"""One side of a measured hand-off: a pool, a TransferMachine, a TransferAgent, and the commands of the benchmark.
+
+A pool is private memory in huge pages, like the engine's (engine/kv_pool.py), and larger than any cache. One block in
+ten is held by others, so the free blocks lie in short runs; a hand-off may also shuffle its blocks, and then hardly two
+of them are neighbours on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import secrets
+import time
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from cli.compose import open_transport
+from core.block_pool import BlockPool
+from core.config import EngineConfig, TransferConfig
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.machine import Tick
+from core.request import SamplingParams
+from core.step import ScheduledChunk, StepPlan
+from kv_transfer.agent import AgentIdentity, TransferAgent
+from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
+from kv_transfer.machine import TransferMachine
+from kv_transfer.transports.transport import PoolMemory
+from runtime.driver import Driver
+
+TIMEOUT_S = 120.0
+BLOCKS_PER_HELD = 10  # one of so many is held by others
+CHUNK_TOKENS = 512  # of a prefill
+WATCH_S = 0.001  # between two looks at the event loop
+FORGET_S = 0.02  # far longer than the agent needs to drop the digests of the blocks' last use
+SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One process. With an engine, the pool and its layout are those of the model."""
+
+    config: TransferConfig
+    layout: KVLayout
+    num_blocks: int
+    core: int | None  # None: the scheduler's choice
+    environment: dict[str, str] = field(default_factory=dict)
+    engine: EngineConfig | None = None
+
+
+class Side:
+    """Each public method is a command."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._runner: Any = None
+        memory = self._engine_pool(spec.engine) if spec.engine is not None else random_pool(spec)
+        assert memory.view is not None
+        self._array = np.frombuffer(memory.view, np.uint8).reshape(memory.num_blocks, -1)
+        self._layout = memory.layout
+        self._compute = ThreadPoolExecutor(1)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[Any] = self._loop.create_future()
+        identity = AgentIdentity("bench", secrets.randbits(63) | 1)
+        self._agent = TransferAgent(
+            spec.config, identity, memory, lambda name: open_transport(spec.config, name), self._on_events
+        )
+        self._address = self._agent.start()
+        self._pool = BlockPool(memory.num_blocks)
+        self._machine = TransferMachine(spec.config, self._pool, self._address)
+        self._driver: Driver[Any, Any] = Driver(self._machine, self._perform, self._fail, self._flush)
+        self._actions: list[Any] = []
+        self._offered: list[int] = []
+        self._random = random.Random(f"core {spec.core}")  # the two sides draw different numbers
+        blocks = self._pool.allocate(memory.num_blocks) or []
+        held = set(self._random.sample(blocks, len(blocks) // BLOCKS_PER_HELD))
+        self._pool.release([block for block in blocks if block not in held])
+
+    async def about(self) -> tuple[int, AgentAddress]:
+        return os.getpid(), self._address
+
+    async def offer(
+        self, transfer_id: int, peer: AgentAddress, num_blocks: int, digests_made: bool, shuffled: bool
+    ) -> None:
+        """Offer blocks that are ready, and wait for their digests if they shall be made first."""
+        blocks = self._offered = await self._shuffled(self._pool.allocate(num_blocks), shuffled)
+        now = self._driver.now()
+        self._act(self._machine.offer(transfer_id, peer, now))
+        self._act(self._machine.add_ready(transfer_id, list(enumerate(blocks)), True, 1, now))
+        if digests_made:
+            await self._digests_made(blocks)
+
+    async def offer_ended(self) -> None:
+        await self._end()
+        self._pool.release(self._offered)
+
+    async def offer_often(self, transfer_ids: list[int], peer: AgentAddress, num_blocks: int) -> None:
+        for transfer_id in transfer_ids:
+            await self.offer(transfer_id, peer, num_blocks, False, True)
+            await self.offer_ended()
+
+    async def prefill(self, transfer_id: int, peer: AgentAddress, num_tokens: int, late: bool) -> tuple[float, float]:
+        """Compute a prompt and offer it chunk by chunk, or all of it `late`, at the end.
+
+        Returns the seconds of computing, and when it ended on the machine's clock.
+        """
+        num_blocks = self._layout.num_blocks_for(num_tokens)
+        blocks = self._pool.allocate(num_blocks)
+        assert blocks is not None, "the pool is too small"
+        tokens = np.random.default_rng(2).integers(1000, 40_000, num_tokens).tolist()
+        self._act(self._machine.offer(transfer_id, peer, self._driver.now()))
+        seconds = 0.0
+        for start in range(0, num_tokens, CHUNK_TOKENS):
+            count = min(CHUNK_TOKENS, num_tokens - start)
+            last = start + count == num_tokens
+            plan = StepPlan(0, (ScheduledChunk("p", tokens, num_tokens, start, count, blocks, last, SAMPLING),))
+            started_at = time.perf_counter()
+            await self._loop.run_in_executor(self._compute, self._runner.run, plan)
+            seconds += time.perf_counter() - started_at
+            if last or not late:
+                ready = num_blocks if last else (start + count) // self._layout.block_size
+                offered = list(enumerate(blocks[:ready]))
+                self._act(self._machine.add_ready(transfer_id, offered, last, 1 if last else None, self._driver.now()))
+        ended_at = time.perf_counter()
+        await self._end()
+        self._pool.release(blocks)
+        return seconds, ended_at
+
+    async def pull(
+        self, transfer_id: int, owner: AgentAddress, num_blocks: int, shuffled: bool
+    ) -> tuple[PullStats, float]:
+        """Pull a sequence. Returns also when the pull ended, on the machine's clock."""
+        targets = await self._shuffled(self._pool.reserve(num_blocks), shuffled)
+        now = self._driver.now()
+        self._act(self._machine.reserve_pull(transfer_id, owner, now))
+        self._act(self._machine.start_pull(transfer_id, dict(enumerate(targets)), now))
+        result = await self._end()
+        self._pool.cancel_reservation(targets)
+        if not isinstance(result, PullCompleted):
+            raise RuntimeError(f"the pull failed: {result}")
+        return result.stats, time.perf_counter()
+
+    async def read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int, hashed: bool = False) -> float:
+        """Seconds to read shuffled blocks of the owner by process_vm_readv, `per_call` of them with each call."""
+        return self._read(pid, owner, num_blocks, per_call, hashed)
+
+    async def idle(self, seconds: float) -> float:
+        """The share of a core that this process uses."""
+        cpu_s, started_at = time.process_time(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        return (time.process_time() - cpu_s) / (time.perf_counter() - started_at)
+
+    async def stall_of_pulls(self, transfer_ids: list[int], owner: AgentAddress, num_blocks: int) -> float:
+        async def pull_all() -> None:
+            for transfer_id in transfer_ids:
+                await self.pull(transfer_id, owner, num_blocks, True)
+
+        return await longest_stall_s(pull_all())
+
+    async def stall_of_reads(self, pid: int, owner: AgentAddress, times: int, num_blocks: int, per_call: int) -> float:
+        """The same bytes by process_vm_readv, on a thread that does nothing else."""
+
+        async def read_all() -> None:
+            for _ in range(times):
+                await asyncio.to_thread(self._read, pid, owner, num_blocks, per_call)
+
+        return await longest_stall_s(read_all())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._agent.close)
+
+    # ---- inside
+
+    def _engine_pool(self, engine: EngineConfig) -> PoolMemory:
+        from engine.factory import build_runner  # the other side needs no torch
+
+        self._runner = runner = build_runner(engine)
+        return PoolMemory(runner.pool_address(), runner.num_blocks, runner.layout, runner.pool_memory())
+
+    async def _digests_made(self, blocks: list[int]) -> None:
+        """Until the agent has kept a new digest of each block."""
+        await asyncio.sleep(FORGET_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not self._agent._digester._kept.keys() >= set(blocks):  # noqa: ASYNC110 (the agent has no event)
+                await asyncio.sleep(WATCH_S)
+
+    async def _shuffled(self, blocks: list[int] | None, shuffled: bool) -> list[int]:
+        """The blocks in the order of their sequence. Shuffling runs off the event loop, which may be watched."""
+        assert blocks is not None, "the pool is too small"
+        if shuffled:
+            await asyncio.to_thread(self._random.shuffle, blocks)
+        return blocks
+
+    def _read(self, pid: int, owner: AgentAddress, num_blocks: int, per_call: int, hashed: bool = False) -> float:
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = self._layout.block_bytes
+        sources = np.random.default_rng(6).permutation(owner.num_blocks)[:num_blocks]
+        targets = np.random.default_rng(7).permutation(len(self._array))[:num_blocks]
+        calls = [
+            (iovec(self._address.pool_base, targets[i : i + per_call], size),
+             iovec(owner.pool_base, sources[i : i + per_call], size), targets[i : i + per_call].tolist())
+            for i in range(0, num_blocks, per_call)
+        ]  # fmt: skip
+        started_at = time.perf_counter()
+        for local, remote, blocks in calls:
+            done = libc.process_vm_readv(pid, local, len(local), remote, len(remote), 0)
+            if done != len(local) * size:
+                raise OSError(ctypes.get_errno(), f"process_vm_readv read {done} bytes")
+            for block in blocks if hashed else ():
+                xxhash.xxh3_64_intdigest(self._array[block])
+        return time.perf_counter() - started_at
+
+    def _perform(self, action: Any) -> None:
+        if isinstance(action, PullCompleted | PullFailed | OfferEnded):
+            self._ended.set_result(action)
+        else:
+            self._actions.append(action)
+
+    def _flush(self) -> None:
+        actions, self._actions = self._actions, []
+        self._agent.perform(actions, self._machine.alive)
+
+    def _act(self, actions: list[Any]) -> None:
+        for action in actions:
+            self._perform(action)
+        self._flush()
+        self._driver.post(Tick())  # sets the driver's timer to the machine's next deadline
+
+    async def _end(self) -> Any:
+        async with asyncio.timeout(TIMEOUT_S):
+            result = await self._ended
+        self._ended = self._loop.create_future()
+        return result
+
+    def _on_events(self, events: list[AgentEvent]) -> None:
+        for event in events:
+            if isinstance(event, AgentFailed):
+                self._fail(RuntimeError(event.detail))
+            else:
+                self._driver.post_threadsafe(event)
+
+    def _fail(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set_exception, error)
+
+
+def random_pool(spec: Spec) -> PoolMemory:
+    """Private memory, which numpy has the kernel put into huge pages, filled with random bytes."""
+    array = np.empty((spec.num_blocks, spec.layout.block_bytes), np.uint8)
+    array[:] = np.random.default_rng(1).integers(0, 256, array.shape, np.uint8)
+    return PoolMemory(array.ctypes.data, spec.num_blocks, spec.layout, memoryview(array.reshape(-1)))
+
+
+def iovec(base: int, blocks: np.ndarray, size: int) -> ctypes.Array[Any]:
+    class Vector(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    return (Vector * len(blocks))(*[Vector(base + int(block) * size, size) for block in blocks])
+
+
+async def longest_stall_s(work: Awaitable[None]) -> float:
+    """The longest time by which the event loop answered late during `work`."""
+    longest, task = 0.0, asyncio.ensure_future(work)
+    while not task.done():
+        before = time.perf_counter()
+        await asyncio.sleep(WATCH_S)
+        longest = max(longest, time.perf_counter() - before - WATCH_S)
+    await task
+    return longest
