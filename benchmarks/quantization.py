@@ -25,11 +25,12 @@ from benchmarks.report import Line, Report
 from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk
+from engine.backend import choose_linear_method, find_kernels
 from engine.linear import Linear, LinearMethod, Matrix
 from engine.model import Model
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.quantization import QuantizedMatrix
-from engine.torch_runner import TorchRunner, choose_linear_method, find_kernels
+from engine.torch_runner import TorchRunner
 from model_files.builtin_configs import RANDOM_CONFIGS
 from text.tokenizer import load_tokenizer
 

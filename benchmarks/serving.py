@@ -26,15 +26,16 @@ import psutil
 
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
 from benchmarks.report import Line, Report
+from tandem_client import AsyncClient
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
-from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 
 ADDRESS = "127.0.0.1:50651"
 TIMEOUT_S = 300.0
 SETTLE_S = 1.0
 MOST_OVERHEAD_MB = 500  # of a worker, beside weights and pool
+SHORT_PROMPT = 16  # tokens, of the first question after a start
 MB = 1 << 20
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
 
@@ -89,9 +90,9 @@ async def ask(client: AsyncClient, rng: random.Random, prompt_tokens: int, outpu
     return Sample((first - start) * 1e3, (last - first) * 1e3 / max(1, num_tokens - 1), num_tokens)
 
 
-async def first_token(prompt_tokens: int) -> None:
+async def first_token() -> None:
     async with AsyncClient(ADDRESS) as client:
-        await ask(client, random.Random(0), prompt_tokens, 1)
+        await ask(client, random.Random(0), SHORT_PROMPT, 1)
 
 
 def settled_sizes(pid: int) -> list[int]:
@@ -165,7 +166,7 @@ def main() -> None:
     for left in reversed(range(arguments.starts)):
         begun = time.perf_counter()
         with fleet(arguments) as pid:
-            asyncio.run(first_token(arguments.prompt_tokens))
+            asyncio.run(first_token())
             starts.append(time.perf_counter() - begun)
             if left == 0:
                 report.add(Line("tandem serve: command to first token", statistics.median(starts), "s"))
