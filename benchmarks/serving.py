@@ -26,9 +26,9 @@ import psutil
 
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
 from benchmarks.report import Line, Report
-from tandem_client import AsyncClient
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
+from tandem_client import AsyncClient
 from tandem_client.stubs import inference_pb2
 
 ADDRESS = "127.0.0.1:50651"
