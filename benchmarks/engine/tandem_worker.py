@@ -34,6 +34,7 @@ from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.step import ScheduledChunk, TokenEvent
 from engine.torch_runner import TorchRunner
+from model_files.model_source import load_config, resolve_model
 from protos import codec, worker_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import load_tokenizer
@@ -95,6 +96,7 @@ class Worker:
         self._runner = TorchRunner(config)
         self._probe = Probe(self._runner)
         self._tokenizer = load_tokenizer(config.model)
+        self._last_word_id = min(LAST_WORD_ID, load_config(resolve_model(config.model)).vocab_size - 1)
         self._random = random.Random(0)
         self._num_added = 0
         self._core = self._empty_core()
@@ -163,7 +165,9 @@ class Worker:
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
         self._num_added += 1
-        prompt = tuple(self._random.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(num_tokens))
+        prompt = tuple(
+            self._random.randint(min(FIRST_WORD_ID, self._last_word_id), self._last_word_id) for _ in range(num_tokens)
+        )
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         return Request(str(self._num_added), prompt, num_tokens, sampling)
 

@@ -28,13 +28,14 @@ def run_benchmark(directory: Path, module: str, *options: str) -> subprocess.Com
     )
 
 
-def benchmark_modules() -> list[str]:
-    """The modules that the Makefile's targets run."""
-    return re.findall(r"python -m ((?:benchmarks|tests\.support)\.\S+)", (ROOT / "Makefile").read_text())
+def modules_to_start() -> list[str]:
+    """The modules that the Makefile's targets run, without those that a test below runs."""
+    modules = re.findall(r"python -m ((?:benchmarks|tests\.support)\.\S+)", (ROOT / "Makefile").read_text())
+    return sorted(set(modules) - {"benchmarks.transfer", "benchmarks.engine", "benchmarks.quantization"})
 
 
-@pytest.mark.parametrize("module", benchmark_modules())
-def test_every_benchmark_of_the_makefile_starts_and_lists_its_options(tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize("module", modules_to_start())
+def test_a_benchmark_that_is_too_slow_for_a_test_starts_and_lists_its_options(tmp_path: Path, module: str) -> None:
     done = run_benchmark(tmp_path, module, "--help")
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
@@ -56,6 +57,16 @@ def test_the_hand_off_is_timed_beside_process_vm_readv(tmp_path: Path) -> None:
         "nixl, shared memory, verify on: half the heads of 2 MiB blocks",
     ]
     assert all(line["value"] > 0 for line in lines)
+
+
+def test_decode_steps_of_quantized_weights_are_timed_beside_bfloat16(tmp_path: Path) -> None:
+    options = ["--model", "random:llama-tiny", "--no-peers", "--parts", "quantized", "--repeats", "1"]
+    done = run_benchmark(tmp_path, "benchmarks.engine", *options)
+    assert done.returncode == 0, done.stderr
+    lines = json.loads((tmp_path / "build/bench/engine.json").read_text())["lines"]
+    measures = {line["measure"]: line for line in lines}
+    assert measures["decode step, int8, batch 32, context 512, beside bf16"]["ratio"] > 0
+    assert measures["start of the engine's process to its first token, Tandem bfloat16"]["value"] > 0
 
 
 def test_quantized_products_are_timed_beside_bfloat16(tmp_path: Path) -> None:
