@@ -108,10 +108,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits."""
+    """Counts in full, measures with four significant digits."""
     if value is None:
         return ""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.4g}"
 
 
 def circumstances() -> dict[str, str]:
