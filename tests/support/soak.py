@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.report import Line, Report
 from cli import compose
@@ -149,12 +150,10 @@ def main() -> None:
     report.add(Line("with a wrong token", tally.wrong, "requests", most=0))
     report.add(Line("without an end", tally.endless, "requests", most=0))
     report.add(Line("leaked", 0, "blocks", most=0))  # `soak` raises where a block is leaked
-    for what, counts in {
-        "path": tally.paths,
-        "attempts": tally.attempts,
-        "error": tally.typed,
-        "fault": faults,
-    }.items():
+    tables: tuple[tuple[str, Counter[Any]], ...] = (
+        ("path", tally.paths), ("attempts", tally.attempts), ("error", tally.typed), ("fault", faults)
+    )  # fmt: skip
+    for what, counts in tables:
         for name, count in sorted(counts.items()):
             report.add(Line(f"{what}: {name}", count, "times" if counts is faults else "requests"))
     report.write()
