@@ -38,7 +38,7 @@ bench: setup  ## Measure start, memory, latency and throughput of a fleet (2 min
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.serving
 
-bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (20 minutes)
+bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_perftest (15 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.transfer
 
