@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from core.errors import ConfigError
 
@@ -33,6 +34,14 @@ def _require_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(0 < value < math.inf, f"{name} must be more than 0 and finite, is {value}")
+
+
+def _require_finite_floats(config: Any) -> None:
+    """Refuses NaN, infinity and negative values in float options: an infinite duration is a wait without a bound."""
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if isinstance(option.default, float):
+            _require(0 <= value < math.inf, f"{option.name} must be 0 or more and finite, is {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +126,12 @@ class TransferConfig:
             "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",
             "idle_pump_s", "active_pump_s",
         )  # fmt: skip
+        _require_finite_floats(self)
         _require(
             self.max_transfers <= MAX_TRANSFERS,
             f"max_transfers must be at most {MAX_TRANSFERS}, is {self.max_transfers}",
         )
         _require(self.slow_path_share < 1, f"slow_path_share must be less than 1, is {self.slow_path_share}")
-        _require(
-            0 <= self.expected_path_bytes_per_s < math.inf,
-            f"expected_path_bytes_per_s must be 0 (find out) or more, is {self.expected_path_bytes_per_s}",
-        )
 
     def blocks_per_read(self, block_bytes: int) -> int:
         return max(1, min(self.max_blocks_per_read, self.max_bytes_per_read // block_bytes))
@@ -152,6 +158,7 @@ class WorkerConfig:
             self, "report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting",
             "default_timeout_s", "step_timeout_s",
         )  # fmt: skip
+        _require_finite_floats(self)
         _require_given(self, "host")
 
 
@@ -180,6 +187,7 @@ class RouterConfig:
             "retry_pause_s", "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars",
             "drain_timeout_s",
         )  # fmt: skip
+        _require_finite_floats(self)
         _require(
             self.local_prefill_tokens >= 0,
             f"local_prefill_tokens must be 0 (never) or more, is {self.local_prefill_tokens}",
@@ -208,6 +216,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")
+        _require_finite_floats(self)
         _require_given(self, "prefill_resource", "decode_resource")
         for name in ("num_prefill", "num_decode"):
             value = getattr(self, name)

@@ -25,6 +25,9 @@ DEFAULTS = TandemConfig()
 OPTIONS = [(part.name, option.name) for part in fields(DEFAULTS) for option in fields(getattr(DEFAULTS, part.name))]
 
 
+FLOATS = [(table, option) for table, option in OPTIONS if isinstance(getattr(getattr(DEFAULTS, table), option), float)]
+
+
 def test_an_empty_file_means_the_defaults() -> None:
     assert from_mapping({}) == DEFAULTS
     assert from_mapping({part.name: {} for part in fields(DEFAULTS)}) == DEFAULTS
@@ -76,6 +79,13 @@ REFUSED = [
 def test_what_is_wrong_is_named(tables: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(tables)
+
+
+@pytest.mark.parametrize(("table", "option"), FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+def test_no_float_option_takes_a_value_that_is_not_finite_or_is_negative(table: str, option: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^\[{table}\] {option} must be .*is {value}$"):
+        from_mapping({table: {option: value}})
 
 
 POSITIVE = {
