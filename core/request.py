@@ -23,13 +23,16 @@ MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
 MAX_SEED = 2**63 - 1
+# Smaller numbers overflow float32: a logit divided by 1e-38 is infinite, and no token can be drawn.
+MIN_SAMPLING_TEMPERATURE = 1e-5
+MIN_REPETITION_PENALTY = struct.unpack("<f", struct.pack("<f", 0.01))[0]  # 0.01 as the wire carries it
 
 # field -> (lowest, highest, lowest allowed, what to say); NaN fails every comparison and so every row
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
-    "repetition_penalty": (0.0, 100.0, False),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, 100.0, True),
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
 }
@@ -42,9 +45,19 @@ def _require_range(name: str, value: float) -> None:
         raise InvalidRequest(name, f"must be in {'[' if low_allowed else '('}{low:g}, {high:g}], is {value}")
 
 
+def check_num_stop_token_ids(count: int) -> None:
+    if count > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, are {count}")
+
+
+def check_num_logit_biases(count: int) -> None:
+    if count > MAX_LOGIT_BIAS:
+        raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, are {count}")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Temperature 0 is greedy. Out-of-range values raise `InvalidRequest` naming the field."""
+    """How tokens are drawn. Out-of-range values raise `InvalidRequest` naming the field."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -69,19 +82,18 @@ class SamplingParams:
             raise InvalidRequest("top_k", f"must be 0 (all) or more, is {self.top_k}")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequest("seed", f"must be in [0, {MAX_SEED}], is {self.seed}")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, are {len(self.stop_token_ids)}")
+        check_num_stop_token_ids(len(self.stop_token_ids))
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidRequest("logprobs", f"must be in [0, {MAX_LOGPROBS}], is {self.num_logprobs}")
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, are {len(self.logit_bias)}")
+        check_num_logit_biases(len(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest("logit_bias", f"token {token_id}: must be in [-100, 100], is {bias}")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Temperature 0, or one so small that float32 could not hold the scaled logits."""
+        return self.temperature < MIN_SAMPLING_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, HolderState, SequenceState
 from core.lifecycle import FinishReason, Path, ServiceRole, WorkerState
 from core.paths import PeerDismissed, PeerIntroduced
-from core.request import Request, SamplingParams
+from core.request import Request, SamplingParams, check_num_logit_biases, check_num_stop_token_ids
 from core.step import SampledToken
 from core.worker_load import WorkerLoad
 from protos import inference_pb2, worker_pb2
@@ -189,7 +189,12 @@ def decode_sampling(
     logprobs: int | None,
     defaults: dict[str, int],
 ) -> SamplingParams:
-    """Fields that are set, over `defaults` (max_tokens, seed) and the defaults of `SamplingParams`."""
+    """Fields that are set, over `defaults` (max_tokens, seed) and the defaults of `SamplingParams`.
+
+    Lengths are checked before ids are converted.
+    """
+    check_num_stop_token_ids(len(stop.stop_token_ids))
+    check_num_logit_biases(len(wire.logit_bias))
     given: dict[str, int | float] = dict(defaults)
     for name in (
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
-from core.lifecycle import Stage
+from core.lifecycle import FinishReason, Stage
 from core.request import Request
 from core.step import SampledToken
 from protos import codec, inference_pb2
@@ -87,8 +87,13 @@ class ChoiceStream:
             request_id=self.client_request_id,
             seed=self.request.sampling.seed,
             trace_id=trace_id_of(self.root),
-            stop_match=self.text.stop_match,
+            stop_match=self._stop_match(outcome.finish_reason),
         )
+
+    def _stop_match(self, reason: FinishReason) -> str:
+        if self.text.stop_match or reason is not FinishReason.STOP:
+            return self.text.stop_match
+        return str(self.token_ids[-1])
 
     # ---- the trace
 

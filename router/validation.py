@@ -1,4 +1,8 @@
-"""From a client's GenerateRequest to what the router's machine takes. Everything invalid ends here, by its name."""
+"""From a client's GenerateRequest to what the router's machine takes. Everything invalid ends here, by its name.
+
+Lengths are checked before anything is converted: converting a message of millions of ids in one call would hold the
+interpreter, and with it the router's loop.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +57,7 @@ def prepare(
         raise ModelNotFound(f"model {_shown(wire.model)} is not served here; {info.name!r} is")
     token_ids = tokenize_prompt(wire, tokenizer, config)
     num_prompt_tokens = len(token_ids)
-    if num_prompt_tokens >= info.context_length:
-        raise InvalidRequest(
-            "prompt", f"{num_prompt_tokens} tokens leave no room in the context of {info.context_length} tokens"
-        )
+    _check_room("prompt", num_prompt_tokens, info.context_length)
     room = min(info.context_length, longest or info.context_length)
     sampling = codec.decode_sampling(
         wire.sampling,
@@ -87,15 +88,18 @@ def tokenize_prompt(
     if kind is None:
         forms = [field.name for field in wire.DESCRIPTOR.oneofs_by_name["prompt"].fields]
         raise InvalidRequest("prompt", f"one of {', '.join(forms)} must be set")
+    chosen = wire.parse_special_tokens if wire.HasField("parse_special_tokens") else None
     if kind == "token_ids":
         assert isinstance(wire, inference_pb2.GenerateRequest)
+        _check_room(kind, len(wire.token_ids.ids), tokenizer.info.context_length)
         token_ids = tuple(wire.token_ids.ids)
     elif kind == "text":
         _check_length("text", wire.text, config.max_prompt_chars)
-        token_ids = tuple(tokenizer.encode(wire.text)) if wire.text else ()
+        parse_special = True if chosen is None else chosen
+        token_ids = tuple(tokenizer.encode(wire.text, parse_special=parse_special)) if wire.text else ()
     else:
         messages = _check_chat(wire.chat.messages, config.max_prompt_chars)
-        token_ids = tuple(tokenizer.encode(tokenizer.render_chat(messages), add_special=False))
+        token_ids = tuple(tokenizer.encode_chat(messages, parse_special=bool(chosen)))
     if not token_ids:
         raise InvalidRequest(kind, "must hold at least 1 token")
     return token_ids
@@ -115,6 +119,11 @@ def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
             raise InvalidRequest(
                 "stop_strings", f"each must have 1 to {MAX_STOP_STRING_CHARS} characters, one has {len(stop)}"
             )
+
+
+def _check_room(field: str, num_tokens: int, context_length: int) -> None:
+    if num_tokens >= context_length:
+        raise InvalidRequest(field, f"{num_tokens} tokens leave no room in the context of {context_length} tokens")
 
 
 def _check_chat(messages: Sequence[inference_pb2.ChatMessage], max_chars: int) -> list[dict[str, str]]:

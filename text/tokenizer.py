@@ -1,15 +1,16 @@
 """Text to token ids and back, for one model. Imports no torch: the router runs this, too.
 
-A chat is rendered by the model's template and the result encoded with special tokens recognised, as the field does it.
-So a message that spells out a special token gets that token; who must not allow that refuses such messages beforehand
-(`special_tokens` lists them).
+A chat is rendered by the model's template. The special tokens of the prompt are those that the template writes. The
+text of a special token in a message stays text (`text/special_tokens.py`), unless the caller sets `parse_special`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+
+from tokenizers import AddedToken
 
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
@@ -17,6 +18,7 @@ from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
 from model_files.model_source import SourceKind, describe, resolve_model
 from text.chat_template import ChatTemplate
 from text.detokenizer import IncrementalDetokenizer, decode_tokens
+from text.special_tokens import BREAK, Codec, Encoded, Marks, encode_framed, markings, refuse_reserved
 from text.tokenizer_files import TokenizerFiles, byte_level_bytes, from_directory, from_gguf, sentencepiece_bytes
 
 BYTE_CHAT_TEMPLATE = (
@@ -25,26 +27,14 @@ BYTE_CHAT_TEMPLATE = (
 )
 
 
-class _Codec(Protocol):
-    """What differs between tokenizers."""
-
-    strip_first_space: bool
-
-    def encode(self, text: str, add_special: bool) -> list[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    @property
-    def special_tokens(self) -> dict[str, int]: ...
-
-
 class ModelTokenizer:
     """Safe to call from several threads at once."""
 
-    def __init__(self, info: ModelInfo, codec: _Codec, template: ChatTemplate | None) -> None:
+    def __init__(self, info: ModelInfo, codec: Codec, template: ChatTemplate | None) -> None:
         self.info = info
         self._codec = codec
         self._template = template
+        self._markings = markings(codec.special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
@@ -59,9 +49,44 @@ class ModelTokenizer:
         """Text -> id of the tokens that structure a prompt and have no text in an answer."""
         return self._codec.special_tokens
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of `text`, special tokens recognised. `add_special` puts what the model expects before it (e.g. bos)."""
-        return self._codec.encode(text, add_special)
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Ids of `text`. `add_special` puts what the model expects before it (e.g. bos).
+
+        With `parse_special` the text of a special token becomes that token, else it is plain text. Raises
+        `InvalidRequest` for the noncharacters that mark text here.
+        """
+        refuse_reserved("text", text)
+        if parse_special:
+            return self._codec.encode(text, add_special).token_ids
+        marks = self._markings[0]
+        return encode_framed(self._codec, marks, marks.mark(text), add_special)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], parse_special: bool = False) -> list[int]:
+        """Ids of the prompt for `messages` ({role, content} each). Roles are part of the frame: the caller checks them.
+
+        With `parse_special` the text of a special token in a message becomes that token, else it is plain text.
+        Raises `InvalidRequest` as `render_chat` does, and for the noncharacters that mark text here.
+        """
+        for index, message in enumerate(messages):
+            refuse_reserved(f"messages[{index}].content", str(message.get("content")))
+        if parse_special:
+            return self._codec.encode(self.render_chat(messages), add_special=False).token_ids
+        marked, marks = self._render_marked(messages)
+        return encode_framed(self._codec, marks, marked, add_special=False)
+
+    def _render_marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, Marks]:
+        """The prompt with its content marked, such that the template does what it does with plain content.
+
+        Where no marking is so, because the template looks at the very characters, special tokens matter more.
+        """
+        rendered = plain = self.render_chat(messages)
+        for marks in self._markings:
+            contents = [marks.mark(message["content"]) for message in messages]
+            marked = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
+            rendered = plain if marked == messages else self.render_chat(marked)
+            if marks.restore(rendered) == plain:
+                break
+        return rendered, marks
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer: special tokens have none. Raises `InvalidRequest` for an id outside the vocabulary."""
@@ -79,7 +104,7 @@ class ModelTokenizer:
         return IncrementalDetokenizer(self._codec.token_bytes, strip_first_space=self._codec.strip_first_space)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt for `messages` ({role, content} each); encode it with add_special=False.
+        """The text of the prompt for `messages` ({role, content} each).
 
         Raises `InvalidRequest` where the model has no template or the template refuses the messages.
         """
@@ -107,10 +132,25 @@ class FileCodec:
         self._to_bytes = byte_level_bytes if files.byte_level else sentencepiece_bytes
         self._known: dict[int, bytes] = {}  # token id -> bytes, at most one entry for each of the vocabulary
         self.strip_first_space = files.strip_first_space
+        # `special_ids` may include spaces and newlines, which are text wherever they stand.
+        self._control = {
+            token_id: files.added_tokens[token_id]
+            for token_id in files.special_ids
+            if files.added_tokens[token_id].strip()
+        }
+        files.tokenizer.add_tokens([AddedToken(BREAK, normalized=False)])
+        self._break_id = files.tokenizer.token_to_id(BREAK)
 
-    def encode(self, text: str, add_special: bool) -> list[int]:
-        token_ids: list[int] = self._files.tokenizer.encode(text, add_special_tokens=add_special).ids
-        return [*self._files.bos_prefix, *token_ids] if add_special else token_ids
+    def encode(self, text: str, add_special: bool) -> Encoded:
+        encoding = self._files.tokenizer.encode(text, add_special_tokens=add_special)
+        token_ids: list[int] = encoding.ids
+        found = [index for index, token_id in enumerate(token_ids) if token_id in self._control]
+        # What `add_special` has put before the text spans none of its characters.
+        spans = [(token_ids[index], *(encoding.token_to_chars(index) or (0, 0))) for index in found]
+        special = [(self._control[token_id], start, end) for token_id, start, end in spans if start < end]
+        if BREAK in text:
+            token_ids = [token_id for token_id in token_ids if token_id != self._break_id]
+        return Encoded([*self._files.bos_prefix, *token_ids] if add_special else token_ids, special)
 
     def token_bytes(self, token_id: int) -> bytes:
         found = self._known.get(token_id)
@@ -133,22 +173,29 @@ class FileCodec:
         return {self._files.added_tokens[token_id]: token_id for token_id in self._files.special_ids}
 
 
+_BYTE_SPECIAL = re.compile("|".join(map(re.escape, BYTE_SPECIAL_TOKENS)))
+
+
+def _utf8(text: str) -> list[int]:
+    return list(text.replace(BREAK, "").encode("utf-8", errors="replace"))
+
+
 class ByteCodec:
     """Ids are bytes, then special tokens, then ids without text, written as `<id>`: for random and fake models."""
 
     strip_first_space = False
 
-    def encode(self, text: str, add_special: bool) -> list[int]:
+    def encode(self, text: str, add_special: bool) -> Encoded:
         del add_special  # these models expect nothing before a text
         token_ids: list[int] = []
-        while text:
-            found = [(text.find(special), special) for special in BYTE_SPECIAL_TOKENS if special in text]
-            start, special = min(found, default=(len(text), ""))
-            token_ids += text[:start].encode("utf-8", errors="replace")
-            if special:
-                token_ids.append(BYTE_SPECIAL_TOKENS[special])
-            text = text[start + len(special) :]
-        return token_ids
+        special = []
+        done = 0
+        for match in _BYTE_SPECIAL.finditer(text):
+            token_ids += _utf8(text[done : match.start()])
+            token_ids.append(BYTE_SPECIAL_TOKENS[match[0]])
+            special.append((match[0], match.start(), match.end()))
+            done = match.end()
+        return Encoded(token_ids + _utf8(text[done:]), special)
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id < 256:

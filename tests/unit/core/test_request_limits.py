@@ -12,6 +12,7 @@ from core.request import (
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     Request,
     SamplingParams,
     uniform_draw,
@@ -23,7 +24,7 @@ NUMBERS: dict[str, tuple[list[float], list[float]]] = {
     "temperature": ([0.0, TINY, 100.0], [-TINY, 100.1]),
     "top_p": ([TINY, 1.0], [0.0, 1.0000001]),
     "min_p": ([0.0, 1.0], [-TINY, 1.0000001]),
-    "repetition_penalty": ([TINY, 100.0], [0.0, -1.0, 100.1]),
+    "repetition_penalty": ([MIN_REPETITION_PENALTY, 0.01, 100.0], [0.0, TINY, 1e-38, 0.0099, -1.0, 100.1]),
     "presence_penalty": ([-2.0, 2.0], [-2.0000001, 2.0000001]),
     "frequency_penalty": ([-2.0, 2.0], [-2.0000001, 2.0000001]),
 }
@@ -77,9 +78,10 @@ def test_a_bias_out_of_range_is_refused_with_its_token(bias: float) -> None:
         sampling(logit_bias={7: bias})
 
 
-def test_temperature_0_is_greedy() -> None:
-    assert sampling(temperature=0.0).greedy
-    assert not sampling(temperature=TINY).greedy
+@pytest.mark.parametrize("temperature", [0.0, TINY, 1e-38, 0.99e-5])
+def test_a_temperature_of_0_or_too_small_for_float32_is_greedy(temperature: float) -> None:
+    assert sampling(temperature=temperature).greedy
+    assert not sampling(temperature=1e-5).greedy
 
 
 # ---- the whole request

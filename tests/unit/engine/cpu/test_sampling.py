@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.request import SamplingParams
+from core.request import MIN_REPETITION_PENALTY, SamplingParams
+from core.step import ScheduledChunk
 from engine.cpu.kernels import Kernels
 from engine.cpu.sampling import NativeDraw
-from engine.sampling import draw_token
+from engine.sampling import adjust, draw_token, sample
 from tests.support.c_kernels import need_kernels
 from tests.unit.engine.cpu.kernel_cases import draw_differences
 
@@ -45,6 +46,19 @@ def test_the_tokens_are_those_of_numpy_in_a_whole_vocabulary(
     ]
     assert sum(ours == theirs for ours, theirs in drawn) >= 19, "rounding may move one draw across a border, not more"
     assert len({ours for ours, _ in drawn}) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-38, 1e-6, 1e-5])
+@pytest.mark.parametrize("repetition_penalty", [MIN_REPETITION_PENALTY, 1.0])
+def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
+    kernels: Kernels, temperature: float, repetition_penalty: float
+) -> None:
+    logits = np.random.default_rng(3).normal(0.0, 20.0, (1, 1000)).astype(np.float32)
+    sampling = SamplingParams(max_tokens=1, temperature=temperature, repetition_penalty=repetition_penalty)
+    likeliest = int(adjust(logits[0], sampling, [7], 1).argmax())
+    for draw in (NativeDraw(kernels), draw_token):
+        chunk = ScheduledChunk("a", [7], 1, 0, 1, [0], True, sampling)
+        assert sample(logits, [chunk], draw)["a"].token_id == likeliest
 
 
 def test_equal_logits_go_by_the_lowest_id(kernels: Kernels) -> None:
