@@ -13,6 +13,7 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.service import Scale
 from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2
 from router import validation
+from router.bounded_pool import BoundedPool
 from router.policy import Candidate, choose, reason_for
 from router.shell import RouterShell
 from router.worker_link import WorkerLink
@@ -31,11 +32,17 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     """`scale` is None where nobody supervises this router; Scale is refused then."""
 
     def __init__(
-        self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell, scale: Scale | None
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        shell: RouterShell,
+        validation_pool: BoundedPool,
+        scale: Scale | None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
+        self._validation_pool = validation_pool
         self._scale = scale
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: Context) -> cluster_pb2.GetFleetResponse:
@@ -75,8 +82,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def Explain(self, request: inference_pb2.GenerateRequest, context: Context) -> cluster_pb2.ExplainResponse:
         machine = self._shell.machine
         try:
-            generation = await asyncio.to_thread(
-                validation.prepare,
+            generation = await self._validation_pool.run(
+                remaining_s(context, self._config.default_timeout_s), validation.prepare,
                 request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
             )  # fmt: skip
             found = machine.find_candidates(generation.choices[0], self._shell.now())

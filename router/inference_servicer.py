@@ -9,10 +9,11 @@ from typing import Any
 import grpc.aio
 
 from core.config import RouterConfig
-from core.errors import InvalidRequest, TandemError
+from core.errors import DeadlineExceeded, InvalidRequest, TandemError
 from core.request import MAX_SEED
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
+from router.bounded_pool import BoundedPool
 from router.choice_stream import ChoiceStream, Results, call_attributes
 from router.events import Deliver, Fail, Finish, StopMatched
 from router.shell import RouterShell
@@ -22,13 +23,20 @@ from text.tokenizer import ModelTokenizer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_DETOKENIZE_TOKENS = 1_000_000
+WRITE_GRACE_S = 0.1
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell) -> None:
+    def __init__(
+        self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell, validation_pool: BoundedPool
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
+        self._validation_pool = validation_pool
+
+    def _remaining_s(self, context: Context) -> float:
+        return remaining_s(context, self._config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
@@ -38,13 +46,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived_at = self._shell.now()
-        deadline = arrived_at + remaining_s(context, self._config.default_timeout_s)
+        timeout_s = self._remaining_s(context)
+        deadline = arrived_at + timeout_s
         headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
         operation = "chat" if request.HasField("chat") else "text_completion"
         new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
         try:
-            generation = await asyncio.to_thread(
-                validation.prepare, request, self._tokenizer, self._config, new_id, _random_seed, longest
+            generation = await self._validation_pool.run(
+                timeout_s, validation.prepare, request, self._tokenizer, self._config, new_id, _random_seed, longest
             )
         except TandemError as error:
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
@@ -68,6 +77,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         ]
         try:
             await self._run(streams, results, deadline, context)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the client did not read") from None
         finally:
             for stream in streams:
                 self._shell.close(stream)
@@ -79,34 +90,44 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             stream, result = await results.get()
             match result:
                 case Deliver():
-                    await self._write_tokens(stream, result, context)
+                    await self._write_tokens(stream, result, deadline, context)
                 case Finish():
                     num_open -= 1
-                    await self._write_end(stream, result, context)
+                    await self._write_end(stream, result, deadline, context)
                 case Fail(error=error):
                     raise error
 
-    async def _write_tokens(self, stream: ChoiceStream, delivered: Deliver, context: Context) -> None:
+    async def _write_tokens(self, stream: ChoiceStream, delivered: Deliver, deadline: float, context: Context) -> None:
         chunk = stream.chunk(delivered)
         if stream.text.stop_match and stream.result is None:
             self._shell.post(StopMatched(stream.request.request_id))
         if chunk is not None:
-            await context.write(inference_pb2.GenerateResponse(tokens=chunk))
+            await self._write(inference_pb2.GenerateResponse(tokens=chunk), deadline, context)
 
-    async def _write_end(self, stream: ChoiceStream, result: Finish, context: Context) -> None:
+    async def _write_end(self, stream: ChoiceStream, result: Finish, deadline: float, context: Context) -> None:
         rest = stream.last_chunk()
         if rest is not None:
-            await context.write(inference_pb2.GenerateResponse(tokens=rest))
+            await self._write(inference_pb2.GenerateResponse(tokens=rest), deadline, context)
         finished = stream.finished(result.outcome, self._shell.now())
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
-        await context.write(inference_pb2.GenerateResponse(finished=finished))
+        await self._write(inference_pb2.GenerateResponse(finished=finished), deadline, context)
+
+    async def _write(self, response: inference_pb2.GenerateResponse, deadline: float, context: Context) -> None:
+        """Waits while the client does not read. Raises `TimeoutError` after the deadline: no other event ends the wait.
+
+        The grace lets the machine's own end of the request come first.
+        """
+        async with asyncio.timeout(deadline + WRITE_GRACE_S - self._shell.now()):
+            await context.write(response)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         try:
-            token_ids = await asyncio.to_thread(validation.tokenize_prompt, request, self._tokenizer, self._config)
+            token_ids = await self._validation_pool.run(
+                self._remaining_s(context), validation.tokenize_prompt, request, self._tokenizer, self._config
+            )
         except TandemError as error:
             await abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
@@ -117,7 +138,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
                 raise InvalidRequest("token_ids", f"at most {MAX_DETOKENIZE_TOKENS}, are {len(request.token_ids)}")
-            text = await asyncio.to_thread(self._tokenizer.decode, request.token_ids)
+            text = await self._validation_pool.run(
+                self._remaining_s(context), self._tokenizer.decode, request.token_ids
+            )
         except TandemError as error:
             await abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)

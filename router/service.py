@@ -10,6 +10,7 @@ from core.config import RouterConfig, SecurityConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, Scale
 from protos import cluster_pb2_grpc, inference_pb2_grpc
+from router.bounded_pool import BoundedPool
 from router.cluster_servicer import ClusterServicer
 from router.inference_servicer import InferenceServicer
 from router.shell import RouterShell
@@ -41,6 +42,7 @@ class RouterService:
         self._credentials, self._rules = load_credentials(security), router_rules(security)
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
+        self._validation = BoundedPool(config.max_queued)
 
     async def start(self) -> Endpoint:
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
@@ -50,8 +52,8 @@ class RouterService:
         self._server = server = GrpcServer(
             self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules
         )
-        inference = InferenceServicer(self._config, tokenizer, shell)
-        cluster = ClusterServicer(self._config, tokenizer, shell, self._scale)
+        inference = InferenceServicer(self._config, tokenizer, shell, self._validation)
+        cluster = ClusterServicer(self._config, tokenizer, shell, self._validation, self._scale)
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
         address = await server.start()
@@ -78,5 +80,6 @@ class RouterService:
         server, self._server = self._server, None
         await server.stop(grace_s=0.0)
         await self._shell.close_links()
+        self._validation.close()
         self._shell.metrics.close()
         await asyncio.to_thread(self._telemetry.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ TRANSFER_KEY = "tandem-transfer-failed"  # it shares its status with a lost work
 # Calls that have arrived and were not looked at yet. Beyond it (its own is 1,000) gRPC ends some at random,
 # as CANCELLED, where the router would say RESOURCE_EXHAUSTED and when to come back: it shall have time for that.
 MAX_PENDING_CALLS = 20_000
+ABORT_TIMEOUT_S = 2.0
 # Inside a cluster, for snapshots of large pools, and to a client of our own; what a router takes from others is
 # `max_message_bytes` in its config.
 MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -159,7 +161,10 @@ class GrpcServer:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """End the call with the status, field and retry hint of `error`."""
+    """End the call with the status, field and retry hint of `error`.
+
+    A status waits behind the messages that a client does not read. It stays there, and the call's handler ends.
+    """
     metadata: list[tuple[str, str]] = [(RETRYABLE_KEY, "true" if error.retryable else "false")]
     if error.field:
         metadata.append((FIELD_KEY, error.field))
@@ -167,8 +172,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
         metadata.append((TRANSFER_KEY, "true"))
     if isinstance(error, QueueFull):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
-    await context.abort(STATUS_OF[error.code], str(error), tuple(metadata))
-    raise AssertionError("context.abort always raises")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await context.abort(STATUS_OF[error.code], str(error), tuple(metadata))
+    raise grpc.aio.AbortError
 
 
 def error_from(error: grpc.RpcError) -> TandemError:

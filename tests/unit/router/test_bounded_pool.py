@@ -1,0 +1,52 @@
+"""Validation beside the loop: so many at one time, so many waiting, each within its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
+from router.bounded_pool import NUM_THREADS, BoundedPool
+
+
+@pytest.fixture
+def pool():  # type: ignore[no-untyped-def]
+    pool = BoundedPool(max_pending=NUM_THREADS + 2)
+    yield pool
+    pool.close()
+
+
+async def test_what_a_function_returns_or_raises_comes_back(pool: BoundedPool) -> None:
+    assert await pool.run(5.0, max, 1, 2) == 2
+    with pytest.raises(InvalidRequest, match="text: no"):
+        await pool.run(5.0, _refuse)
+
+
+async def test_so_many_run_the_next_ones_wait_and_what_exceeds_the_bound_is_refused(pool: BoundedPool) -> None:
+    gate = threading.Event()
+    calls = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS + 2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="wait for validation already") as refused:
+        await pool.run(20.0, max, 1, 2)
+    assert refused.value.retry_after_s > 0
+    gate.set()
+    assert await asyncio.gather(*calls) == [True] * len(calls)
+    assert await pool.run(20.0, max, 1, 2) == 2
+
+
+async def test_a_call_waits_no_longer_than_its_deadline_and_then_never_runs(pool: BoundedPool) -> None:
+    gate, ran = threading.Event(), threading.Event()
+    busy = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS)]
+    await asyncio.sleep(0)
+    with pytest.raises(DeadlineExceeded, match="before the request was validated"):
+        await pool.run(0.05, ran.set)
+    gate.set()
+    await asyncio.gather(*busy)
+    assert await pool.run(20.0, max, 1, 2) == 2
+    assert not ran.is_set()
+
+
+def _refuse() -> None:
+    raise InvalidRequest("text", "no")
