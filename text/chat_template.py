@@ -1,22 +1,18 @@
-"""A model's chat template, rendered in a sandbox.
+"""A model's chat template.
 
-Templates come with model files from anywhere, so they run in jinja's immutable sandbox: no attribute beyond plain data,
-no change to what they are given, bounded ranges, bounded output. `raise_exception` is how a template refuses a
-conversation; that is the caller's fault and says so.
+Templates come with model files from anywhere, so they run in a sandbox (`text/template_sandbox.py`). A template
+refuses a conversation by `raise_exception`: that is the caller's fault and says so.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from core.errors import ConfigError, InvalidRequest
+from text.template_sandbox import MAX_VALUE_SIZE, Meter, TemplateSandbox, meter
 
-MAX_RENDERED_CHARS = 4_000_000
+MAX_TEMPLATE_CHARS = 256 * 1024
+MAX_RENDERED_CHARS = MAX_VALUE_SIZE
 MAX_MESSAGES = 4096
 
 
@@ -24,22 +20,18 @@ def _refuse(message: str) -> None:
     raise InvalidRequest("messages", str(message))
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    # jinja's own tojson escapes HTML, which a prompt is not.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 class ChatTemplate:
-    """Raises `ConfigError` where `source` is not a jinja template."""
+    """Raises `ConfigError` where `source` is not a jinja template, or uses what the sandbox does not have."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ConfigError(f"the model's chat template has {len(source)} characters, over {MAX_TEMPLATE_CHARS}")
+        environment = TemplateSandbox()
         environment.globals["raise_exception"] = _refuse
         self._special_tokens = dict(special_tokens)  # bos_token, eos_token
         try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
+            self._template = environment.from_string(environment.metered(source))
+        except Exception as error:  # any source must end here: jinja compiles it to Python, which has errors of its own
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -54,6 +46,7 @@ class ChatTemplate:
                     raise InvalidRequest(f"messages[{index}].{key}", "must be text")
         pieces: list[str] = []
         num_chars = 0
+        meter.set(Meter())
         try:
             for piece in self._template.generate(
                 messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special_tokens
@@ -62,8 +55,9 @@ class ChatTemplate:
                 if num_chars > MAX_RENDERED_CHARS:
                     raise InvalidRequest("messages", f"render to more than {MAX_RENDERED_CHARS} characters")
                 pieces.append(piece)
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
-            if isinstance(error, InvalidRequest):
-                raise
-            raise InvalidRequest("messages", f"the model's chat template cannot render them: {error}") from error
+        except InvalidRequest:
+            raise
+        except Exception as error:  # a template may raise whatever Python does, RecursionError and MemoryError too
+            shown = str(error) or type(error).__name__
+            raise InvalidRequest("messages", f"the model's chat template cannot render them: {shown}") from error
         return "".join(pieces)

@@ -38,6 +38,10 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(monke
         assert shell.machine.num_in_flight == shell.machine.num_queued == 0
         await deployment.assert_pools_settle()
         with pytest.raises(grpc.aio.AioRpcError, match="the client did not read"):
-            while await call.read() is not grpc.aio.EOF:
-                pass
+            await _read_to_the_end(call)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def _read_to_the_end(call: grpc.aio.UnaryStreamCall) -> None:  # type: ignore[type-arg]
+    while await call.read() is not grpc.aio.EOF:
+        pass

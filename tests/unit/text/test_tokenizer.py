@@ -150,32 +150,9 @@ def test_malformed_messages_are_refused_by_place(messages: list[dict[str, str]],
         load_tokenizer("fake:tiny").render_chat(messages)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[7].content }}",
-        "{% for i in range(100000000) %}x{% endfor %}",
-        "{% for i in range(90000) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{{ 1 + 'a' }}",
-        "{% include 'etc/passwd' %}",
-    ],
-)
-def test_a_template_can_neither_leave_its_sandbox_nor_run_without_bound(template: str) -> None:
-    with pytest.raises(InvalidRequest, match="messages"):
-        ChatTemplate(template, {}).render([{"role": "user", "content": "hi"}])
-
-
 def test_a_template_says_why_it_refuses() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([{"role": "a", "content": "b"}])
-
-
-def test_a_template_that_is_none_is_the_operators_fault() -> None:
-    with pytest.raises(ConfigError, match="chat template"):
-        ChatTemplate("{% if %}", {})
 
 
 def test_what_a_message_says_is_never_run_as_a_template() -> None:

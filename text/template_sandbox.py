@@ -1,0 +1,200 @@
+"""The sandbox of chat templates: bounds on what a template may compute, hold and write.
+
+Jinja's own sandbox keeps a template from anything but plain data. This one also meters it:
+
+    CPU      each loop turn, call, operator and filter looks at the thread's CPU clock
+    memory   each of them counts the characters and items of its result; what could make a large result out of small
+             ones (`*`, `**`, `%`, replace, join, format) is checked beforehand, or is not there (center, ljust, ...)
+
+A step handles at most `MAX_VALUE_SIZE` characters, and a few steps lie between two looks at the clock. So a template
+may exceed its time by those steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from jinja2 import nodes, pass_context
+from jinja2.ext import loopcontrols
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.visitor import NodeTransformer
+
+MAX_CPU_S = 1.0  # of one rendering
+MAX_VALUE_SIZE = 4_000_000  # characters of a text, items of a list
+MAX_TOTAL_SIZE = 64_000_000  # of all results of one rendering
+MAX_NUMBER_BITS = 4096
+MAX_INDENT = 64
+_STEP_SIZE = 16  # what a step counts beside its result
+_LOOK_EVERY = 512  # units between two looks at the clock
+_WIDE_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # "%9999d", "%*d", "{:{}}": a width that is large or comes from data
+
+# The filters and methods of text that widen, or take more time than their text is long, are not among them.
+FILTERS = {
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "int", "items",
+    "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse",
+    "safe", "select", "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
+}  # fmt: skip
+UNSAFE_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "format_map"}
+
+
+class TemplateLimit(SecurityError):
+    """A template exceeds what it may compute or hold."""
+
+
+class Meter:
+    """What one rendering has used."""
+
+    def __init__(self) -> None:
+        self._ends_at = time.thread_time() + MAX_CPU_S
+        self._total = 0
+        self._next_look = 0
+
+    def count(self, size: int) -> None:
+        check_size(size)
+        self._total += size + _STEP_SIZE
+        if self._total > MAX_TOTAL_SIZE:
+            raise TemplateLimit(f"it makes more than {MAX_TOTAL_SIZE} characters and items")
+        if self._total >= self._next_look:
+            self._next_look = self._total + _LOOK_EVERY
+            if time.thread_time() > self._ends_at:
+                raise TemplateLimit(f"it takes more than {MAX_CPU_S:g} s of CPU time")
+
+
+meter: ContextVar[Meter] = ContextVar("meter")  # of the rendering on this thread
+
+
+def check_size(size: int) -> None:
+    if size > MAX_VALUE_SIZE:
+        raise TemplateLimit(f"it makes a value of more than {MAX_VALUE_SIZE} characters or items")
+
+
+def _size(value: object) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 0
+
+
+def _counted(value: Any) -> Any:
+    meter.get().count(_size(value))
+    return value
+
+
+def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # with the marks by which jinja knows what to pass
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _counted(function(*args, **kwargs))
+
+    return run
+
+
+# ---- what could make much out of little
+
+
+def _joined(parts: Iterable[object], separator: object = "", attribute: object = None) -> str:
+    if attribute is not None:
+        raise SecurityError("join takes no attribute here: use map")
+    texts = [str(part) for part in parts]
+    check_size(sum(map(len, texts)) + len(str(separator)) * len(texts))
+    return str(separator).join(texts)
+
+
+def _replaced(text: object, old: object, new: object, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
+    check_size(len(text) + text.count(old) * len(new))
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    # jinja's own tojson escapes HTML, which a prompt is not.
+    if indent is not None and not 0 <= indent <= MAX_INDENT:
+        raise TemplateLimit(f"tojson indents by 0 to {MAX_INDENT}")
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _check_operands(operator: str, left: object, right: object) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * (max(right, 0) if operator == "**" else 1) + right.bit_length()
+        if bits > MAX_NUMBER_BITS:
+            raise TemplateLimit(f"it makes a number of more than {MAX_NUMBER_BITS} bits")
+    elif operator == "*":
+        for value, times in ((left, right), (right, left)):
+            if isinstance(times, int):
+                check_size(_size(value) * times)
+    elif operator == "+":
+        check_size(_size(left) + _size(right))
+    elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
+        raise TemplateLimit("a format's width has at most three digits")
+
+
+# ---- the environment
+
+
+class _Metering(NodeTransformer):
+    """Puts filters where jinja offers no hook: around what a loop goes over, `~`, and slices."""
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.For):
+            node.iter = _filtered(node.iter, "_turns")
+        elif isinstance(node, nodes.Concat):
+            return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+            return _filtered(node, "_counted")
+        return node
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+@pass_context
+def _turns(_: Context, items: Iterable[object]) -> Iterator[object]:
+    for item in items:
+        meter.get().count(0)
+        yield item
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
+
+    def __init__(self) -> None:
+        # Without jinja's optimizer nothing is computed while a template is compiled.
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False)
+        own = {"join": _joined, "replace": _replaced, "tojson": _to_json, "_joined": _joined, "_counted": lambda v: v}
+        kept = {name: function for name, function in self.filters.items() if name in FILTERS} | own
+        self.filters = {name: _metered(function) for name, function in kept.items()} | {"_turns": _turns}
+        self.tests = {name: _metered(function) for name, function in self.tests.items()}
+        del self.globals["lipsum"]
+
+    def metered(self, source: str) -> nodes.Template:
+        parsed: nodes.Template = _Metering().visit(self.parse(source))
+        return parsed
+
+    def concat(self, parts: Sequence[str]) -> str:  # of macros and block assignments
+        return str(_counted(_joined(parts)))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_operands(operator, left, right)
+        return _counted(super().call_binop(context, operator, left, right))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        unsafe = isinstance(obj, str | bytes) and attr in UNSAFE_METHODS
+        return not unsafe and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_FORMAT.search(str(value.__self__)):
+            raise TemplateLimit("a format's width has at most three digits")
+        return wrapped
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name in ("replace", "join"):
+            bounded = functools.partial(_replaced, owner) if name == "replace" else lambda parts: _joined(parts, owner)
+            return _counted(bounded(*args, **kwargs))
+        return _counted(super().call(__context, __obj, *args, **kwargs))
