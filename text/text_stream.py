@@ -33,10 +33,11 @@ class TextStream:
         if self.stop_match:
             return ""
         text = self._held + delta
-        # The earliest match ends the text; of two at the same place, the longer one is reported.
-        found = [(text.find(stop), -len(stop), stop) for stop in self._stop_strings if stop in text]
+        # The match that is complete first ends the text, so that how tokens divide the text changes nothing; of two
+        # that end together, the longer one does.
+        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stop_strings if stop in text]
         if found:
-            position, _, self.stop_match = min(found)
+            _, position, self.stop_match = min(found)
             self._held = ""
             return text[:position]
         num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)

@@ -1,0 +1,78 @@
+"""The text of a stream is a function of the text of its tokens: how the tokens divide that text changes nothing.
+
+The oracle reads all text at once: a stop string ends the text where the first one is complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from router.text_stream import TextStream
+
+LETTERS = st.text("abé😀", max_size=8)  # few letters, so that stop strings overlap the text and each other
+STOPS = st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=4)
+
+
+class Pieces:
+    """A detokenizer whose token i is the i-th piece of a text; the last piece comes with `flush`."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def flush(self) -> str:
+        return self._pieces[-1]
+
+
+def streamed(pieces: list[str], stops: list[str]) -> tuple[list[str], str]:
+    """(what each push and the flush shows, the stop string that matched)"""
+    stream = TextStream(Pieces(pieces), stops)
+    return [*map(stream.push, range(len(pieces) - 1)), stream.flush()], stream.stop_match
+
+
+def read_at_once(text: str, stops: list[str]) -> tuple[str, str]:
+    """(text before the stop string that is complete first, that stop string); of two that end together, the longer."""
+    for end in range(1, len(text) + 1):
+        matching = [stop for stop in stops if text[:end].endswith(stop)]
+        if matching:
+            longest = max(matching, key=len)
+            return text[: end - len(longest)], longest
+    return text, ""
+
+
+def splits(text: str) -> list[list[str]]:
+    """Every way to divide `text` into pieces."""
+    found = []
+    for cuts in itertools.product((False, True), repeat=max(0, len(text) - 1)):
+        places = [0, *(place for place, cut in enumerate(cuts, start=1) if cut), len(text)]
+        found.append([text[start:end] for start, end in itertools.pairwise(places)])
+    return found
+
+
+@given(LETTERS, STOPS)
+@example("abc", ["ab", "abc"])
+@example("abcd", ["abcd", "bc"])
+@example("aab", ["ab", "b"])
+def test_every_split_of_a_text_shows_what_reading_it_at_once_shows(text: str, stops: list[str]) -> None:
+    wanted = read_at_once(text, stops)
+    for pieces in splits(text):
+        for flushed in ([*pieces, ""], pieces):  # the last piece comes with a token, or with the flush
+            shown, stop_match = streamed(flushed, stops)
+            assert ("".join(shown), stop_match) == wanted, flushed
+
+
+@given(LETTERS, STOPS)
+def test_only_text_that_may_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+    stream = TextStream(Pieces([*text, ""]), stops)
+    shown = ""
+    for position in range(len(text)):
+        shown += stream.push(position)
+        if stream.stop_match:
+            break
+        held = text[len(shown) : position + 1]
+        assert held == "" or any(stop.startswith(held) for stop in stops)

@@ -1,0 +1,104 @@
+"""A choice's text ends before its stop string, and nothing of a stop string is ever shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.detokenizer import IncrementalDetokenizer
+from router.text_stream import TextStream
+
+
+def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream, list[str]]:
+    """A stream that has got these tokens, and what it showed at each."""
+    pieces = [token.encode() if isinstance(token, str) else token for token in tokens]
+    stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), stop_strings)
+    return stream, [stream.push(token_id) for token_id in range(len(pieces))]
+
+
+def test_without_stop_strings_each_token_s_text_is_shown_at_once() -> None:
+    stream, shown = stream_of([], "Hello", " ", "world")
+    assert shown == ["Hello", " ", "world"]
+    assert stream.flush() == ""
+
+
+def test_a_stop_string_across_three_tokens_is_found_and_never_shown() -> None:
+    stream, shown = stream_of(["\n\nUser"], "Yes.\n", "\nUs", "er: and", " more")
+    assert shown == ["Yes.", "", "", ""]
+    assert stream.stop_match == "\n\nUser"
+    assert stream.flush() == ""
+
+
+def test_text_before_and_after_a_stop_string_in_one_token_is_cut_there() -> None:
+    stream, shown = stream_of(["END"], "one END two")
+    assert shown == ["one "]
+    assert stream.stop_match == "END"
+
+
+def test_held_text_is_shown_as_soon_as_it_cannot_become_a_stop_string() -> None:
+    stream, shown = stream_of(["###"], "a#", "#", "b")
+    assert shown == ["a", "", "##b"]
+    assert stream.stop_match == ""
+
+
+def test_held_text_is_shown_with_the_last_token_where_no_stop_string_came_of_it() -> None:
+    stream, shown = stream_of(["###"], "a##")
+    assert shown == ["a"]
+    assert stream.flush() == "##"
+    assert stream.stop_match == ""
+    assert stream.flush() == "", "once"
+
+
+def test_part_of_the_held_text_may_still_begin_a_stop_string() -> None:
+    stream, shown = stream_of(["aab"], "aa", "a", "b")
+    assert shown == ["", "a", ""]
+    assert stream.stop_match == "aab"
+
+
+@pytest.mark.parametrize("stop_strings", [["ab", "abc"], ["abc", "ab"]])
+@pytest.mark.parametrize("tokens", [["xabc"], ["xa", "b", "c"], ["xab", "c"]])
+def test_of_two_stop_strings_at_one_place_the_one_that_is_complete_first_matches(
+    stop_strings: list[str], tokens: list[str]
+) -> None:
+    stream, shown = stream_of(stop_strings, *tokens)
+    assert ("".join(shown), stream.stop_match) == ("x", "ab")
+
+
+@pytest.mark.parametrize("tokens", [["abcd"], ["a", "b", "c", "d"], ["abc", "d"]])
+def test_a_stop_string_inside_another_matches_first_however_the_tokens_divide_them(tokens: list[str]) -> None:
+    stream, shown = stream_of(["abcd", "bc"], *tokens)
+    assert ("".join(shown), stream.stop_match) == ("a", "bc")
+
+
+@pytest.mark.parametrize("stop_strings", [["b", "ab"], ["ab", "b"]])
+@pytest.mark.parametrize("tokens", [["xab"], ["xa", "b"]])
+def test_of_two_stop_strings_that_end_together_the_longer_one_matches(
+    stop_strings: list[str], tokens: list[str]
+) -> None:
+    stream, shown = stream_of(stop_strings, *tokens)
+    assert ("".join(shown), stream.stop_match) == ("x", "ab")
+
+
+def test_a_stop_string_of_several_bytes_a_character_is_found_when_its_last_byte_has_come() -> None:
+    smile = "😀".encode()
+    stream, shown = stream_of(["é😀"], "naïve é", smile[:1], smile[1:3], smile[3:] + b"!")
+    assert shown == ["naïve ", "", "", ""]
+    assert stream.stop_match == "é😀"
+
+
+def test_half_a_character_at_the_end_is_marked_after_the_held_text() -> None:
+    stream, shown = stream_of(["é!"], "é", "日".encode()[:2])
+    assert shown == ["", ""]
+    assert stream.flush() == "é\ufffd"
+
+
+def test_a_stop_string_that_the_last_flush_completes_is_cut_too() -> None:
+    stream, shown = stream_of(["\ufffd"], "a", "日".encode()[:2])
+    assert shown == ["a", ""]
+    assert stream.flush() == ""
+    assert stream.stop_match == "\ufffd"
+
+
+def test_tokens_after_a_stop_string_add_nothing() -> None:
+    stream, shown = stream_of(["."], "a.", "b.", "c")
+    assert shown == ["a", "", ""]
+    assert stream.flush() == ""
