@@ -1,0 +1,39 @@
+"""Every field of a request reaches the worker: from the client's message to a `Request`, and over the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+
+from core.config import RouterConfig
+from core.model_info import ModelInfo
+from core.request import Request
+from engine.tokenizer import ModelTokenizer
+from protos import codec, inference_pb2, worker_pb2
+from router.validation import prepare
+from tests.support.requests import VOCAB_SIZE, requests
+
+INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, context_length=1 << 20, eos_token_ids=frozenset())
+TOKENIZER = ModelTokenizer(INFO, codec=None, template=None)  # type: ignore[arg-type]  # prompts are token ids here
+
+
+@given(requests())
+def test_a_request_is_the_same_on_both_sides_of_the_wire(request: Request) -> None:
+    sent = codec.encode_sequence(request).SerializeToString()
+    assert codec.decode_sequence(worker_pb2.SequenceRequest.FromString(sent)) == request
+
+
+@given(requests())
+def test_what_a_client_sets_is_in_the_request_that_the_router_queues(request: Request) -> None:
+    wire = codec.encode_sequence(request)
+    sent = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=request.token_ids),
+        sampling=wire.sampling,
+        stop=wire.stop,
+        logprobs=request.sampling.num_logprobs,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+    (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None).choices
+    assert choice == replace(request, request_id="name.0", num_prompt_tokens=len(request.token_ids))

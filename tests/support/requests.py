@@ -1,0 +1,57 @@
+"""Random requests for Hypothesis. Strategies are named by the fields of the dataclasses, so a new field fails here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from hypothesis import strategies as st
+
+from core.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
+
+VOCAB_SIZE = 1 << 16
+TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
+
+
+def float32(low: float, high: float, *, low_allowed: bool = True) -> st.SearchStrategy[float]:
+    """Numbers that the wire, whose floats have 32 bits, carries as they are."""
+    return st.floats(low, high, width=32, exclude_min=not low_allowed)
+
+
+SAMPLING: dict[str, st.SearchStrategy[object]] = {
+    "max_tokens": st.integers(1, 4096),
+    "temperature": float32(0, 100),
+    "top_k": st.integers(0, VOCAB_SIZE),
+    "top_p": float32(0, 1, low_allowed=False),
+    "min_p": float32(0, 1),
+    "repetition_penalty": float32(0, 100, low_allowed=False),
+    "presence_penalty": float32(-2, 2),
+    "frequency_penalty": float32(-2, 2),
+    "seed": st.integers(0, MAX_SEED),
+    "stop_token_ids": st.frozensets(TOKEN_IDS, max_size=8),
+    "ignore_eos": st.booleans(),
+    "num_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
+    "logit_bias": st.dictionaries(TOKEN_IDS, float32(-100, 100), max_size=8),
+}
+
+REQUEST: dict[str, st.SearchStrategy[object]] = {
+    "request_id": st.text("router-0123.#", min_size=1, max_size=20),
+    "token_ids": st.lists(TOKEN_IDS, min_size=1, max_size=20).map(tuple),
+    "sampling": st.builds(SamplingParams, **SAMPLING),
+    "priority": st.integers(-100, 100),
+    "cache_salt": st.text(max_size=8),
+}
+
+DRAWN = {SamplingParams: SAMPLING.keys(), Request: REQUEST.keys() | {"num_prompt_tokens"}}
+for described, names in DRAWN.items():
+    without = names ^ {field.name for field in fields(described)}
+    assert not without, f"fields of {described.__name__} without a strategy, or the reverse: {without}"
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """Also resumed ones, whose `token_ids` go on behind the prompt."""
+    drawn: dict[str, Any] = {name: draw(strategy) for name, strategy in REQUEST.items()}
+    num_tokens, sampling = len(drawn["token_ids"]), drawn["sampling"]
+    fewest = max(1, num_tokens - sampling.max_tokens + 1)
+    return Request(num_prompt_tokens=draw(st.integers(fewest, num_tokens)), **drawn)
