@@ -9,10 +9,10 @@ from hypothesis import given
 from core.config import RouterConfig
 from core.model_info import ModelInfo
 from core.request import Request
-from engine.tokenizer import ModelTokenizer
 from protos import codec, inference_pb2, worker_pb2
 from router.validation import prepare
 from tests.support.requests import VOCAB_SIZE, requests
+from text.tokenizer import ModelTokenizer
 
 INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, context_length=1 << 20, eos_token_ids=frozenset())
 TOKENIZER = ModelTokenizer(INFO, codec=None, template=None)  # type: ignore[arg-type]  # prompts are token ids here

@@ -10,29 +10,22 @@ import itertools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.text_stream import TextStream
+from text.detokenizer import IncrementalDetokenizer
+from text.text_stream import TextStream
 
 LETTERS = st.text("abé😀", max_size=8)  # few letters, so that stop strings overlap the text and each other
 STOPS = st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=4)
 
 
-class Pieces:
-    """A detokenizer whose token i is the i-th piece of a text; the last piece comes with `flush`."""
-
-    def __init__(self, pieces: list[str]) -> None:
-        self._pieces = pieces
-
-    def push(self, token_id: int) -> str:
-        return self._pieces[token_id]
-
-    def flush(self) -> str:
-        return self._pieces[-1]
+def stream_of(pieces: list[str], stops: list[str]) -> TextStream:
+    """Token i of it has the i-th piece as its text."""
+    return TextStream(IncrementalDetokenizer([piece.encode() for piece in pieces].__getitem__), stops)
 
 
-def streamed(pieces: list[str], stops: list[str]) -> tuple[list[str], str]:
-    """(what each push and the flush shows, the stop string that matched)"""
-    stream = TextStream(Pieces(pieces), stops)
-    return [*map(stream.push, range(len(pieces) - 1)), stream.flush()], stream.stop_match
+def streamed(pieces: list[str], stops: list[str]) -> tuple[str, str]:
+    """(all text that is shown, the stop string that matched)"""
+    stream = stream_of(pieces, stops)
+    return "".join([*map(stream.push, range(len(pieces))), stream.flush()]), stream.stop_match
 
 
 def read_at_once(text: str, stops: list[str]) -> tuple[str, str]:
@@ -61,15 +54,12 @@ def splits(text: str) -> list[list[str]]:
 def test_every_split_of_a_text_shows_what_reading_it_at_once_shows(text: str, stops: list[str]) -> None:
     wanted = read_at_once(text, stops)
     for pieces in splits(text):
-        for flushed in ([*pieces, ""], pieces):  # the last piece comes with a token, or with the flush
-            shown, stop_match = streamed(flushed, stops)
-            assert ("".join(shown), stop_match) == wanted, flushed
+        assert streamed(pieces, stops) == wanted, pieces
 
 
 @given(LETTERS, STOPS)
 def test_only_text_that_may_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    stream = TextStream(Pieces([*text, ""]), stops)
-    shown = ""
+    stream, shown = stream_of(list(text), stops), ""
     for position in range(len(text)):
         shown += stream.push(position)
         if stream.stop_match:

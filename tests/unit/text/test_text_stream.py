@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.detokenizer import IncrementalDetokenizer
-from router.text_stream import TextStream
+from text.detokenizer import IncrementalDetokenizer
+from text.text_stream import TextStream
 
 
 def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream, list[str]]:
