@@ -31,14 +31,35 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path)
     assert (cluster.num_prefill, cluster.num_decode) == (7, 4)
 
 
-def test_every_flag_sets_the_option_it_names() -> None:
-    other = {"dtype": "float32", "device": "cpu", "quantization": "int4", "otlp_endpoint": "http://somewhere:4317"}
-    for flag in FLAGS:
-        value = other.get(flag.option, flag.default + 1000 if isinstance(flag.default, int) else "/somewhere")
-        if flag.option in ("num_prefill", "num_decode"):
-            value = 9
-        config = load_config(None, {flag.parameter: value})
-        assert getattr(getattr(config, flag.table), flag.option) == value, flag.name
+# Parameter of `tandem serve`, the value given, and where the config has it.
+GIVEN = [
+    ("model", "fake:tiny", "engine", "model"),
+    ("prefill", 9, "cluster", "num_prefill"),
+    ("decode", 9, "cluster", "num_decode"),
+    ("host", "0.0.0.0", "router", "host"),
+    ("port", 1234, "router", "port"),
+    ("address", "head:6379", "cluster", "address"),
+    ("dtype", "float32", "engine", "dtype"),
+    ("quantization", "int4", "engine", "quantization"),
+    ("device", "cpu", "engine", "device"),
+    ("kv_memory_mb", 77, "engine", "kv_memory_mb"),
+    ("max_context", 4096, "engine", "max_context"),
+    ("threads", 3, "engine", "num_threads"),
+    ("max_batched_tokens", 1024, "scheduler", "max_batched_tokens"),
+    ("local_prefill_tokens", 0, "router", "local_prefill_tokens"),
+    ("trace_file", "/somewhere/spans.jsonl", "telemetry", "trace_file"),
+    ("otlp_endpoint", "http://somewhere:4317", "telemetry", "otlp_endpoint"),
+    ("metrics_port", 9464, "telemetry", "metrics_port"),
+]
+
+
+@pytest.mark.parametrize(("parameter", "value", "table", "option"), GIVEN, ids=[row[0] for row in GIVEN])
+def test_each_flag_sets_its_option_and_no_other(parameter: str, value: int | str, table: str, option: str) -> None:
+    assert load_config(None, {parameter: value}) == from_mapping({table: {option: value}}) != TandemConfig()
+
+
+def test_no_flag_is_without_its_row() -> None:
+    assert {flag.parameter for flag in FLAGS} == {row[0] for row in GIVEN}
 
 
 def test_the_example_file_lists_every_option_with_its_default() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -33,10 +33,33 @@ def test_an_empty_file_means_the_defaults() -> None:
     assert from_mapping({part.name: {} for part in fields(DEFAULTS)}) == DEFAULTS
 
 
+# Values other than the default, of options that take only some strings, or need others beside them.
+TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
+OTHER = {
+    "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
+    "slow_path_share": 0.5, "otlp_endpoint": "http://collector:4317", "cluster_token": "sixteen-characters",
+    "prefill_block_size": 32,
+}  # fmt: skip
+
+
+def other_than(default: object) -> object:
+    match default:
+        case bool():
+            return not default
+        case int() | float():
+            return default + 1
+        case _:
+            return f"other{default}"
+
+
 @pytest.mark.parametrize(("table", "option"), OPTIONS)
-def test_every_default_may_be_written_out(table: str, option: str) -> None:
-    value = getattr(getattr(DEFAULTS, table), option)
-    assert from_mapping({table: {option: value}}) == DEFAULTS
+def test_every_option_is_read_from_its_table(table: str, option: str) -> None:
+    value = OTHER.get(option, other_than(getattr(getattr(DEFAULTS, table), option)))
+    with_it = TLS if option.startswith("tls_") or option == "require_client_certs" else {}
+    config = from_mapping({table: {**with_it, option: value}})
+    assert getattr(getattr(config, table), option) == value
+    back = dict.fromkeys(with_it, "") | {option: getattr(getattr(DEFAULTS, table), option)}
+    assert replace(config, **{table: replace(getattr(config, table), **back)}) == DEFAULTS, "it changes no other option"
 
 
 def test_options_are_read_from_their_tables_and_the_rest_keeps_its_defaults() -> None:

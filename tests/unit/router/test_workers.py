@@ -9,6 +9,7 @@ import pytest
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import ServiceRole, WorkerState
+from core.sequence import Sequence
 from core.worker_load import WorkerLoad
 from router.workers import WorkerRecord, WorkerTable
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
@@ -136,8 +137,20 @@ def test_the_pools_may_have_blocks_of_two_sizes_and_each_worker_is_matched_by_it
     (decode,) = workers.views(ServiceRole.DECODE, hashes, frozenset(), 0.0)
     (prefill,) = workers.views(ServiceRole.PREFILL, hashes, frozenset(), 0.0)
     assert (decode.cached_tokens, prefill.cached_tokens) == (12, 8)
-    (found,) = workers.candidates(13, hashes, frozenset(), 0.0)[:1]
-    assert found.transfer_blocks in (0, 1), "counted in the decode worker's blocks, of which it lacks the last"
+    (pair,) = [found for found in workers.candidates(13, hashes, frozenset(), 0.0) if found.prefill_worker == "p"]
+    assert (pair.cached_tokens, pair.transfer_blocks) == (8, 1), "the decode worker lacks the last of its four blocks"
+    workers.join(record("d"), hashes[4][:1])
+    (pair,) = [found for found in workers.candidates(13, hashes, frozenset(), 0.0) if found.prefill_worker == "p"]
+    assert pair.transfer_blocks == 3, "of 4 tokens each; of the prefill worker's blocks it would lack 2"
+
+
+def test_a_request_is_matched_by_the_hashes_that_its_salt_gives_it_on_a_worker() -> None:
+    workers = table(record("d"))
+    plain = request(prompt=range(1, 10))
+    salted = replace(plain, cache_salt="mine")
+    (found,) = workers.hashes(salted).values()
+    assert found == Sequence(salted, arrival=0).full_block_hashes(LAYOUT.block_size)
+    assert not set(found) & set(workers.hashes(plain)[LAYOUT.block_size])
 
 
 def test_blocks_of_two_sizes_in_one_pool_or_without_a_common_measure_are_refused() -> None:
