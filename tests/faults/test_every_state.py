@@ -14,20 +14,10 @@ import pytest
 from core.handoff import Heartbeat, OwnerState, PullerState, Ready
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos.handoff_codec import encode
-from tests.support.deployment import Deployment, deploy
-from tests.support.faults import (
-    LEASE_S,
-    Gate,
-    Stream,
-    Wire,
-    fault_config,
-    prompt_of,
-    serves_on,
-    settle,
-    slow_down,
-    transfers,
-    until,
-)
+from tests.support.deployment import Deployment, deploy, transfers
+from tests.support.faults import LEASE_S, Stream, Wire, fault_config, prompt_of, serves_on
+from tests.support.steps import Gate, slow_down
+from tests.support.waiting import until
 
 PROMPT = prompt_of(5, num_tokens=150)  # three chunks of 64
 TIMEOUT_S = 1.2  # time enough to reach any state; each is held for longer
@@ -186,7 +176,7 @@ async def everything_ends_well(scene: Scene) -> None:
         if asyncio.iscoroutine(pending):
             await pending
     await scene.bystander.right()
-    await settle(scene.deployment)
+    await scene.deployment.settle()
     await serves_on(scene.deployment.inference)
 
 

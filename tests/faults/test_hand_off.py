@@ -15,21 +15,11 @@ from core.errors import PeerDisconnected, TransportError
 from core.handoff import HandoffMessage, Heartbeat, OwnerState, PullerState, Ready, Release, Want
 from kv_transfer.peers import Drop
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tests.support.deployment import deploy, place, wait_until_known
-from tests.support.faults import (
-    LEASE_S,
-    Gate,
-    Stream,
-    Wire,
-    busy_blocks,
-    fault_config,
-    prompt_of,
-    serves_on,
-    settle,
-    transfers,
-    until,
-)
+from tests.support.deployment import busy_blocks, deploy, place, transfers, wait_until_known
+from tests.support.faults import LEASE_S, Stream, Wire, fault_config, prompt_of, serves_on
 from tests.support.hand_offs import FIRST, SECOND, agent_name, bystander, lose, offers_ended, pulls_ended
+from tests.support.steps import Gate
+from tests.support.waiting import until
 
 # ---- messages
 
@@ -47,7 +37,7 @@ async def test_a_lost_message_costs_time_and_nothing_else(wire: Wire, kind: type
         await stream.right()
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 1
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_a_lost_release_costs_the_owner_its_blocks_until_the_lease_ends(wire: Wire) -> None:
@@ -57,7 +47,7 @@ async def test_a_lost_release_costs_the_owner_its_blocks_until_the_lease_ends(wi
         await until(lambda: wire.done["Release"] == 1, "the RELEASE is lost")
         assert busy_blocks(deployment.prefill[0]) == {"leased": 5}
         await stream.right()
-        await settle(deployment)
+        await deployment.settle()
         assert offers_ended(deployment, OwnerState.EXPIRED) == 1
         wire.rule = lambda _message: None
         await serves_on(deployment.inference)
@@ -67,7 +57,7 @@ async def test_a_doubled_release_frees_once(wire: Wire) -> None:
     async with deploy(fault_config()) as deployment:
         wire.rule = lambda message: (0, 0) if isinstance(message, Release) else None
         await Stream(deployment.inference, FIRST).right()
-        await settle(deployment)
+        await deployment.settle()
         assert wire.done["Release"] == 1
         counters = transfers(deployment.prefill[0]).counters
         await until(lambda: counters.dropped[Drop.LATE] == 1, "the second one is dropped")
@@ -92,7 +82,7 @@ async def test_a_late_release_frees_nothing_that_belongs_to_another(fabric: Memo
         assert busy_blocks(deployment.prefill[0]) == leased
         fabric.stall_reads = False
         await second.right()
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_a_peer_that_restarts_under_its_name_is_another_one(fabric: MemoryFabric, wire: Wire) -> None:
@@ -134,7 +124,7 @@ async def test_a_peer_that_restarts_under_its_name_is_another_one(fabric: Memory
         await until(lambda: dropped[Drop.LATE] + dropped[Drop.UNKNOWN_TRANSFER] == 1, "the old one's READY is dropped")
         gate.open()
         await second.right()
-        await settle(deployment)
+        await deployment.settle()
         await new.stop()
 
 
@@ -166,7 +156,7 @@ async def test_a_lease_that_expires_during_a_read_makes_its_bytes_worthless(
         await stream.right()
         await until(lambda: pulls_ended(deployment, PullerState.FAILED) == 1, "the reads end, and the pull with them")
         await other.right()
-        await settle(deployment)
+        await deployment.settle()
         await serves_on(deployment.inference)
 
 
@@ -180,7 +170,7 @@ async def test_a_read_without_end_is_given_up_and_the_request_recomputed(fabric:
         fabric.stall_reads = False
         await stream.right()
         await other.right()
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_a_hand_off_to_a_full_pool_waits_its_turn(fabric: MemoryFabric) -> None:
@@ -200,7 +190,7 @@ async def test_a_hand_off_to_a_full_pool_waits_its_turn(fabric: MemoryFabric) ->
         assert waiting.answer.finished is not None
         assert waiting.answer.finished.attempts == 1
         pool.release(filled)
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_a_pool_that_stays_full_ends_the_request_at_its_deadline(fabric: MemoryFabric) -> None:
@@ -214,7 +204,7 @@ async def test_a_pool_that_stays_full_ends_the_request_at_its_deadline(fabric: M
         await waiting.typed(grpc.StatusCode.DEADLINE_EXCEEDED)
         await other.right()
         pool.release(filled)
-        await settle(deployment)
+        await deployment.settle()
         await serves_on(deployment.inference)
 
 
@@ -230,7 +220,7 @@ async def test_an_error_at_the_nth_operation_for_every_n(fabric: MemoryFabric, e
             fabric.fail_operation(nth, error(f"operation {nth}"))
             before = fabric.faults_done["fail"]
             await Stream(deployment.inference, FIRST, num_output=6).right()
-            await settle(deployment)
+            await deployment.settle()
             if fabric.faults_done["fail"] == before:
                 break
             met += 1
@@ -252,4 +242,4 @@ async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: Mem
         for stream in streams:  # one failed message loses the peer for all that is under way
             assert stream.answer.finished is None or stream.answer.finished.attempts > 1, "it met no failure"
         await other.right()
-        await settle(deployment)
+        await deployment.settle()

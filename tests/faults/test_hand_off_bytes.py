@@ -12,9 +12,11 @@ import pytest
 from core.handoff import AbortReason, HandoffMessage, OwnerState, PullerState, Ready, Release
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos import inference_pb2
-from tests.support.deployment import Deployment, deploy
-from tests.support.faults import Gate, Stream, Wire, fault_config, prompt_of, serves_on, settle, transfers, until
+from tests.support.deployment import Deployment, deploy, transfers
+from tests.support.faults import Stream, Wire, fault_config, prompt_of, serves_on
 from tests.support.hand_offs import FIRST, SECOND, agent_name, bystander, offers_ended, pulls_ended
+from tests.support.steps import Gate
+from tests.support.waiting import until
 
 
 def reported(deployment: Deployment, role: str) -> int:
@@ -35,7 +37,7 @@ async def test_a_byte_flipped_on_the_way_is_read_again(fabric: MemoryFabric) -> 
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 1, "reading once more was enough"
         await other.right()
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_bytes_that_flip_at_every_reading_end_the_hand_off_and_not_the_request(fabric: MemoryFabric) -> None:
@@ -55,7 +57,7 @@ async def test_bytes_that_flip_at_every_reading_end_the_hand_off_and_not_the_req
         assert stream.answer.finished.attempts == 2
         assert stream.answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         await other.right()
-        await settle(deployment)
+        await deployment.settle()
 
 
 def spoil(fabric: MemoryFabric, deployment: Deployment, block: int) -> None:
@@ -85,7 +87,7 @@ async def test_a_byte_that_changes_in_the_owners_cache_reaches_nobody(
     async with deploy(fault_config()) as deployment:
         blocks = offered_blocks(wire)
         await Stream(deployment.inference, FIRST[:64]).right()
-        await settle(deployment)
+        await deployment.settle()
         spoil(fabric, deployment, blocks[1])
         if not reader_has_the_block:
             deployment.drop_caches(deployment.decode)
@@ -97,11 +99,11 @@ async def test_a_byte_that_changes_in_the_owners_cache_reaches_nobody(
         await until(lambda: reported(deployment, "prefill") == 1, "the router is told of it")
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 2
-        await settle(deployment)
+        await deployment.settle()
         again = await Stream(deployment.inference, FIRST[:64] + prompt_of(5)[:60]).right()
         assert again.answer.finished is not None
         assert again.answer.finished.attempts == 1
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_a_mismatch_whose_release_is_lost_is_found_by_the_next_request(fabric: MemoryFabric, wire: Wire) -> None:
@@ -118,14 +120,14 @@ async def test_a_mismatch_whose_release_is_lost_is_found_by_the_next_request(fab
         await Stream(deployment.inference, FIRST[:64]).right()
         assert (len(spoilt), wire.done["Release"]) == (1, 1)
         assert pulls_ended(deployment, PullerState.FAILED) == 1
-        await settle(deployment)
+        await deployment.settle()
         assert offers_ended(deployment, OwnerState.EXPIRED) == 1, "the owner has not heard of the mismatch"
         deployment.drop_caches(deployment.decode)
         counters = transfers(deployment.prefill[0]).counters
         assert counters.num_spoilt_blocks == 0
         await Stream(deployment.inference, FIRST[:64]).right()
         assert counters.num_spoilt_blocks == 1
-        await settle(deployment)
+        await deployment.settle()
         await serves_on(deployment.inference)
 
 
@@ -151,10 +153,10 @@ async def test_a_byte_that_changes_in_the_source_pool_after_the_digest_reaches_n
         assert stream.answer.finished is not None
         assert stream.answer.finished.attempts == 2
         await other.right()
-        await settle(deployment)
+        await deployment.settle()
         # Nor does the owner's prefix cache bring the spoilt block to a later request.
         deployment.drop_caches(deployment.decode)
         again = await Stream(deployment.inference, one_chunk).right()
         assert again.answer.finished is not None
         assert again.answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-        await settle(deployment)
+        await deployment.settle()

@@ -12,8 +12,9 @@ from core.errors import PeerDisconnected, TransportError
 from core.handoff import HandoffMessage, Ping
 from core.paths import PathState
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tests.support.deployment import Deployment, deploy, place
-from tests.support.faults import Stream, Wire, fault_config, prompt_of, settle, transfers, until
+from tests.support.deployment import Deployment, deploy, place, transfers
+from tests.support.faults import Stream, Wire, fault_config, prompt_of
+from tests.support.waiting import until
 
 PROMPT = prompt_of(1)
 
@@ -39,7 +40,7 @@ async def test_an_error_while_two_workers_are_introduced_costs_no_request(
             assert fabric.faults_done["fail"] == nth
             seen |= set(path_states(deployment))
             await Stream(deployment.inference, PROMPT, num_output=6).right()
-            await settle(deployment)
+            await deployment.settle()
     assert PathState.UNREACHABLE in seen
 
 
@@ -52,7 +53,7 @@ async def test_workers_that_never_hear_each_other_s_ping_are_unreachable_and_han
         assert wire.done["Ping"] >= 6, "each side asks again"
         assert path_states(deployment) == [PathState.UNREACHABLE] * 2
         await Stream(deployment.inference, PROMPT, num_output=6).right()
-        await settle(deployment)
+        await deployment.settle()
 
 
 async def test_a_worker_that_dies_while_no_router_lives_is_let_go_by_its_peers_when_one_lives_again() -> None:

@@ -19,9 +19,10 @@ from core.config import TelemetryConfig
 from core.paths import Lane, PathState, PathStatus
 from protos import cluster_pb2, inference_pb2
 from tests.integration.test_metrics import scrape
-from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, until
+from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of
 from tests.support.namespaces import CONTROL_IP, Machines, why_not
 from tests.support.processes import Fleet, Site
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

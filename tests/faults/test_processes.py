@@ -11,8 +11,9 @@ import pytest_asyncio
 
 from protos import inference_pb2
 from tests.integration.transfer_owner_process import real_transport
-from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on, until
+from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet, ServiceProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

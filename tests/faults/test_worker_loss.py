@@ -14,9 +14,10 @@ from core.request import Request, SamplingParams
 from prefill_worker.machine import PrefillArrived
 from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
-from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
-from tests.support.faults import Gate, slow_down, transfers, until
+from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config, transfers
 from tests.support.reference import CoLocatedEngine
+from tests.support.steps import Gate, slow_down
+from tests.support.waiting import until
 from worker.service import WorkerService
 
 PROMPT = tuple(range(1, 70))
@@ -79,7 +80,7 @@ async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_t
         assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
         assert serving(deployment, answer.finished.decode_worker) is not victim
         deployment.decode.remove(victim)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_a_prefill_worker_that_goes_during_the_prompt_is_replaced(expected: list[int]) -> None:
@@ -96,7 +97,7 @@ async def test_a_prefill_worker_that_goes_during_the_prompt_is_replaced(expected
         assert answer.finished is not None
         assert answer.finished.attempts == 2
         deployment.prefill.remove(victim)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retryable() -> None:
@@ -113,7 +114,7 @@ async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retry
         assert dict(caught.value.trailing_metadata() or ())["tandem-retryable"] == "true"
         assert "no decode worker" in (caught.value.details() or "")
         deployment.decode.clear()
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expected: list[int]) -> None:
@@ -136,7 +137,7 @@ async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expe
         assert "no memory for this step" in (caught.value.details() or "")
         again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert again.token_ids == expected
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(expected: list[int]) -> None:
@@ -164,7 +165,7 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         await until(lambda: shell.machine.workers.get(lost) is None, "the router knows it no more")
         gate.open()
         deployment.decode.remove(victim)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_steps_that_end_in_time_are_never_taken_to_hang(expected: list[int]) -> None:

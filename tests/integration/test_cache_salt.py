@@ -20,7 +20,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 async def ask(deployment: Deployment, salt: str) -> Answer:
     answer = await deployment.generate(token_ids=PROMPT, max_tokens=4, cache_salt=salt)
-    await deployment.assert_pools_settle()
+    await deployment.settle()
     return answer
 
 

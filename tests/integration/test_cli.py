@@ -135,9 +135,21 @@ async def test_doctor_measures_the_transport_and_finds_nothing_broken() -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_demo_says_paris_and_takes_every_question_through_both_pools() -> None:
-    code, out, err = await tandem("demo")
-    assert code == 0, out + err
+async def test_demo_says_paris_and_takes_every_question_through_both_pools_and_leaves_no_process() -> None:
+    process = await start("demo")
+    assert process.stdout is not None
+    said = b""
+    async with asyncio.timeout(PATIENCE_S):
+        while b"router at" not in said:
+            line = await process.stdout.readline()
+            assert line, f"no router came up: {said.decode()}"
+            said += line
+        fleet = Served(process, "", psutil.Process(process.pid).children(recursive=True))
+        assert len(fleet.family) > 6, "Ray's own, a router and two workers"
+        rest, err_bytes = await process.communicate()
+    out, err = (said + rest).decode(), err_bytes.decode()
+    assert process.returncode == 0, out + err
+    assert await fleet.left() == []
     assert "Paris" in out
     assert out.count("disaggregated: prefill-0") == 3
     for phase in ("tokenize", "queue", "prefill", "first token", "transfer", "decode"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -12,7 +14,9 @@ import pytest
 
 from core.config import SecurityConfig
 from protos import cluster_pb2, worker_pb2
-from tests.support.deployment import Deployment, deploy, tiny_config
+from router import cluster_servicer
+from tests.support.deployment import SLACK_S, Deployment, deploy, tiny_config
+from worker.reports import ReportFeed
 
 COLUMN_OF_KIND = {
     worker_pb2.HOLDER_KIND_SEQUENCE: "held",
@@ -59,7 +63,7 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
                 seen |= {holder.kind for holder in worker.ledger.holders}
         await asking
         assert worker_pb2.HOLDER_KIND_SEQUENCE in seen
-        await deployment.assert_pools_settle()
+        await deployment.settle()
         for worker in (await look(deployment)).values():
             assert_adds_up(worker.ledger, *num_blocks)
             assert list(worker.ledger.holders) == []
@@ -78,7 +82,7 @@ async def test_a_running_sequence_is_named_with_its_blocks_and_since_when() -> N
         assert holder.num_blocks == holder.num_counted > 0
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_ends(
@@ -104,16 +108,36 @@ async def test_an_offer_that_nobody_reads_stands_in_the_ledger_until_its_lease_e
         assert len(offer.name) == 8, "a whole transfer id would be a ticket"
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
-async def test_a_worker_that_does_not_answer_is_listed_without_and_keeps_nobody_waiting() -> None:
+@pytest.mark.parametrize("fault", ["has stopped", "never answers"])
+async def test_a_worker_that_does_not_answer_is_listed_without_and_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(cluster_servicer, "LEDGER_TIMEOUT_S", 1.0)
+    describe, asked = ReportFeed.DescribeLedger, []
+
+    async def describe_unless_silent(feed: ReportFeed, *arguments: Any) -> worker_pb2.DescribeLedgerResponse:
+        asked.append(feed)
+        if fault == "never answers" and len(asked) == 1:
+            await asyncio.sleep(PATIENCE_S)
+        return await describe(feed, *arguments)
+
+    monkeypatch.setattr(ReportFeed, "DescribeLedger", describe_unless_silent)
     async with deploy(tiny_config(), num_decode=2) as deployment:
-        await deployment.decode[1].stop()
+        if fault == "has stopped":
+            await deployment.decode[1].stop()
+        started_at = time.monotonic()
         workers = await look(deployment)
-        assert workers["decode-1"].error
-        assert not workers["decode-1"].HasField("ledger")
-        assert workers["decode-0"].HasField("ledger")
+        took_s = time.monotonic() - started_at
+        (silent,) = (worker for worker in workers.values() if worker.error)
+        assert not silent.HasField("ledger")
+        assert len(workers) == 3
+        assert all(worker.HasField("ledger") for worker in workers.values() if worker is not silent)
+        assert took_s < 1.0 + SLACK_S
+        if fault == "never answers":
+            assert took_s > 0.5, "it was not waited for: nothing was tested"
 
 
 async def test_one_worker_may_be_asked_and_an_unknown_one_is_refused() -> None:

@@ -49,7 +49,7 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     async with deploy(config) as deployment:
         await deployment.generate(text="long enough for two workers", max_tokens=5)
         await deployment.generate(text="hey", max_tokens=5)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
         page, pulled = await when_counted(metrics_port, "tandem_worker_transferred_bytes_total", "decode")
     assert pulled["prefill"] == 0
     by_path = {labels["path"]: value for labels, value in page["tandem_requests_total"]}

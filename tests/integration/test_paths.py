@@ -48,7 +48,7 @@ async def test_every_pair_is_connected_and_measured_before_the_first_request(tra
         assert all(path.bytes_per_s > 0 and 0 < path.latency_s < 5 for path in paths)
         assert path_lines(fleet) == ["paths: 4 fine"]
         assert (await deployment.generate(token_ids=range(1, 60), max_tokens=3)).finished is not None
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 @pytest.mark.parametrize("transport", ["nixl", "ucxx"])

@@ -33,7 +33,7 @@ async def test_two_pools_say_what_one_engine_says(quantization: str, dtype: str)
             assert answer.token_ids == expected_tokens(engine, prompt, 12)
             assert answer.finished is not None
             assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-        await deployment.assert_pools_settle()
+        await deployment.settle()
     engine.close()
 
 

@@ -109,7 +109,7 @@ async def test_without_the_token_every_call_of_a_worker_is_refused(metadata: lis
         assert await statuses_of_worker_calls(deployment, metadata) == {REFUSED}
         answer = await deployment.generate(text="the router has the token", max_tokens=3)
         assert len(answer.token_ids) == 3
-        await deployment.assert_pools_settle()
+        await deployment.settle()
 
 
 async def test_with_the_token_a_worker_answers() -> None:

@@ -23,7 +23,7 @@ async def traced(tmp_path: Path) -> tuple[Answer, list[dict]]:
     config = tiny_config("random:llama-tiny", "nixl", TelemetryConfig(trace_file=str(path)))
     async with deploy(config) as deployment:
         answer = await deployment.generate(token_ids=range(1, 81), max_tokens=16)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
     # Leaving the deployment has closed every exporter.
     return answer, [json.loads(line) for line in path.read_text().splitlines()]
 

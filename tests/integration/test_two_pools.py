@@ -48,7 +48,7 @@ async def test_greedy_output_equals_one_engine(deployment: Deployment, engine: C
     assert answer.finished is not None
     assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
     assert answer.finished.transferred_bytes == -(-length // BLOCK) * engine.runner.layout.block_bytes
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 @pytest.mark.parametrize("shared_blocks", [1, 4])
@@ -60,7 +60,7 @@ async def test_prefix_hits_change_no_token(
     first = prompt_of(4 * BLOCK, seed=1)
     second = first[: shared_blocks * BLOCK] + prompt_of((4 - shared_blocks) * BLOCK, seed=2)
     await deployment.generate(token_ids=first, max_tokens=2)
-    await deployment.assert_pools_settle()
+    await deployment.settle()
     if warm == "prefill":
         deployment.drop_caches(deployment.decode)
     if warm == "decode":
@@ -76,7 +76,7 @@ async def test_prefix_hits_change_no_token(
     # The last token of a full hit is computed all the same, with its block.
     num_cached = 0 if warm == "decode" else min(shared_blocks, 3) * BLOCK
     assert answer.finished.usage.cached_tokens == num_cached
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 async def test_32_concurrent_mixed_requests_do_not_disturb_each_other(
@@ -91,7 +91,7 @@ async def test_32_concurrent_mixed_requests_do_not_disturb_each_other(
     for answer, prompt, length in zip(answers, prompts, lengths, strict=True):
         assert answer.token_ids == expected_tokens(engine, prompt, length)
         assert answer.indices == list(range(length))
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 async def test_the_same_seed_gives_the_same_text_twice(deployment: Deployment) -> None:
@@ -101,12 +101,12 @@ async def test_the_same_seed_gives_the_same_text_twice(deployment: Deployment) -
     for _ in range(2):
         answers.append(await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **sampled))
         deployment.drop_caches(deployment.workers)
-        await deployment.assert_pools_settle()
+        await deployment.settle()
     assert answers[0].text == answers[1].text
     assert answers[0].token_ids == answers[1].token_ids
     other = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **(sampled | {"seed": 4321}))
     assert other.token_ids != answers[0].token_ids
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine) -> None:
@@ -115,7 +115,7 @@ async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: 
     sampling = {"temperature": 0.75, "top_p": 0.875, "top_k": 20, "repetition_penalty": 1.25, "seed": 99}
     answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **sampling)
     assert answer.token_ids == expected_tokens(engine, prompt, **sampling)
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deployment, engine: CoLocatedEngine) -> None:
@@ -128,7 +128,7 @@ async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deploy
         assert answer.token_ids == expected_tokens(engine, prompt, 10, temperature=0.75, seed=7 + choice)
         assert answer.finished is not None
         assert answer.finished.seed == 7 + choice
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 async def test_the_default_model_says_the_same_through_two_pools_as_on_one_engine() -> None:
@@ -143,5 +143,5 @@ async def test_the_default_model_says_the_same_through_two_pools_as_on_one_engin
             assert answer.token_ids == expected_tokens(engine, prompt, 8)
             assert answer.finished is not None
             assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-        await deployment.assert_pools_settle()
+        await deployment.settle()
     engine.close()

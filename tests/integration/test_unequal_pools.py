@@ -44,14 +44,14 @@ async def test_every_token_is_that_of_one_engine_and_prefixes_are_found_on_eithe
         assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         assert answer.finished.attempts == 1
         assert answer.finished.usage.cached_tokens >= least_cached
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 
 
 async def test_with_the_decode_worker_s_cache_gone_the_whole_prompt_moves_again(
     deployment: Deployment, engine: CoLocatedEngine
 ) -> None:
     first = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-    await deployment.assert_pools_settle()
+    await deployment.settle()
     deployment.drop_caches(deployment.decode)
     again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
     assert again.token_ids == expected(engine, PROMPT)

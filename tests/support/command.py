@@ -49,9 +49,13 @@ class Served:
         """... and what it had to say on standard error."""
         async with asyncio.timeout(STOPPED_WITHIN_S):
             _, err = await self.process.communicate()
-        _, left = await asyncio.to_thread(psutil.wait_procs, self.family, STOPPED_WITHIN_S)
         assert self.process.returncode is not None
-        return self.process.returncode, left, err.decode()
+        return self.process.returncode, await self.left(), err.decode()
+
+    async def left(self) -> list[psutil.Process]:
+        """Processes of it that do not end."""
+        _, left = await asyncio.to_thread(psutil.wait_procs, self.family, STOPPED_WITHIN_S)
+        return left
 
 
 @contextlib.asynccontextmanager

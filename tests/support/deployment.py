@@ -2,7 +2,7 @@
 
 async with deploy(config, num_prefill=1, num_decode=1) as deployment:
     answer = await deployment.generate(text="Hello", max_tokens=8)
-    await deployment.assert_pools_settle()
+    await deployment.settle()
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.block_pool import Column
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
 from core.service import Endpoint
+from decode_worker.machine import DecodeMachine
 from fleet.service_host import Placement
+from kv_transfer.machine import TransferMachine
+from prefill_worker.machine import PrefillMachine
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.service import RouterService
 from runtime.grpc_server import open_channel
 from runtime.security import load_credentials
+from tests.support.waiting import until
 from worker.service import WorkerService
 
 SETTLE_TIMEOUT_S = 10.0
+SLACK_S = 3.0  # for a busy machine: timers, threads and reports between the end of a lease and the ledger
+BUSY = (Column.HELD, Column.LEASED, Column.INCOMING)
 CALL_TIMEOUT_S = 60.0
 
 
@@ -102,30 +108,49 @@ class Deployment:
         return answers
 
     def ledgers(self) -> list[dict[Column, int]]:
-        return [_machine(worker).core.pool.ledger() for worker in self.workers]
+        return [machine_of(worker).core.pool.ledger() for worker in self.workers]
 
     def drop_caches(self, workers: Iterable[WorkerService]) -> None:
         """Evict every cached block of idle workers, by allocating the whole pool and giving it back."""
         for worker in workers:
-            pool = _machine(worker).core.pool
+            pool = machine_of(worker).core.pool
             blocks = pool.allocate(pool.num_blocks)
             assert blocks is not None, "the worker is not idle"
             pool.release(blocks)
 
-    async def assert_pools_settle(self) -> None:
-        """Both pools end with no block held, leased or incoming, and every machine's invariants hold."""
-        busy = (Column.HELD, Column.LEASED, Column.INCOMING)
-        deadline = asyncio.get_running_loop().time() + SETTLE_TIMEOUT_S
-        while any(ledger[column] for ledger in self.ledgers() for column in busy):
-            assert asyncio.get_running_loop().time() < deadline, f"blocks leaked: {self.ledgers()}"
-            await asyncio.sleep(0.01)
+    async def settle(self) -> None:
+        """Within a lease no block is held, leased or incoming, nothing is open, and every machine's invariants hold."""
+        within_s = self.config.transfer.lease_s + SLACK_S
+
+        def left() -> dict[str, object]:
+            return {
+                transfers(worker).address.name: (busy_blocks(worker), transfers(worker).claims())
+                for worker in self.workers
+                if busy_blocks(worker) or transfers(worker).alive
+            }
+
+        await until(lambda: not left(), lambda: f"blocks are kept: {left()}", within_s)
         for worker in self.workers:
-            _machine(worker).check()
+            machine_of(worker).check()
+        shell = self.router._shell
+        assert shell is not None
+        await until(lambda: shell.num_open == 0 and shell.machine.num_in_flight == 0, "the router still has requests")
+        shell.machine.check()
 
 
-def _machine(worker: WorkerService):  # type: ignore[no-untyped-def]
+def machine_of(worker: WorkerService) -> PrefillMachine | DecodeMachine:
     assert worker._parts is not None
     return worker._parts.machine
+
+
+def transfers(worker: WorkerService) -> TransferMachine:
+    return machine_of(worker).transfers
+
+
+def busy_blocks(worker: WorkerService) -> dict[str, int]:
+    """Blocks that somebody keeps, by column."""
+    ledger = machine_of(worker).core.pool.ledger()
+    return {column.value: ledger[column] for column in BUSY if ledger[column]}
 
 
 def make_request(
@@ -177,37 +202,30 @@ async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
     shell = deployment.router._shell
     assert shell is not None
     try:
-        async with asyncio.timeout(SETTLE_TIMEOUT_S):
-            while shell.machine.num_queued == 0:
-                await asyncio.sleep(0.01)
+        await until(lambda: shell.machine.num_queued, "it is queued", SETTLE_TIMEOUT_S)
         return await deployment.generate(text="finds it full")
     finally:
         waiting.cancel()
-        async with asyncio.timeout(SETTLE_TIMEOUT_S):
-            while shell.num_open:
-                await asyncio.sleep(0.01)
+        await until(lambda: not shell.num_open, "the router forgets it", SETTLE_TIMEOUT_S)
 
 
 async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
     """Until the router has heard from `num_workers` workers."""
     shell = deployment.router._shell
     assert shell is not None
-    async with asyncio.timeout(SETTLE_TIMEOUT_S):
-        while len(list(shell.machine.workers)) != num_workers:
-            await asyncio.sleep(0.01)
+    known = shell.machine.workers
+    await until(lambda: len(list(known)) == num_workers, f"it knows {num_workers} workers", SETTLE_TIMEOUT_S)
 
 
 async def wait_until_met(deployment: Deployment) -> None:
     """Until each pair of workers is connected and measured, so that nothing moves that a test has not asked for."""
 
     def met(worker: WorkerService) -> bool:
-        machine = _machine(worker)
+        machine = machine_of(worker)
         others = deployment.prefill if worker in deployment.decode else deployment.decode
         return len(machine.transfers.paths_settled) == len(others)
 
-    async with asyncio.timeout(SETTLE_TIMEOUT_S):
-        while not all(met(worker) for worker in deployment.workers):
-            await asyncio.sleep(0.005)
+    await until(lambda: all(map(met, deployment.workers)), "all have met", SETTLE_TIMEOUT_S)
 
 
 def place(ordinal: int) -> Placement:

@@ -11,7 +11,6 @@ import asyncio
 import functools
 import itertools
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,21 +19,16 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
-from core.block_pool import Column
 from core.config import EngineConfig, TandemConfig, TransferConfig
 from core.handoff import HandoffMessage
 from core.request import Request, SamplingParams
 from engine.fake_runner import FakeRunner, expected_tokens
-from kv_transfer.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos import inference_pb2_grpc
 from protos.handoff_codec import decode
-from tests.support.deployment import Answer, Deployment, make_request, tiny_config
-from worker.service import WorkerService
+from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config
 
 LEASE_S = 2.0  # longer than a busy machine lets its processes wait
-SLACK_S = 2.0  # for a busy machine: timers, threads and reports between the end of a lease and the ledger
-BUSY = (Column.HELD, Column.LEASED, Column.INCOMING)
 TYPED = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -196,88 +190,6 @@ class Wire:
     @staticmethod
     def read(payload: bytes) -> HandoffMessage:
         return decode(payload)
-
-
-class Gate:
-    """Steps of a worker's runner pass one by one when the gate says so; open unless closed."""
-
-    def __init__(self, worker: WorkerService) -> None:
-        assert worker._parts is not None
-        runner = worker._parts.executor._runner  # type: ignore[attr-defined]
-        self._run, runner.run = runner.run, self._pass
-        self._open = threading.Event()
-        self._open.set()
-        self._passes = 0
-        self.waiting = False
-
-    def _pass(self, plan):  # type: ignore[no-untyped-def]
-        if self._passes:
-            self._passes -= 1
-        else:
-            self.waiting = True
-            assert self._open.wait(30), "nobody opened the gate"
-            self.waiting = False
-        return self._run(plan)
-
-    def close(self, after: int = 0) -> None:
-        """Let `after` more steps pass, then none."""
-        self._passes = after
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-
-def slow_down(worker: WorkerService, step_s: float) -> None:
-    assert worker._parts is not None
-    runner = worker._parts.executor._runner  # type: ignore[attr-defined]
-    run = runner.run
-
-    def slow(plan):  # type: ignore[no-untyped-def]
-        time.sleep(step_s)
-        return run(plan)
-
-    runner.run = slow
-
-
-def transfers(worker: WorkerService) -> TransferMachine:
-    assert worker._parts is not None
-    return worker._parts.machine.transfers  # type: ignore[attr-defined,no-any-return]
-
-
-def busy_blocks(worker: WorkerService) -> dict[str, int]:
-    """Blocks that somebody keeps, by column."""
-    assert worker._parts is not None
-    ledger = worker._parts.machine.core.pool.ledger()
-    return {column.value: ledger[column] for column in BUSY if ledger[column]}
-
-
-async def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 8.0) -> None:
-    """Machines have no bell for a test to wait on, so it looks often. `what` is wanted, or says what is wrong."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{seconds:g} s: {what if isinstance(what, str) else what()}"
-        await asyncio.sleep(0.002)
-
-
-async def settle(deployment: Deployment, within_s: float = LEASE_S + SLACK_S) -> None:
-    """Every ledger is empty of held, leased and incoming blocks in time, and every machine agrees with itself."""
-
-    def left() -> dict[str, object]:
-        return {
-            transfers(worker).address.name: (busy_blocks(worker), transfers(worker).claims())
-            for worker in deployment.workers
-            if busy_blocks(worker) or transfers(worker).alive
-        }
-
-    await until(lambda: not left(), lambda: f"blocks are kept: {left()}", within_s)
-    for worker in deployment.workers:
-        assert worker._parts is not None
-        worker._parts.machine.check()
-    shell = deployment.router._shell
-    assert shell is not None
-    await until(lambda: shell.num_open == 0 and shell.machine.num_in_flight == 0, "the router still has requests")
-    shell.machine.check()
 
 
 async def serves_on(inference: inference_pb2_grpc.InferenceStub) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from core.handoff import HandoffMessage, OwnerState, PullerState
-from tests.support.deployment import Deployment
-from tests.support.faults import Stream, prompt_of, slow_down, transfers
+from tests.support.deployment import Deployment, transfers
+from tests.support.faults import Stream, prompt_of
+from tests.support.steps import slow_down
 
 FIRST, SECOND = prompt_of(1), prompt_of(2)
 

@@ -23,8 +23,10 @@ import grpc.aio
 
 from core.config import TandemConfig
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.support.faults import LEASE_S, SLACK_S, until
+from tests.support.deployment import SLACK_S
+from tests.support.faults import LEASE_S
 from tests.support.service_process import Role
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 30.0

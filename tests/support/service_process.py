@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from core.config import TandemConfig, from_mapping
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.service_host import Placement
+from tests.support.steps import slow_down
 
 BUILDERS: dict[str, Callable[[TandemConfig, Placement], Any]] = {
     "router": build_router,
@@ -36,17 +36,6 @@ class Role:
     host: str  # where it listens
     config: dict[str, Any]  # as TOML has it
     step_delay_s: float = 0.0  # added to every step, so that a fault can hit in the middle of one
-
-
-def slow_down(service: Any, step_s: float) -> None:
-    runner = service._parts.executor._runner
-    run = runner.run
-
-    def slow(plan: Any) -> Any:
-        time.sleep(step_s)
-        return run(plan)
-
-    runner.run = slow
 
 
 def endpoint_of(line: dict[str, Any]) -> Endpoint:

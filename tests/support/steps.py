@@ -1,0 +1,58 @@
+"""A test's hand on the steps of a worker's runner: slow, or held back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from core.step import StepOutput, StepPlan
+
+
+def runner_of(worker: Any) -> Any:
+    """Of a worker service that has started."""
+    assert worker._parts is not None
+    return worker._parts.executor._runner
+
+
+def slow_down(worker: Any, step_s: float) -> None:
+    """Every step takes `step_s` longer."""
+    runner = runner_of(worker)
+    run = runner.run
+
+    def slow(plan: StepPlan) -> StepOutput:
+        time.sleep(step_s)
+        output: StepOutput = run(plan)
+        return output
+
+    runner.run = slow
+
+
+class Gate:
+    """Steps of a worker's runner pass one by one when the gate says so; open unless closed."""
+
+    def __init__(self, worker: Any) -> None:
+        runner = runner_of(worker)
+        self._run, runner.run = runner.run, self._pass
+        self._open = threading.Event()
+        self._open.set()
+        self._passes = 0
+        self.waiting = False
+
+    def _pass(self, plan: StepPlan) -> StepOutput:
+        if self._passes:
+            self._passes -= 1
+        else:
+            self.waiting = True
+            assert self._open.wait(30), "nobody opened the gate"
+            self.waiting = False
+        output: StepOutput = self._run(plan)
+        return output
+
+    def close(self, after: int = 0) -> None:
+        """Let `after` more steps pass, then none."""
+        self._passes = after
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
