@@ -27,8 +27,8 @@ from kv_transfer.plan import Run
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory
 from protos import inference_pb2
-from tests.support.deployment import Deployment, deploy
-from tests.support.faults import Stream, expected, fault_config, prompt_of, settle, transfers
+from tests.support.deployment import Deployment, deploy, transfers
+from tests.support.faults import Stream, expected, fault_config, prompt_of
 
 NUM_PROMPTS = 400  # some requests share a prefix with others
 TIMEOUT_S = 30.0
@@ -122,7 +122,7 @@ async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int
         )
         await asyncio.gather(*clients)
         fabric.fault_rate = 0.0
-        await settle(deployment)
+        await deployment.settle()
         ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
         del fabric.faults_done["fate"]  # the transport's own sum of what was lost, doubled and late
         fabric.faults_done["(operations)"] = fabric.num_operations
