@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
-from core.handoff import AbortReason, HandoffMessage, Ready, TransferId
+from core.handoff import Abort, AbortReason, HandoffMessage, Ready, TransferId
 from core.paths import Lane
 from kv_transfer.events import (
     AgentAction,
@@ -113,6 +113,9 @@ class SimulatedAgent:
     def _send(self, peer: str, message: HandoffMessage) -> None:
         if peer not in self._peers:
             return  # its PeerLost is on the way
+        withdrawn = isinstance(message, Abort) and message.reason is AbortReason.OVERLOADED
+        if withdrawn and self.pool.num_available < self.pool.num_blocks:
+            self._world.trouble(self.name)  # a stalled prompt waits for the blocks of another sequence
         if isinstance(message, Ready) and self._config.verify_digests:
             if message.transfer_id in self._spoilt:
                 return
@@ -154,6 +157,7 @@ class SimulatedAgent:
             slots = self.memory.copy_block(block)
             slots[-1] ^= 1
             self.memory.overwrite(block, slots)
+            self._world.marks.add(f"spoilt block of {self.name.partition('@')[0]}")
 
     def _can_be_found_spoilt(self, block: int) -> bool:
         """What changes before its digest is kept is seen by nobody."""
@@ -188,11 +192,13 @@ class SimulatedAgent:
         duration = faults.seconds_per_block * len(read.pairs) * world.random.uniform(0.5, 3.0)
         if world.chance(faults.slow):
             world.counts["slow read"] += 1
+            world.trouble(self.name, read.peer, until=world.now + 6.0 * read.timeout_s)
             duration = read.timeout_s * world.random.choice((0.5, 0.9, 1.1, 1.5, 6.0))
         half = len(read.pairs) // 2
         world.after(duration / 2, lambda: self._copy(read, read.pairs[:half]))
         if duration > read.timeout_s or world.chance(faults.broken):
             world.counts["broken read"] += 1
+            world.trouble(self.name, read.peer, until=world.now + duration)
             if duration > read.timeout_s:
                 world.after(read.timeout_s, lambda: self._report(ReadTimedOut(read.read_id, "no end in time")))
             failed = ReadFailed(read.read_id, AbortReason.READ_FAILED, "no end in time")
@@ -213,6 +219,7 @@ class SimulatedAgent:
             slots = source.copy_block(source_block)
             if self._world.chance(self._faults.corrupted):
                 self._world.counts["corrupted block"] += 1
+                self._world.trouble(self.name, read.peer)
                 slots[0] ^= 1
             self.memory.overwrite(target_block, slots)
 

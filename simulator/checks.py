@@ -41,8 +41,16 @@ class _Call:
     """What the choices of one call have in common: they end together as long as none of them has a token."""
 
     client: ClientRequest
+    arrived_at: float
     num_delivered: int = 0
     dispatches: set[str] = field(default_factory=set)
+    newest: dict[str, dict[str, float]] = field(default_factory=dict)  # request id -> worker asked last -> when
+
+    def dispatched(self, dispatch_id: str, worker_id: str, now: float) -> None:
+        if dispatch_id not in self.dispatches:
+            self.newest[request_id_of(dispatch_id)] = {}
+        self.dispatches.add(dispatch_id)
+        self.newest[request_id_of(dispatch_id)][worker_id] = now
 
 
 @dataclass(slots=True)
@@ -75,7 +83,7 @@ class Oracle:
     # ---- what the client does
 
     def expect(self, client: ClientRequest, now: float) -> None:
-        call = _Call(client)
+        call = _Call(client, now)
         for request in client.choices:
             self._expect(call, request, now)
 
@@ -102,8 +110,8 @@ class Oracle:
     def stop_matched(self, request_id: str) -> None:
         self._requests[request_id].stop_matched = True
 
-    def dispatched(self, dispatch_id: str) -> None:
-        self._requests[request_id_of(dispatch_id)].call.dispatches.add(dispatch_id)
+    def dispatched(self, dispatch_id: str, worker_id: str) -> None:
+        self._requests[request_id_of(dispatch_id)].call.dispatched(dispatch_id, worker_id, self._world.now)
 
     # ---- what the client gets
 
@@ -136,9 +144,14 @@ class Oracle:
         self._world.counts["retried"] += outcome.attempts > 1
 
     def refused(self, request_id: str, error: TandemError) -> None:
-        expected = self._end(request_id, self._world.now)
-        too_large = isinstance(error, InvalidRequest) and expected.call.client.oversized
-        if not isinstance(error, QueueFull) and not too_large:
+        call = self._requests[request_id].call
+        num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)
+        self._end(request_id, self._world.now)
+        too_large = isinstance(error, InvalidRequest) and call.client.oversized
+        too_many = (
+            isinstance(error, QueueFull) and num_others + len(call.client.choices) > self._scenario.router.max_queued
+        )
+        if not too_many and not too_large:
             raise self._fail(request_id, f"was refused: {error!r}")
         self._world.counts["refused"] += 1
 
@@ -150,7 +163,7 @@ class Oracle:
 
     def _may_fail(self, expected: _Expected, error: TandemError, now: float) -> bool:
         """Each kind of failure needs its cause. Nobody is refused whose call has tokens out."""
-        client = expected.call.client
+        call, client = expected.call, expected.call.client
         match error:
             case RequestCancelled():
                 return expected.cancelled
@@ -159,11 +172,28 @@ class Oracle:
             case InvalidRequest():
                 return client.oversized
             case QueueFull():
-                return not self._scenario.calm and not expected.call.num_delivered
+                return self._marked("QueueFull", call) and not call.num_delivered
             case WorkerUnavailable() | TransferFailed():
-                return not self._scenario.calm
+                without_worker = str(error).startswith("no decode worker")
+                return self._decode_pool_had_trouble(call) if without_worker else self._workers_had_trouble(call)
             case _:
-                return any(f"failed step of {dispatch}" in self._world.marks for dispatch in expected.call.dispatches)
+                return self._marked("failed step", call)
+
+    def _marked(self, what: str, call: _Call) -> bool:
+        return any(f"{what} of {dispatch}" in self._world.marks for dispatch in call.dispatches)
+
+    def _decode_pool_had_trouble(self, call: _Call) -> bool:
+        """Every decode worker, while this call was here."""
+        pool = [spec.worker_id for spec in self._scenario.workers if spec.role is ServiceRole.DECODE]
+        return all(self._world.had_trouble(worker_id, call.arrived_at) for worker_id in pool)
+
+    def _workers_had_trouble(self, call: _Call) -> bool:
+        """One that the newest dispatch of a choice asked, since then. Choices without a token fail together."""
+        asked = [pair for workers in call.newest.values() for pair in workers.items()]
+        return any(
+            self._world.had_trouble(worker_id, since) or f"spoilt block of {worker_id}" in self._world.marks
+            for worker_id, since in asked
+        )
 
     def _end(self, request_id: str, now: float) -> _Expected:
         expected = self._requests[request_id]

@@ -48,12 +48,15 @@ class Network:
         if self._world.chance(self.faults.loss):
             self._world.counts["lost notification"] += 1
             self._world.note(f"{source} -> {target}: {kind} is lost")
+            self._world.trouble(source, target)
             return
         if self._world.chance(self.faults.doubling):
             self._world.counts["doubled notification"] += 1
             late = self._world.now + 10 * self.delay(source, target)
             self._world.at(late, deliver)
         self._world.at(self.in_order((source, target), self.delay(source, target)), deliver)
+        if self._base_delay[(source, target)] > self.faults.delay_s:
+            self._world.trouble(source, target)
 
     def in_order(self, stream: tuple[str, str], delay_s: float) -> float:
         """When something that now enters `stream` comes out of it."""

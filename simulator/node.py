@@ -196,6 +196,7 @@ class WorkerNode:
             self.post(arrived)
         except TandemError as error:
             self.machine.check()
+            self._world.marks.add(f"{type(error).__name__} of {call.call_id}")
             self._end_call(call.call_id, error)
 
     def cancel(self, call: Call) -> None:

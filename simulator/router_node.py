@@ -102,6 +102,7 @@ class RouterNode:
         match action:
             case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s):
                 self._world.note(f"router: prefill {dispatch_id} on {worker_id}")
+                self._oracle.dispatched(dispatch_id, worker_id)
                 self._call(
                     dispatch_id,
                     worker_id,
@@ -109,7 +110,7 @@ class RouterNode:
                 )
             case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s):
                 self._world.note(f"router: decode {dispatch_id} on {worker_id}{'' if source else ', prefilled there'}")
-                self._oracle.dispatched(dispatch_id)
+                self._oracle.dispatched(dispatch_id, worker_id)
                 self._call(dispatch_id, worker_id, lambda clock: DecodeArrived(request, source, clock + timeout_s))
             case events.Introduce(worker_id, changes):
                 self._introduce(self._fleet[worker_id], changes)
@@ -222,8 +223,10 @@ class RouterNode:
             if isinstance(event, events.WorkerReported) and self.machine.workers.get(worker_id) is None:
                 del self._streams[worker_id]  # given up for its silence, and it speaks again
                 self.subscribe(worker_id)
-            else:
-                self.post(event)
+                return
+            if isinstance(event, events.WorkerJoined) and event.agent == self._fleet[worker_id].address:
+                self._world.end_trouble(worker_id)  # until now, requests were sent to the incarnation before
+            self.post(event)
 
         def open_stream() -> None:
             if not node.alive or node.stopped:

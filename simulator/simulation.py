@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Simulation:
         if not node.alive or node.stopped:
             return
         world.counts[fault.kind] += 1
+        world.trouble(fault.worker_id, until=world.now + fault.duration_s)
         world.note(f"{node.agent.name} {fault.kind} for {fault.duration_s} s")
         match fault.kind:
             case "dies" | "vanishes":
@@ -106,6 +108,7 @@ class Simulation:
 
     def _bury(self, node: WorkerNode, restart_after_s: float) -> None:
         self._ended.append(node)
+        self.world.trouble(node.spec.worker_id, until=math.inf)  # until the router knows the next incarnation
         if not node.silent:
             self.world.after(0.05, partial(self.router.notice_death, node))
         self.world.after(restart_after_s, partial(self._start, node.spec))
@@ -113,6 +116,7 @@ class Simulation:
     def _end_when_drained(self, node: WorkerNode, restart_after_s: float) -> None:
         if not node.alive:
             return
+        self.world.trouble(node.spec.worker_id)
         if node.machine.idle and not node.stopped:
             self.world.counts["drained to the end"] += 1
             node.die(silent=False, killed=False)

@@ -7,6 +7,7 @@ the order in which they were planned. So a seed decides everything that happens,
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class World:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()  # what happened, by name; proves that faults took effect
         self.marks: set[str] = set()  # what happened to whom, for checks that need the cause of an effect
+        self._troubled_until: dict[str, float] = {}  # by worker id
         self.num_events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned = 0
@@ -56,6 +58,20 @@ class World:
     def chance(self, probability: float) -> bool:
         """Draws nothing for an impossible event, so that a scenario without it stays the same."""
         return probability > 0.0 and self.random.random() < probability
+
+    def trouble(self, *names: str, until: float = 0.0) -> None:
+        """The workers of these names, or of the agents of these names, meet a fault. It lasts `until` then."""
+        for name in names:
+            worker_id = name.partition("@")[0]
+            self._troubled_until[worker_id] = max(self._troubled_until.get(worker_id, 0.0), until, self.now)
+
+    def end_trouble(self, worker_id: str) -> None:
+        """Of a fault without a known end."""
+        if self._troubled_until.get(worker_id) == math.inf:
+            self._troubled_until[worker_id] = self.now
+
+    def had_trouble(self, worker_id: str, since: float) -> bool:
+        return self._troubled_until.get(worker_id, -1.0) >= since
 
     def note(self, line: str) -> None:
         """One line of the log."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.block_pool import BlockPool
-from core.errors import TandemError
+from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import ServiceRole
 from decode_worker.machine import DecodeMachine
@@ -88,7 +88,7 @@ def test_a_router_that_takes_repeated_tokens_for_new_ones_is_caught(monkeypatch:
 
 def test_a_router_that_ignores_the_death_of_workers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RouterMachine, "_on_lost", lambda _self, _event, _now: [])
-    assert first_failure()
+    assert "the router's index of" in first_failure()
 
 
 def test_a_router_that_swallows_failures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_transfer_that_accepts_wrong_digests_is_caught(monkeypatch: pytest.Mon
 
 def test_a_pool_that_forgets_to_unlease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "unlease", lambda _self, _blocks: None)
-    assert first_failure()
+    assert "AssertionError: block" in first_failure()  # of the machine's own check
 
 
 def test_an_owner_that_never_ends_a_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,28 @@ def test_a_decode_worker_that_forgets_a_cancelled_call_is_caught(monkeypatch: py
         return self._fail_call(request_id, error) if request_id in self._calls else []
 
     monkeypatch.setattr(DecodeMachine, "_end", forget)
-    assert first_failure()
+    assert "KeyError" in first_failure()  # its sequence has no call any more
+
+
+def never_calm(scenario: Scenario) -> Scenario:
+    return replace(scenario, calm=False)
+
+
+@pytest.mark.parametrize("kind", [WorkerUnavailable, TransferFailed, QueueFull])
+def test_a_router_that_fails_a_request_without_cause_is_caught_in_worlds_with_faults_too(
+    monkeypatch: pytest.MonkeyPatch, kind: type[TandemError]
+) -> None:
+    """Where a fault happens to somebody else, the failure of a request still needs a cause of its own."""
+    on_decode = RouterMachine._on_decode
+
+    def fail_every_fourth(self: RouterMachine, event: events.DecodeReturned, now: float) -> list[events.RouterAction]:
+        routed = self._by_dispatch.get(event.dispatch_id)
+        if routed is None or routed.arrival % 4:
+            return on_decode(self, event, now)
+        return self._fail(routed, kind("for no reason"), now)
+
+    monkeypatch.setattr(RouterMachine, "_on_decode", fail_every_fourth)
+    assert f"failed without cause: {kind.__name__}" in first_failure(never_calm)
 
 
 def crowded(scenario: Scenario) -> Scenario:
