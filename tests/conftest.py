@@ -1,11 +1,62 @@
-"""What every test shares: Hypothesis draws the same examples on every machine, and never times them.
+"""What every test shares.
 
-Some of them are constants of the modules that are loaded, so a test that runs alone may see others than in a full run.
+Hypothesis draws the same examples on every machine, and never times them. Some examples are constants of the modules
+that are loaded, so a test that runs alone may see others than in a full run.
+
+Where the environment variable CI is set, a skipped test fails unless its reason is one of ALLOWED_SKIPS: what CI
+installs must be tested there.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Generator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("tandem", derandomize=True, database=None, deadline=None)
 settings.load_profile("tandem")
+
+# Patterns of reasons -> why CI cannot do anything about them.
+ALLOWED_SKIPS = {
+    r"network namespaces ": "containers seldom have root's rights over their network",
+    r"^[ipt, c]+ not installed$": "images seldom have iproute2",
+    r"AVX-512 BF16|oneDNN has no bfloat16": "the CPU is what it is",
+    r"no CUDA device": "CI has no GPU",
+    r"huge pages": "the kernel's configuration is not the container's",
+    r"two workers on one core": "the machine may have one core",
+    r"over TCP": "a property of the transport under test",
+}
+
+
+def complaint(reason: str) -> str | None:
+    """Why a skip with this reason fails; None where it may be skipped."""
+    if not os.environ.get("CI") or any(re.search(pattern, reason) for pattern in ALLOWED_SKIPS):
+        return None
+    return f"skipped in CI for a reason that tests/conftest.py does not allow: {reason}"
+
+
+def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return
+    where = report.longrepr
+    reason = where[2].removeprefix("Skipped: ") if isinstance(where, tuple) else str(where)
+    found = complaint(reason)
+    if found is not None:
+        report.outcome, report.longrepr = "failed", found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    fail_if_skipped(report)
+    return report
