@@ -9,28 +9,20 @@ import grpc
 import grpc.aio
 import pytest
 
-from core.config import EngineConfig, WorkerConfig
+from core.config import WorkerConfig
 from core.request import Request, SamplingParams
+from core.step import StepPlan
 from prefill_worker.machine import PrefillArrived
 from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
-from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config, transfers
-from tests.support.reference import CoLocatedEngine
-from tests.support.steps import Gate, slow_down
+from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers
+from tests.support.faults import Stream, expected
+from tests.support.steps import Gate, runner_of, slow_down
 from tests.support.waiting import until
 from worker.service import WorkerService
 
 PROMPT = tuple(range(1, 70))
 NUM_OUTPUT = 40
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[int]:
-    engine = CoLocatedEngine(EngineConfig(model="fake:tiny", dtype="float32", kv_memory_mb=32))
-    params = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0.0, ignore_eos=True)
-    tokens = engine.generate(Request("reference", PROMPT, len(PROMPT), params))
-    engine.close()
-    return tokens
 
 
 def serving(deployment: Deployment, answer_worker: str) -> WorkerService:
@@ -40,41 +32,24 @@ def serving(deployment: Deployment, answer_worker: str) -> WorkerService:
 
 async def busy_worker(pool: list[WorkerService]) -> WorkerService:
     """The one of `pool` that computes a sequence now."""
-    async with asyncio.timeout(10):
-        while True:
-            for worker in pool:
-                assert worker._parts is not None
-                if worker._parts.machine.core.scheduler.running:
-                    return worker
-            await asyncio.sleep(0.002)
+
+    def busy() -> list[WorkerService]:
+        return [worker for worker in pool if machine_of(worker).core.scheduler.running]
+
+    await until(busy, "a worker is busy")
+    return busy()[0]
 
 
-async def collect(deployment: Deployment, answer: Answer, reached: asyncio.Event, at: int) -> None:
-    request = make_request(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-    async for response in deployment.inference.Generate(request, timeout=30):
-        if response.HasField("finished"):
-            answer.finished = response.finished
-            continue
-        answer.indices += range(response.tokens.index, response.tokens.index + len(response.tokens.token_ids))
-        answer.token_ids += response.tokens.token_ids
-        if len(answer.token_ids) >= at:
-            reached.set()
-
-
-async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_token(expected: list[int]) -> None:
+async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_token() -> None:
     async with deploy(tiny_config(), num_prefill=1, num_decode=2) as deployment:
         for worker in deployment.decode:
             slow_down(worker, 0.01)
-        answer, reached = Answer(), asyncio.Event()
-        streaming = asyncio.create_task(collect(deployment, answer, reached, at=8))
-        await asyncio.wait_for(reached.wait(), 10)
+        stream = await Stream(deployment.inference, PROMPT, NUM_OUTPUT).reach(8)
         victim = await busy_worker(deployment.decode)
         await victim.stop()
-        num_before = len(answer.token_ids)
-        await streaming
+        num_before = stream.num_tokens
+        answer = (await stream.right()).answer
         assert num_before < NUM_OUTPUT, "the worker went after the stream had ended: nothing was tested"
-        assert answer.token_ids == expected
-        assert answer.indices == list(range(NUM_OUTPUT))
         assert answer.finished is not None
         assert answer.finished.attempts == 2
         assert answer.finished.path == inference_pb2.REQUEST_PATH_RECOMPUTED
@@ -83,17 +58,15 @@ async def test_a_decode_worker_that_goes_in_mid_stream_is_replaced_at_the_next_t
         await deployment.settle()
 
 
-async def test_a_prefill_worker_that_goes_during_the_prompt_is_replaced(expected: list[int]) -> None:
+async def test_a_prefill_worker_that_goes_during_the_prompt_is_replaced() -> None:
     async with deploy(tiny_config(), num_prefill=2, num_decode=1) as deployment:
         for worker in deployment.prefill:
             slow_down(worker, 0.3)
-        answer, reached = Answer(), asyncio.Event()
-        streaming = asyncio.create_task(collect(deployment, answer, reached, at=1))
+        stream = Stream(deployment.inference, PROMPT, NUM_OUTPUT)
         victim = await busy_worker(deployment.prefill)
-        assert not answer.token_ids, "the prompt was computed before the worker went"
+        assert not stream.num_tokens, "the prompt was computed before the worker went"
         await victim.stop()
-        await streaming
-        assert answer.token_ids == expected
+        answer = (await stream.right()).answer
         assert answer.finished is not None
         assert answer.finished.attempts == 2
         deployment.prefill.remove(victim)
@@ -104,26 +77,21 @@ async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retry
     config = tiny_config(worker_wait_s=0.5)
     async with deploy(config) as deployment:
         slow_down(deployment.decode[0], 0.01)
-        answer, reached = Answer(), asyncio.Event()
-        streaming = asyncio.create_task(collect(deployment, answer, reached, at=3))
-        await asyncio.wait_for(reached.wait(), 10)
+        stream = await Stream(deployment.inference, PROMPT, NUM_OUTPUT).reach(3)
         await deployment.decode[0].stop()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(streaming, 10)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(caught.value.trailing_metadata() or ())["tandem-retryable"] == "true"
-        assert "no decode worker" in (caught.value.details() or "")
+        await stream.typed(grpc.StatusCode.UNAVAILABLE)
+        assert stream.trailers["tandem-retryable"] == "true"
+        assert "no decode worker" in stream.details
         deployment.decode.clear()
         await deployment.settle()
 
 
-async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expected: list[int]) -> None:
+async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on() -> None:
     async with deploy(tiny_config()) as deployment:
-        assert deployment.decode[0]._parts is not None
-        runner = deployment.decode[0]._parts.executor._runner  # type: ignore[attr-defined]
-        run, failed = runner.run, []
+        runner = runner_of(deployment.decode[0])
+        run, failed = runner.run, list[StepPlan]()
 
-        def fail_once(plan):  # type: ignore[no-untyped-def]
+        def fail_once(plan: StepPlan) -> object:
             if not failed:
                 failed.append(plan)
                 raise MemoryError("no memory for this step")
@@ -136,27 +104,23 @@ async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on(expe
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "no memory for this step" in (caught.value.details() or "")
         again = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-        assert again.token_ids == expected
+        assert again.token_ids == expected(PROMPT, NUM_OUTPUT)
         await deployment.settle()
 
 
-async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere(expected: list[int]) -> None:
+async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere() -> None:
     config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=1.0))
     async with deploy(config, num_decode=2) as deployment:
-        answer, reached = Answer(), asyncio.Event()
         for worker in deployment.decode:
             slow_down(worker, 0.01)
-        streaming = asyncio.create_task(collect(deployment, answer, reached, at=8))
-        await asyncio.wait_for(reached.wait(), 10)
+        stream = await Stream(deployment.inference, PROMPT, NUM_OUTPUT).reach(8)
         victim = await busy_worker(deployment.decode)
         gate = Gate(victim)
         gate.close()
         error = await asyncio.wait_for(victim.failed(), 10)
         assert gate.waiting, "no step hung: nothing was tested"
         assert "step_timeout_s" in str(error)
-        await streaming
-        assert answer.token_ids == expected
-        assert answer.indices == list(range(NUM_OUTPUT))
+        answer = (await stream.right()).answer
         assert answer.finished is not None
         assert serving(deployment, answer.finished.decode_worker) is not victim
         shell = deployment.router._shell
@@ -168,7 +132,7 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         await deployment.settle()
 
 
-async def test_steps_that_end_in_time_are_never_taken_to_hang(expected: list[int]) -> None:
+async def test_steps_that_end_in_time_are_never_taken_to_hang() -> None:
     """Many of them, together far over the limit of one."""
     config = replace(tiny_config(), worker=WorkerConfig(step_timeout_s=1.0))
     async with deploy(config) as deployment:
@@ -176,7 +140,7 @@ async def test_steps_that_end_in_time_are_never_taken_to_hang(expected: list[int
         started_at = asyncio.get_running_loop().time()
         answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert asyncio.get_running_loop().time() > started_at + 1.5, "too quick to show anything"
-        assert answer.token_ids == expected
+        assert answer.token_ids == expected(PROMPT, NUM_OUTPUT)
         assert answer.finished is not None
         assert answer.finished.attempts == 1
 
@@ -194,7 +158,7 @@ def fail_on_arrival(worker: WorkerService) -> None:
     worker._driver.machine.handle = broken  # type: ignore[method-assign, assignment]
 
 
-async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once(expected: list[int]) -> None:
+async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once() -> None:
     """Who made it fail is not tried elsewhere, where it might do the same; all others are, and nobody waits."""
     async with deploy(tiny_config()) as deployment:
         (worker,) = deployment.prefill
@@ -204,7 +168,7 @@ async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once(expe
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "a bug" in str(await worker.failed())
         answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
-        assert answer.token_ids == expected
+        assert answer.token_ids == expected(PROMPT, NUM_OUTPUT)
         async with open_channel(deployment.endpoints[id(worker)].address, 1 << 20) as channel:
             stub = worker_pb2_grpc.PrefillWorkerStub(channel)  # type: ignore[no-untyped-call]
             sequence = Request("late", PROMPT, len(PROMPT), SamplingParams(max_tokens=1))

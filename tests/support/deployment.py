@@ -230,3 +230,7 @@ async def wait_until_met(deployment: Deployment) -> None:
 
 def place(ordinal: int) -> Placement:
     return Placement(ordinal=ordinal, host="", address="", num_threads=1, scale=None)
+
+
+def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
+    return {str(key): str(value) for key, value in error.trailing_metadata()}  # type: ignore[misc]  # the stubs' item

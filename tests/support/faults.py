@@ -26,7 +26,7 @@ from engine.fake_runner import FakeRunner, expected_tokens
 from kv_transfer.transports.memory_transport import MemoryFabric
 from protos import inference_pb2_grpc
 from protos.handoff_codec import decode
-from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config
+from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config, trailers_of
 
 LEASE_S = 2.0  # longer than a busy machine lets its processes wait
 TYPED = {
@@ -92,6 +92,7 @@ class Stream:
         self.answer = Answer()
         self.code: grpc.StatusCode | None = None  # of the error it ended with
         self.details = ""
+        self.trailers: dict[str, str] = {}
         self._deadline = time.monotonic() + timeout_s
         self._grown = asyncio.Condition()
         self._call = inference.Generate(make_request(token_ids=prompt, max_tokens=num_output), timeout=timeout_s)
@@ -112,6 +113,7 @@ class Stream:
                     self._grown.notify_all()
         except grpc.aio.AioRpcError as error:
             self.code, self.details = error.code(), error.details() or ""
+            self.trailers = trailers_of(error)
         except asyncio.CancelledError:
             if not self._call.cancelled():
                 raise
