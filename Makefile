@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 check: setup  ## Lint, format, types, and the floors of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy $(PACKAGES) tests
 	$(BIN)/lint-imports
 
 test: setup  ## All tests, in under ten minutes

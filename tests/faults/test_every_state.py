@@ -98,6 +98,7 @@ async def offered_in_part(scene: Scene, timeout_s: float) -> Stream:
 async def reserved(scene: Scene, timeout_s: float) -> Stream:
     pool = scene.deployment.decode[0]._parts.machine.core.pool  # type: ignore[union-attr]
     filled = pool.allocate(pool.num_available - 6)  # enough for the other one to grow
+    assert filled is not None
     scene.let_go.append(lambda: pool.release(filled))
     stream = scene.start(timeout_s)
     await scene.pulls(PullerState.RESERVED)

@@ -228,7 +228,7 @@ async def test_a_size_out_of_bounds_is_refused_by_name(fleet: Fleet) -> None:
 
 async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     cluster, journal = fleet
-    first = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
+    first: set[tuple[int, ...]] = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
     assert first == {share_of_cores(usable_cores(), seat, 2) for seat in range(2)}
     await cluster.scale(2, None)
     started = await journal.wait_for(name="prefill-1", event="started")

@@ -82,7 +82,9 @@ async def test_transfers_by_state_and_what_strangers_sent_are_on_the_page(metric
     config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port))
     config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
     async with deploy(config) as deployment:
-        agent = deployment.prefill[0]._parts.agent
+        parts = deployment.prefill[0]._parts
+        assert parts is not None
+        agent = parts.agent
         stranger = MemoryTransport("stranger", FABRIC)
         stranger.connect(agent.address)
         for payload in (b"", b"nonsense", bytes(99)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def config_of(transport: str, port: int = 0, expected_bytes_per_s: float = 0.0) 
     )
 
 
-async def fleet_with_paths(deployment: Deployment) -> tuple[cluster_pb2.GetFleetResponse, list[PathStatus]]:
+async def fleet_with_paths(deployment: Deployment) -> tuple[Any, list[PathStatus]]:
     """Once every path has been reported as it is now."""
     num_pairs = len(deployment.prefill) * len(deployment.decode)
     async with asyncio.timeout(20):

@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from core.config import SecurityConfig, TandemConfig
 from core.errors import Unauthenticated
 from protos import cluster_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router import shell as shell_module
 from router import worker_link
 from runtime.grpc_server import error_from, open_channel
 from runtime.security import OPEN, TOKEN_KEY, Credentials, load_credentials
@@ -43,7 +42,7 @@ async def channel_to(address: str, credentials: Credentials = OPEN) -> AsyncIter
     try:
         yield channel
     finally:
-        await channel.close()
+        await channel.close(None)
 
 
 def addresses(deployment: Deployment) -> dict[str, str]:
@@ -54,14 +53,14 @@ def addresses(deployment: Deployment) -> dict[str, str]:
     }
 
 
-async def status_of(call: object) -> grpc.StatusCode:
+async def status_of(call: Any) -> grpc.StatusCode:
     """How a call of either kind ends; of a stream, how its first message does."""
     try:
         if hasattr(call, "read"):
             await call.read()
             call.cancel()
         else:
-            await call  # type: ignore[misc]
+            await call
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
@@ -191,7 +190,7 @@ async def test_every_hand_off_has_a_ticket_of_128_random_bits_that_both_workers_
             drawn.append(value)
         return value
 
-    monkeypatch.setattr(shell_module.secrets, "randbits", draw)
+    monkeypatch.setattr("router.shell.secrets.randbits", draw)
     seen: dict[str, list[int]] = {"prefill": [], "decode": []}
 
     def note(role: str, start: Callable[..., None], find: Callable[[Any], int]) -> Callable[..., None]:

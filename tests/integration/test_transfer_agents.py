@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from kv_transfer.events import (
     PullFailed,
     SendMessage,
 )
-from kv_transfer.plan import Run
+from kv_transfer.plan import Runs
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import Transport
@@ -208,7 +208,7 @@ def test_a_dead_owner_fails_the_pull(fabric: MemoryFabric, hand_off: HandOff) ->
 
 
 class NoReads(MemoryTransport):
-    def start_read(self, peer: str, runs: Sequence[Run]) -> int:
+    def start_read(self, peer: str, runs: Runs) -> int:
         raise TransportError(f"no read of {len(runs)} runs from {peer}")
 
 

@@ -152,7 +152,7 @@ def test_the_contract_holds_over_tcp(kind: str) -> None:
     """UCX reads UCX_TLS once per process, so this takes another one."""
     real_transport(kind)
     which = f"{kind} and (TestContract or owner) and not shared_memory"
-    files = [__file__, ROOT / "tests/integration/test_transport_peers.py"]
+    files = [__file__, str(ROOT / "tests/integration/test_transport_peers.py")]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, *files],
         env=os.environ | {"UCX_TLS": "tcp,self"},

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,13 @@ async def test_the_same_seed_gives_the_same_text_twice(deployment: Deployment) -
 async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine) -> None:
     prompt = prompt_of(2 * BLOCK + 5, seed=5)
     # Values that float32, the wire's type, holds exactly.
-    sampling = {"temperature": 0.75, "top_p": 0.875, "top_k": 20, "repetition_penalty": 1.25, "seed": 99}
+    sampling: dict[str, Any] = {
+        "temperature": 0.75,
+        "top_p": 0.875,
+        "top_k": 20,
+        "repetition_penalty": 1.25,
+        "seed": 99,
+    }
     answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **sampling)
     assert answer.token_ids == expected_tokens(engine, prompt, **sampling)
     await deployment.settle()

@@ -26,7 +26,7 @@ def host_pool(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[
     """[num_blocks, block_bytes] of zeros, touched, and the PoolMemory over it."""
     array = np.zeros((num_blocks, layout.block_bytes), np.uint8)
     array[:] = 0
-    return array, PoolMemory(array.ctypes.data, num_blocks, layout, memoryview(array.reshape(-1)))
+    return array, PoolMemory(array.ctypes.data, num_blocks, layout, memoryview(array.reshape(-1).data))
 
 
 def address_of(transport: object, pool: PoolMemory, incarnation: int = 1) -> AgentAddress:

@@ -11,6 +11,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 from hypothesis import settings
@@ -38,7 +39,7 @@ prompts = st.builds(
     st.integers(0, len(SHARED)),
     st.lists(st.integers(1, 2), max_size=4),
 )
-requests = {
+requests: dict[str, Any] = {
     "prompt": prompts,
     "priority": st.integers(0, 2),
     "salt": st.sampled_from(["", "", "tenant"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_the_special_scenarios_hold_for_the_unbroken_machines() -> None:
 def test_a_router_that_delivers_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     accept = RouterMachine._accept
 
-    def again(self: RouterMachine, routed: RoutedRequest, tokens: events.IndexedTokens, now: float) -> list[object]:
+    def again(self: RouterMachine, routed: RoutedRequest, tokens: events.IndexedTokens, now: float) -> list[Any]:
         return accept(self, routed, tokens, now) * 2
 
     monkeypatch.setattr(RouterMachine, "_accept", again)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -85,7 +86,7 @@ class Deployment:
     def workers(self) -> list[WorkerService]:
         return self.prefill + self.decode
 
-    async def generate(self, timeout_s: float = CALL_TIMEOUT_S, **request: object) -> Answer:
+    async def generate(self, timeout_s: float = CALL_TIMEOUT_S, **request: Any) -> Answer:
         """One choice, to its end."""
         return (await self.generate_all(make_request(**request), timeout_s))[0]
 
@@ -140,7 +141,9 @@ class Deployment:
 
 def machine_of(worker: WorkerService) -> PrefillMachine | DecodeMachine:
     assert worker._parts is not None
-    return worker._parts.machine
+    machine = worker._parts.machine
+    assert isinstance(machine, PrefillMachine | DecodeMachine)
+    return machine
 
 
 def transfers(worker: WorkerService) -> TransferMachine:
@@ -233,4 +236,5 @@ def place(ordinal: int) -> Placement:
 
 
 def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
-    return {str(key): str(value) for key, value in error.trailing_metadata()}  # type: ignore[misc]  # the stubs' item
+    pairs: Any = error.trailing_metadata()  # the stubs know no pairs
+    return {str(key): str(value) for key, value in pairs}

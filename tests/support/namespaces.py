@@ -19,7 +19,7 @@ import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,7 +112,7 @@ class Machines:
         return Site(CONTROL_IP[machine], ("ip", "netns", "exec", self.namespace(machine)), environment)
 
     @contextlib.asynccontextmanager
-    async def reachable(self) -> AsyncIterator[Callable[[str], object]]:
+    async def reachable(self) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
         """A function that makes an address of theirs one of ours: a port of loopback whose connections go on inside."""
         machine_of = {address: machine for machine, address in CONTROL_IP.items()}
         async with contextlib.AsyncExitStack() as stack:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from cli.flags import CHOICE_FLAGS, REQUEST_FLAGS, fill_request, with_flags
 from cli.main import app
 from core.errors import InvalidRequest
-from protos.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
+from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 # What a user types, and the message the router gets.
 TYPED = [

@@ -13,7 +13,7 @@ from cli import status
 from cli.paths import MAX_BROKEN_PATHS, path_lines
 from cli.pools import NO_DECODE, pool_lines, ready_line
 from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
-from protos import cluster_pb2, worker_pb2
+from tandem_client.stubs import cluster_pb2, worker_pb2
 
 
 def worker(name: str, tokens: int = 0, age_ms: float = 10.0) -> cluster_pb2.FleetWorker:
@@ -60,8 +60,8 @@ def holders_of(response: cluster_pb2.GetLedgerResponse, width: int = 110) -> lis
 
 def holder(name: str, kind: str, state: str, blocks: int, counted: int, age_ms: float = 0) -> worker_pb2.BlockHolder:
     return worker_pb2.BlockHolder(
-        kind=worker_pb2.HolderKind.Value(f"HOLDER_KIND_{kind}"), name=name,
-        state=worker_pb2.HolderState.Value(f"HOLDER_STATE_{state}"), num_blocks=blocks, num_counted=counted,
+        kind=f"HOLDER_KIND_{kind}", name=name,
+        state=f"HOLDER_STATE_{state}", num_blocks=blocks, num_counted=counted,
         age_ms=age_ms, peer="prefill-0.0123456789abcdef" if kind != "SEQUENCE" else "",
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cli.waterfall import BAR, SLIVER, draw, phases
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 
 TIMINGS = inference_pb2.PhaseTimings(
     tokenize_ms=2, router_queue_ms=4, prefill_queue_ms=4, prefill_ms=80, first_token_ms=95, transfer_ms=70,

@@ -18,8 +18,8 @@ from cli import demo, entry
 from cli.chat import Conversation, chat
 from cli.demo_config import demo_config
 from cli.main import run
-from protos import inference_pb2
 from tandem_client import CallFailed
+from tandem_client.stubs import inference_pb2
 
 
 @pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])

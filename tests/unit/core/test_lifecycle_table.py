@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -26,7 +26,7 @@ def reachable(table: Mapping[State, frozenset[State]], start: State) -> set[Stat
 @dataclass(frozen=True)
 class Table(Generic[State]):
     steps: Mapping[State, frozenset[State]]
-    states: type[State]
+    states: Iterable[State]
     start: State
     ends: frozenset[State]
 

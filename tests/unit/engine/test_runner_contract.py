@@ -73,7 +73,7 @@ def test_a_sequence_goes_on_elsewhere_from_copied_blocks(runner: Runner, one_sho
     last = len(PROMPT) + 1
     token_ids = [*PROMPT, one_shot[0]]
     runner.run(StepPlan(0, (_chunk(PROMPT, 0, len(PROMPT), [0, 1, 2]),)))
-    pool = np.frombuffer(runner.pool_memory(), np.uint8).reshape(runner.num_blocks, -1)
+    pool = pool_bytes(runner).reshape(runner.num_blocks, -1)
     pool[[9, 5, 7]] = pool[[0, 1, 2]]
     pool[[0, 1, 2]] = 255
     output = runner.run(StepPlan(1, (_chunk(token_ids, last - 1, 1, [9, 5, 7]),)))
@@ -140,6 +140,7 @@ def test_logprobs_are_the_models_own(runner: Runner) -> None:
 
 def test_the_pool_is_page_aligned_writable_and_where_it_says(runner: Runner) -> None:
     memory = runner.pool_memory()
+    assert memory is not None
     assert not memory.readonly
     assert memory.nbytes == runner.num_blocks * runner.layout.block_bytes
     assert runner.pool_address() % mmap.PAGESIZE == 0
@@ -192,11 +193,17 @@ def test_threads_default_to_the_cores_this_process_may_use() -> None:
     assert torch.get_num_threads() == len(os.sched_getaffinity(0))
 
 
+def pool_bytes(runner: Runner) -> np.ndarray:
+    memory = runner.pool_memory()
+    assert memory is not None
+    return np.frombuffer(memory, np.uint8)
+
+
 def _slots(runner: Runner) -> np.ndarray:
     """The pool's bytes by slot. # [num_blocks, layers * 2 * heads, block_size, bytes]"""
     layout = runner.layout
     rows = layout.num_layers * 2 * layout.num_kv_heads
-    return np.frombuffer(runner.pool_memory(), np.uint8).reshape(runner.num_blocks, rows, layout.block_size, -1)
+    return pool_bytes(runner).reshape(runner.num_blocks, rows, layout.block_size, -1)
 
 
 def _chunk(

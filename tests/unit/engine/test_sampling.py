@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +138,12 @@ def test_greedy_takes_the_highest_after_penalties_and_the_lowest_id_of_equals() 
 
 def test_a_mixed_batch_gives_each_row_what_it_gets_alone() -> None:
     rows = np.random.default_rng(1).normal(size=(4, 30)).astype(np.float32)
-    options = [{"temperature": 0.0}, {"seed": 4}, {"temperature": 0.0, "logit_bias": {7: 9.0}}, {"temperature": 0.0}]
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 4},
+        {"temperature": 0.0, "logit_bias": {7: 9.0}},
+        {"temperature": 0.0},
+    ]
     chunks = [
         ScheduledChunk(str(index), [1, 2], 1, 1, 1, [0], True, params(**option)) for index, option in enumerate(options)
     ]

@@ -23,7 +23,7 @@ class Supervisor:
     def scale(self) -> Supervisor:
         return self
 
-    async def remote(self, prefill: int | None, decode: int | None) -> tuple[int, int] | Refusal:
+    async def remote(self, prefill: int | None, decode: int | None) -> tuple[int, int] | Refusal | None:
         del prefill, decode
         return self._answer or await asyncio.Future()
 

@@ -28,7 +28,7 @@ class End:
     def __init__(self, name: str, fabric: MemoryFabric, fill: int) -> None:
         self.bytes = np.full(NUM_BLOCKS * LAYOUT.block_bytes + PROBE_BYTES, fill, np.uint8)
         self.pool = PoolMemory(
-            self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, memoryview(self.bytes), probe_bytes=PROBE_BYTES
+            self.bytes.ctypes.data, NUM_BLOCKS, LAYOUT, memoryview(self.bytes.data), probe_bytes=PROBE_BYTES
         )
         self.transport = MemoryTransport(name, fabric)
         self.transport.register(self.pool)
@@ -126,7 +126,7 @@ def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() ->
     num_blocks = COPIED_BYTES // LAYOUT.block_bytes
     array = np.full(COPIED_BYTES + PROBE_BYTES + GUARD_BYTES, 3, np.uint8)
     array[COPIED_BYTES:] = 4
-    view = memoryview(array)[: COPIED_BYTES + PROBE_BYTES]
+    view = memoryview(array.data)[: COPIED_BYTES + PROBE_BYTES]
     clock = iter([0.0, 4.0, 5.0, 7.0, 8.0, 16.0, 17.0, 20.0])  # each quarter is timed alone; the second took 2 s
     pool = PoolMemory(array.ctypes.data, num_blocks, LAYOUT, view, probe_bytes=PROBE_BYTES)
     location = locate(pool, clock.__next__)

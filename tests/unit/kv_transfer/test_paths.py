@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from core.block_pool import BlockPool
 from core.config import TransferConfig
@@ -46,7 +46,7 @@ class Reader:
     def __init__(self, location: Location = HERE) -> None:
         self.now = 100.0
         self.machine = TransferMachine(CONFIG, BlockPool(32), agent("reader", location))
-        self.actions: list[TransferAction] = []
+        self.actions: list[Any] = []  # TransferAction
 
     def post(self, event: TransferEvent) -> None:
         self.take(self.machine.handle(event, self.now))
@@ -295,7 +295,7 @@ def answer_as(owner: Reader, name: str) -> None:
 def test_a_reader_that_died_unseen_is_noticed_when_another_is_introduced_and_leaves_its_place() -> None:
     owner = owner_of("dead")
     owner.pass_time(3600.0)
-    assert owner.machine.paths == (), "it has no reason to ask"
+    assert not owner.machine.paths, "it has no reason to ask"
     owner.introduce(agent("new"), is_owner=False)
     owner.pass_time(5.1)
     assert "unreachable: it gives no sign of life" in [str(path) for path in owner.machine.paths if path.peer == "dead"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
@@ -62,7 +63,7 @@ class Side:
         self.checks: list[CheckBlocks] = []  # not answered
         self.reads: dict[int, StartRead] = {}  # in flight
         self.links: list[Connect | Disconnect] = []
-        self.results: list[PullCompleted | PullFailed | OfferEnded] = []
+        self.results: list[Any] = []  # PullCompleted, PullFailed, OfferEnded
         self.given_up: list[PullGivenUp] = []
 
     @property

@@ -153,7 +153,7 @@ def test_a_full_disk_is_called_by_its_name(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(catalogue.os, "replace", full)
+    monkeypatch.setattr("model_files.catalogue.os.replace", full)
     with pytest.raises(FetchFailed, match="free some space"):
         fetch("tiny", None, tmp_path)
     assert index.requests, "the fault came before the download"

@@ -51,7 +51,7 @@ async def watch(shell: RouterShell, *worker_ids: str) -> list[Worker]:
     await shell.set_workers([endpoint(worker_id) for worker_id in worker_ids])
     workers = [Worker() for _ in worker_ids]
     for worker_id, worker in zip(worker_ids, workers, strict=True):
-        shell.links[worker_id]._worker = worker
+        shell.links[worker_id]._worker = worker  # type: ignore[assignment]
     async with asyncio.timeout(5):
         for worker in workers:
             await worker.watched.wait()

@@ -58,7 +58,7 @@ async def worker() -> AsyncIterator[Worker]:
     worker = Worker()
     endpoint = Endpoint("w", "127.0.0.1:1", ServiceRole.DECODE)
     worker.link = link = WorkerLink(endpoint, "router", worker.posted.put_nowait, lambda _: True, OPEN)
-    link._worker = link._prefill = link._decode = worker
+    link._worker = link._prefill = link._decode = worker  # type: ignore[assignment]
     yield worker
     await link.close()
 

@@ -149,7 +149,7 @@ def test_a_request_is_matched_by_the_hashes_that_its_salt_gives_it_on_a_worker()
     plain = request(prompt=range(1, 10))
     salted = replace(plain, cache_salt="mine")
     (found,) = workers.hashes(salted).values()
-    assert found == Sequence(salted, arrival=0).full_block_hashes(LAYOUT.block_size)
+    assert found == [block.sequence_hash for block in Sequence(salted, arrival=0).full_blocks(LAYOUT.block_size)]
     assert not set(found) & set(workers.hashes(plain)[LAYOUT.block_size])
 
 

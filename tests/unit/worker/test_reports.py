@@ -75,7 +75,11 @@ def test_a_holder_s_state_says_its_kind() -> None:
 
 async def test_news_of_the_fleet_arrives_in_order() -> None:
     met: list[PeerIntroduced | PeerDismissed] = []
-    news = [PeerIntroduced(agent("p"), True), PeerIntroduced(agent("d"), False), PeerDismissed("p")]
+    news: list[PeerIntroduced | PeerDismissed] = [
+        PeerIntroduced(agent("p"), True),
+        PeerIntroduced(agent("d"), False),
+        PeerDismissed("p"),
+    ]
     request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, news))
     await feed_of(0, met).MeetPeers(request, NOBODY)
     assert met == news

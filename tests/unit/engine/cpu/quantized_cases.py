@@ -25,7 +25,7 @@ class OwnMemory(HugePages):
 
 def matrix_of(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantizedMatrix:
     """A quantized matrix whose first half is written last."""
-    matrix = QuantizedMatrix(*weight.shape, bits, dtype, OwnMemory())
+    matrix = QuantizedMatrix(weight.shape[0], weight.shape[1], bits, dtype, OwnMemory())
     half = len(weight) // 2
     for start, rows in ((half, weight[half:]), (0, weight[:half])):
         if len(rows):
