@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation. Ctrl-C stops the answer, twice quits."""
+"""`tandem chat`: a conversation at the terminal. Ctrl-C stops the answer; Ctrl-C twice quits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
 
-HELP = "Ctrl-C stops the answer, twice quits; /new starts over."
+HELP = "Ctrl-C stops the answer, Ctrl-C twice quits; /new starts a new conversation."
 
 
 class Conversation:
-    """The messages so far and how to ask for the next one."""
+    """The messages so far, and the options of every request."""
 
     def __init__(self, template: inference_pb2.GenerateRequest, system: str, timeout_s: float) -> None:
         """`template` carries the sampling and stop options of every turn."""
@@ -30,7 +30,7 @@ class Conversation:
             self.messages.append(inference_pb2.ChatMessage(role="system", content=self._system))
 
     async def answer(self, client: AsyncClient, text: str) -> inference_pb2.Finished | None:
-        """Ask and print. What has arrived of an answer that is stopped stays part of the conversation."""
+        """Send `text` and print the answer. A stopped answer stays in the conversation as far as it arrived."""
         self.messages.append(inference_pb2.ChatMessage(role="user", content=text))
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._template)
@@ -54,7 +54,7 @@ class Conversation:
 
 
 def chat(connection: AsyncClient, conversation: Conversation, console: Console) -> None:
-    """Until the end of input, or two Ctrl-C with nothing between them."""
+    """Converse until the end of the input, or until two Ctrl-C with no line between them."""
     with asyncio.Runner() as runner:
         client = runner.run(connection.__aenter__())
         try:
@@ -87,7 +87,7 @@ def _converse(runner: asyncio.Runner, client: AsyncClient, conversation: Convers
             interrupted = True
             console.print(f"\n[dim]{HELP}[/dim]")
         except CallFailed as error:
-            if not sys.stdin.isatty():  # a script wants the exit code
+            if not sys.stdin.isatty():  # a script needs the exit code
                 raise
-            # The conversation is still there: a lost worker comes back, and one that is too long can start over.
+            # Keep the conversation: a lost worker comes back, and /new ends a conversation that is too long.
             console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)

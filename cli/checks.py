@@ -1,4 +1,4 @@
-"""What can be known to be wrong before Ray starts is said before. Imports nothing slow: Ray waits for it."""
+"""Checks of the config and of this machine before Ray starts. Ray waits for them, so no import here is slow."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ COLLECTOR_TIMEOUT_S = 1.0
 
 
 def check_before_start(config: TandemConfig, console: Console) -> None:
-    """Raises `TandemError`. A model of the catalogue that is not here yet is fetched."""
+    """Run every check. Fetches a model of the catalogue that is not cached. Raises `TandemError`."""
     check_transport(config.transfer)
     check_port(config.router)
     check_telemetry(config.telemetry)
     check_credentials(config.security)
-    tell_of_silent_collector(config.telemetry, console)
+    warn_without_collector(config.telemetry, console)
     if config.cluster.address:
-        return  # a joined cluster may keep its models elsewhere than this machine does
+        return  # the machines of a joined cluster may store their models at other paths
     entry = CATALOGUE.get(config.engine.model)
     if entry is not None and not is_cached(entry, default_cache_dir()):
         from cli.pull import pull
@@ -34,13 +34,13 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
 
 
 def check_transport(config: TransferConfig) -> None:
-    """Raises `ConfigError` for the transport that cannot leave a process: `serve` starts one for each worker."""
+    """Raises `ConfigError` for the memory transport: `serve` starts one process for each worker."""
     if config.transport == "memory":
-        raise ConfigError('transport = "memory" joins workers of one process only; choose "nixl" under [transfer]')
+        raise ConfigError('transport = "memory" connects workers of one process only; choose "nixl" under [transfer]')
 
 
-def tell_of_silent_collector(config: TelemetryConfig, console: Console) -> None:
-    """It may come later, and traces are worth no refusal; but spans are dropped until then, and nobody else says so."""
+def warn_without_collector(config: TelemetryConfig, console: Console) -> None:
+    """Warn when no trace collector listens. It may start later; spans are dropped until then."""
     if not config.otlp_endpoint:
         return
     host, _, port = config.otlp_endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
@@ -48,13 +48,13 @@ def tell_of_silent_collector(config: TelemetryConfig, console: Console) -> None:
         socket.create_connection((host.strip("[]"), int(port)), COLLECTOR_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         console.print(
-            f"nothing answers at {config.otlp_endpoint} ({error}): traces are dropped until something does",
+            f"no trace collector answers at {config.otlp_endpoint} ({error}): traces are dropped until one does",
             style="yellow", highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
 
 
 def check_credentials(config: SecurityConfig) -> None:
-    """Raises `ConfigError` where a file of [security] cannot be used on this machine."""
+    """Raises `ConfigError` if this machine cannot use a file of [security]."""
     if config.tls_cert or config.cluster_token_file:
         from runtime.security import load_credentials
 
@@ -62,8 +62,8 @@ def check_credentials(config: SecurityConfig) -> None:
 
 
 def check_port(config: RouterConfig) -> None:
-    """Raises `ConfigError` where the router could not listen: seconds before the router itself could."""
-    error = _why_not_listen(config.host, config.port)
+    """Raises `ConfigError` if the router could not listen. The router itself would fail seconds later."""
+    error = _listen_error(config.host, config.port)
     if error is not None:
         flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(
@@ -72,8 +72,8 @@ def check_port(config: RouterConfig) -> None:
 
 
 def check_telemetry(config: TelemetryConfig) -> None:
-    """Raises `ConfigError` where the router could not show its metrics, or its spans could not be written."""
-    error = _why_not_listen("0.0.0.0", config.metrics_port)
+    """Raises `ConfigError` if the router could not serve its metrics page or write its trace file."""
+    error = _listen_error("0.0.0.0", config.metrics_port)
     if error is not None:
         raise ConfigError(
             f"cannot serve metrics on port {config.metrics_port} ({error.strerror}); choose another with --metrics-port"
@@ -84,7 +84,7 @@ def check_telemetry(config: TelemetryConfig) -> None:
         JsonLinesExporter(Path(config.trace_file))
 
 
-def _why_not_listen(host: str, port: int) -> OSError | None:
+def _listen_error(host: str, port: int) -> OSError | None:
     if port == 0:
         return None
     with socket.socket() as probe:

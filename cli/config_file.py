@@ -1,7 +1,7 @@
-"""From flags and a TOML file to one `TandemConfig`. A flag wins over the file, the file over the default.
+"""Makes one `TandemConfig` from flags and a TOML file. A flag overrides the file, the file overrides the default.
 
-`FLAGS` is the whole list of what `tandem serve` takes: its help, its command line and this module are made from it, so
-a flag that does nothing cannot exist. Options without a flag are set in the file; deploy/tandem.toml shows them all.
+`FLAGS` lists every flag of `tandem serve`. The command line and its help are made from this list, so no flag is without
+an option. The file sets the options that have no flag; deploy/tandem.toml shows every option.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of `serve` and the option it sets."""
+    """One flag of `serve`, and the config option that it sets."""
 
     name: str  # without the dashes
     table: str
@@ -40,26 +40,29 @@ FLAGS = (
     Flag("model", "engine", "model", "A catalogue name, a GGUF file, a Hugging Face directory, or random:<config>."),
     Flag("prefill", "cluster", "num_prefill", "Prefill workers to start with; 0 = decode workers compute the prompts."),
     Flag("decode", "cluster", "num_decode", "Decode workers to start with."),
-    Flag("host", "router", "host", "Address the router listens on; 0.0.0.0 = every one of this machine."),
-    Flag("port", "router", "port", "Port the router listens on; 0 = any free one."),
-    Flag("address", "cluster", "address", "host:port of a Ray cluster to join. Without it, one is started here."),
-    Flag("dtype", "engine", "dtype", "auto, float32 or bfloat16."),
-    Flag("quantization", "engine", "quantization", "none, int8 or int4: bits of a weight."),
-    Flag("device", "engine", "device", "auto, cpu or cuda."),
-    Flag("kv-memory-mb", "engine", "kv_memory_mb", "Size of each worker's KV pool."),
-    Flag("max-context", "engine", "max_context", "Longest prompt and output together, in tokens; 0 = the model's own."),
-    Flag("threads", "engine", "num_threads", "Compute threads of each worker; 0 = its share of the machine's cores."),
+    Flag("host", "router", "host", "Address that the router listens on; 0.0.0.0 = every address of this machine."),
+    Flag("port", "router", "port", "Port that the router listens on; 0 = any free port."),
+    Flag("address", "cluster", "address",
+         "host:port of a Ray cluster to join. Without this flag, a Ray starts on this machine."),
+    Flag("dtype", "engine", "dtype", "Number format of the model: auto, float32 or bfloat16."),
+    Flag("quantization", "engine", "quantization", "Weight quantization: none, int8 or int4."),
+    Flag("device", "engine", "device", "Device that runs the model: auto, cpu or cuda."),
+    Flag("kv-memory-mb", "engine", "kv_memory_mb", "Size of the KV pool of each worker, in MB."),
+    Flag("max-context", "engine", "max_context",
+         "Most tokens of a prompt and its output together; 0 = the limit of the model."),
+    Flag("threads", "engine", "num_threads",
+         "Compute threads of each worker; 0 = an equal share of the machine's cores."),
     Flag("max-batched-tokens", "scheduler", "max_batched_tokens", "Token budget of one step."),
     Flag("local-prefill-tokens", "router", "local_prefill_tokens",
-         "Prompts with at most this many uncached tokens are computed on the decode worker."),
+         "The decode worker computes prompts with at most this many uncached tokens."),
     Flag("trace-file", "telemetry", "trace_file", "Append every span to this file, one JSON object a line."),
-    Flag("otlp-endpoint", "telemetry", "otlp_endpoint", "Send traces there, e.g. http://localhost:4317."),
-    Flag("metrics-port", "telemetry", "metrics_port", "Port of the router's Prometheus page; 0 = none."),
+    Flag("otlp-endpoint", "telemetry", "otlp_endpoint", "Collector to send traces to, e.g. http://localhost:4317."),
+    Flag("metrics-port", "telemetry", "metrics_port", "Port of the Prometheus page of the router; 0 = no page."),
 )  # fmt: skip
 
 
 def load_config(path: Path | None, flags: Mapping[str, int | str | None]) -> TandemConfig:
-    """`flags` by parameter name; None = not given. Raises `ConfigError` naming the file and the option."""
+    """`flags` has a value by parameter name; None = not given. Raises `ConfigError` naming the file and the option."""
     tables = _read(path) if path is not None else {}
     for flag in FLAGS:
         value = flags.get(flag.parameter)
@@ -77,15 +80,15 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, table in content.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} stands outside a table; the tables are [engine], [router] and so on")
+            raise ConfigError(f"{path}: {name} is outside a table; the tables are [engine], [router] and so on")
     return content
 
 
 def _with_full_paths(config: TandemConfig) -> TandemConfig:
-    """Workers run in directories of their own: what names a file here must name it there."""
+    """Make relative paths absolute, because workers run in other directories."""
     engine, telemetry = config.engine, config.telemetry
     if Path(engine.model).expanduser().exists():
         engine = dataclasses.replace(engine, model=str(Path(engine.model).expanduser().resolve()))
@@ -94,6 +97,6 @@ def _with_full_paths(config: TandemConfig) -> TandemConfig:
     security = config.security
     for name in ("cluster_token_file", "tls_cert", "tls_key", "tls_ca"):
         path = getattr(security, name)
-        whole: Any = {name: str(Path(path).expanduser().resolve())} if path else {}
-        security = dataclasses.replace(security, **whole)
+        absolute: Any = {name: str(Path(path).expanduser().resolve())} if path else {}
+        security = dataclasses.replace(security, **absolute)
     return dataclasses.replace(config, engine=engine, telemetry=telemetry, security=security)

@@ -1,9 +1,9 @@
-"""The cluster's credentials on the command line: nobody types a token, and none ever stands in an argument.
+"""Credentials of the `tandem` command. A user types no token, and no argument of a process contains one.
 
-`serve` makes a random token where the config has none, and leaves it for this user's other commands in a file that
-only this user can read, named after the router's address, for as long as the fleet runs. It is locked meanwhile, and
-the lock ends with the process however that ends: so the next `serve` knows what a killed one left, and removes it.
-Everybody else names a config file (`--config`) whose [security] table says where token and certificates are.
+If the config has no token, `serve` makes a random one and writes it into a token file for other commands of the same
+user. Only this user can read the file. Its name is the address of the router; it exists as long as the fleet runs.
+`serve` locks the file, and the lock ends with the process, also after `kill -9`. So the next `serve` recognizes and
+removes token files of killed fleets. Every other user gives a config file (`--config`) with a [security] table.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tandem_client import AsyncClient
 from tandem_client import Credentials as ClientCredentials
 
 TOKEN_BYTES = 32
-THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", "")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", "")
 
 
 def with_cluster_token(config: TandemConfig) -> TandemConfig:
-    """`config` with the token itself in it: read from its file on this machine, or made here. Raises `ConfigError`."""
+    """`config` with the token in it: the configured token, or a new random one. Raises `ConfigError`."""
     token = read_token(config.security) or secrets.token_urlsafe(TOKEN_BYTES)
     return replace(config, security=replace(config.security, cluster_token=token, cluster_token_file=""))
 
 
 def find_credentials(config: Path | None, address: str) -> Credentials:
-    """For the router at `address`: those of the config file, completed with the token left on this machine."""
+    """Credentials for the router at `address`: from the config file, else the token from the token file."""
     found = load_credentials(load_config(config, {}).security)
     if found.token:
         return found
@@ -55,10 +55,10 @@ def client_of(address: str, credentials: Credentials) -> AsyncClient:
 
 
 @contextlib.contextmanager
-def left_for_this_user(address: str, token: str) -> Iterator[None]:
-    """While this lasts, `find_credentials` finds the token. Raises `ConfigError` where it cannot be written.
+def token_file(address: str, token: str) -> Iterator[None]:
+    """Within this context, `find_credentials` finds the token. Raises `ConfigError` if the file cannot be written.
 
-    For a token made here, which ends with its fleet; empty = the config names a lasting one, and no copy is left.
+    An empty token writes no file: the token of a config file is never copied.
     """
     if not token:
         yield
@@ -67,15 +67,15 @@ def left_for_this_user(address: str, token: str) -> Iterator[None]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(path.parent) as directory:
-            _lock(directory, fcntl.LOCK_EX)  # who sweeps meets no file that was made and is not locked yet
-            _remove_what_dead_fleets_left(path.parent)
+            _lock(directory, fcntl.LOCK_EX)  # no other `serve` sees a token file before it is locked
+            _remove_stale_tokens(path.parent)
             path.unlink(missing_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             _lock(descriptor, fcntl.LOCK_EX)
             os.write(descriptor, token.encode("ascii"))
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path} ({error.strerror}), which `tandem scale` needs: set [security] cluster_token_file"
+            f"cannot write {path} ({error.strerror}); `tandem scale` needs it: set [security] cluster_token_file"
         ) from error
     try:
         yield
@@ -84,7 +84,7 @@ def left_for_this_user(address: str, token: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_what_dead_fleets_left(directory: Path) -> None:
+def _remove_stale_tokens(directory: Path) -> None:
     for path in directory.iterdir():
         with contextlib.suppress(OSError), _opened(path) as descriptor:
             if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -101,7 +101,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """False where another process has it, and where this file system has no locks: then nothing is ever removed."""
+    """False if another process has the lock, or if the file system has no locks; then no token file is removed."""
     try:
         fcntl.flock(descriptor, how)
     except OSError:
@@ -110,7 +110,7 @@ def _lock(descriptor: int, how: int) -> bool:
 
 
 def _token_path(address: str) -> Path:
-    """One file per router; the loopback names are one machine, and no other machine is ever sent its token."""
+    """One file per router. All local names share one file, so a local token is never sent to another machine."""
     host, _, port = address.rpartition(":")
-    name = "local" if host in THIS_MACHINE else host.replace("/", "_")
+    name = "local" if host in LOCAL_HOSTS else host.replace("/", "_")
     return default_cache_dir() / "tokens" / f"{name}_{port.replace('/', '_')}"

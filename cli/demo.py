@@ -1,8 +1,7 @@
-"""`tandem demo`: the whole path on this machine, and where the time went.
+"""`tandem demo`: runs a whole fleet on this machine, and shows the duration of each phase of a request.
 
-It starts Ray, a router and one worker of each pool, asks three questions over the public gRPC API, and stops all of it.
-Short prompts would be computed on the decode worker; here each goes through both pools, because that is what there is
-to see.
+The demo starts Ray, a router and one worker of each pool, asks three questions over the public gRPC API, and stops the
+fleet. By default the decode worker computes short prompts. The demo sends every prompt through both pools.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 from rich.console import Console
 
 from cli.credentials import with_cluster_token
-from cli.pull import pull_if_named
-from cli.serve import fleet, fleet_spec, run_to_end
+from cli.pull import pull_if_listed
+from cli.serve import fleet, fleet_spec, run_interruptible
 from cli.waterfall import draw
 from core.config import TandemConfig
 from core.errors import TandemError
@@ -33,7 +32,7 @@ STORY = (
 Chat = tuple[tuple[str, str], ...]  # (role, content) of each message
 
 CHATS: tuple[Chat, ...] = (
-    # Without the system message the first token is nearly a tie (0.08 nats), which bfloat16 may round the other way.
+    # Without the system message, the two likeliest first tokens differ by 0.08 nats, and bfloat16 may swap them.
     (("system", "Answer in one sentence."), ("user", "What is the capital of France?")),
     (("user", f"Summarize this story in one sentence.\n\n{STORY}"),),
     (
@@ -49,7 +48,7 @@ FIRST_ANSWER_SAYS = "Paris"
 async def ask(
     client: AsyncClient, messages: tuple[tuple[str, str], ...], console: Console
 ) -> tuple[str, inference_pb2.Finished]:
-    """Stream one greedy answer to the terminal. Returns (text, Finished)."""
+    """Stream one greedy answer to the terminal. Returns its text and its last message."""
     request = inference_pb2.GenerateRequest()
     for role, content in messages:
         request.chat.messages.add(role=role, content=content)
@@ -66,7 +65,7 @@ async def ask(
 
 
 def report(finished: inference_pb2.Finished, console: Console) -> None:
-    """The waterfall, and the way the request took."""
+    """Print the phases, the path and the token counts of a request."""
     for line in draw(finished.timings):
         console.print(f"  {line}", style="cyan", highlight=False, markup=False)
     path = inference_pb2.RequestPath.Name(finished.path).removeprefix("REQUEST_PATH_").lower()
@@ -80,7 +79,7 @@ def report(finished: inference_pb2.Finished, console: Console) -> None:
 
 
 async def ask_all(address: str, console: Console) -> None:
-    """Raises `TandemError` where an answer is not what it must be."""
+    """Ask every question. Raises `TandemError` if an answer or a path is wrong."""
     paths = []
     async with AsyncClient(address) as client:
         for index, messages in enumerate(CHATS):
@@ -97,18 +96,18 @@ async def ask_all(address: str, console: Console) -> None:
 
 
 def demo(config: TandemConfig, cluster: Cluster, console: Console) -> None:
-    """`cluster` has begun to start. Raises `TandemError` where anything fails, `KeyboardInterrupt` after a Ctrl-C."""
+    """`cluster` is starting already. Raises `TandemError` on a failure, `KeyboardInterrupt` after a Ctrl-C."""
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     async def main() -> None:
-        async with fleet(cluster, spec, tell) as router:
-            tell(f"router at {router.address}\n")
+        async with fleet(cluster, spec, print_line) as router:
+            print_line(f"router at {router.address}\n")
             await ask_all(router.address, console)
 
     spec = fleet_spec(with_cluster_token(config))
-    pull_if_named(config.engine.model, console)  # it is here, and its hash is checked
+    pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
-    if run_to_end(main, tell):
+    if run_interruptible(main, print_line):
         raise KeyboardInterrupt

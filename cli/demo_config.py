@@ -1,4 +1,4 @@
-"""What `tandem demo` starts. Apart from the demo itself, whose imports take a while."""
+"""The config of `tandem demo`. Separate from cli/demo.py, because that module imports slowly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`tandem doctor`: what this machine has, what is wrong with it, and how to mend it.
+"""`tandem doctor`: checks this machine, and says how to fix each fault.
 
-Each check is a function that looks at one thing and returns findings. A FAIL keeps Tandem from working here, a WARN
-makes it slow or fragile; both say what to do.
+Each check is a function that examines one subject and returns findings. FAIL: Tandem does not work on this machine.
+WARN: Tandem is slow or fragile on it. Both come with a fix.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tandem_client.stubs import cluster_pb2
 
 MB, GB = 1 << 20, 1 << 30
 MIN_RAM_BYTES = 2 * GB
-MIN_SHM_BYTES = 128 * MB  # Ray's object store, and what UCX keeps there
+MIN_SHM_BYTES = 128 * MB  # for the object store of Ray and the segments of UCX
 MIN_OPEN_FILES = 4096
 
 PACKAGES = ("ray", "torch", "grpcio", "protobuf", "nixl-cu12", "tokenizers", "opentelemetry-sdk")
@@ -53,11 +53,11 @@ class Finding:
     subject: str
     health: Health
     text: str
-    mend: str = ""  # what to do; empty where nothing is wrong
+    fix: str = ""  # what to do; empty if nothing is wrong
 
 
-def judge(good: bool, subject: str, text: str, mend: str, otherwise: Health = Health.WARN) -> Finding:
-    return Finding(subject, Health.OK, text) if good else Finding(subject, otherwise, text, mend)
+def judge(good: bool, subject: str, text: str, fix: str, otherwise: Health = Health.WARN) -> Finding:
+    return Finding(subject, Health.OK, text) if good else Finding(subject, otherwise, text, fix)
 
 
 def versions() -> list[Finding]:
@@ -78,28 +78,29 @@ def processor() -> list[Finding]:
         lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features")))
         flags = set(next(lines, "").partition(":")[2].split())
     native = sorted(flags & {"amx_bf16", "avx512_bf16", "bf16"})
-    text = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, bfloat16 by {', '.join(native) or 'nothing'}"
-    return [judge(bool(native), "processor", text, "bfloat16 is emulated here; `--dtype float32` is likely faster")]
+    bfloat16 = f"native bfloat16 ({', '.join(native)})" if native else "no native bfloat16"
+    text = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {bfloat16}"
+    return [judge(bool(native), "processor", text, "use `--dtype float32`: emulated bfloat16 is likely slower")]
 
 
 def memory() -> list[Finding]:
     available = psutil.virtual_memory().available
     findings = [
         judge(available >= MIN_RAM_BYTES, "memory", f"{available / GB:.1f} GB available",
-              "end other programs, or lower --kv-memory-mb"),
+              "end other programs, or lower `--kv-memory-mb`"),
     ]  # fmt: skip
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free
         findings.append(
             judge(free >= MIN_SHM_BYTES, "/dev/shm", f"{free / MB:.0f} MB free",
-                  "make it larger (a container: `docker run --shm-size=1g`)")
+                  "enlarge it (for a container: `docker run --shm-size=1g`)")
         )  # fmt: skip
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma, unlimited = Path("/dev/infiniband").is_dir(), locked == resource.RLIM_INFINITY
-    text = ("unlimited" if unlimited else f"{locked / MB:.0f} MB") + ("" if rdma else " (no RDMA here)")
+    text = ("unlimited" if unlimited else f"{locked / MB:.0f} MB") + ("" if rdma else " (this machine has no RDMA)")
     findings.append(
         judge(unlimited or not rdma, "locked memory", text,
-              "RDMA pins the KV pool: set `ulimit -l unlimited` (systemd: LimitMEMLOCK=infinity)")
+              "set `ulimit -l unlimited` (systemd: LimitMEMLOCK=infinity), because RDMA pins the KV pool")
     )  # fmt: skip
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     findings.append(judge(files >= MIN_OPEN_FILES, "open files", str(files), f"set `ulimit -n {MIN_OPEN_FILES * 16}`"))
@@ -112,12 +113,12 @@ def model_cache() -> list[Finding]:
     for entry in catalogue.CATALOGUE.values():
         path = catalogue.cached_path(entry, directory)
         if not catalogue.is_cached(entry, directory):
-            text, mend = f"not in {directory}", f"run `tandem pull {entry.name}` (or let `tandem serve` fetch it)"
-            findings.append(Finding(entry.name, Health.WARN, text, mend))
+            text, fix = f"not in {directory}", f"run `tandem pull {entry.name}`, or let `tandem serve` fetch the model"
+            findings.append(Finding(entry.name, Health.WARN, text, fix))
             continue
-        whole = catalogue.file_sha256(path) == entry.sha256
-        mend = f"run `tandem pull {entry.name}`: it replaces the file"
-        findings.append(judge(whole, entry.name, f"{path}{'' if whole else ' is damaged'}", mend, Health.FAIL))
+        intact = catalogue.file_sha256(path) == entry.sha256
+        fix = f"run `tandem pull {entry.name}` to replace the file"
+        findings.append(judge(intact, entry.name, f"{path}{'' if intact else ' is damaged'}", fix, Health.FAIL))
     return findings
 
 
@@ -132,20 +133,20 @@ async def ports() -> list[Finding]:
     try:
         async with AsyncClient(f"{config.host}:{config.port}") as client:
             model, fleet = await client.model(), await client.fleet()
-        return [Finding(subject, Health.OK, f"a router serves {model.name} here"), *paths(fleet)]
+        return [Finding(subject, Health.OK, f"a router serves {model.name} on it"), *paths(fleet)]
     except CallFailed:
         text = "taken by another program, or by a router with TLS"
-        return [Finding(subject, Health.WARN, text, "choose another with `tandem serve --port`")]
+        return [Finding(subject, Health.WARN, text, "choose another port with `tandem serve --port`")]
 
 
 def paths(fleet: cluster_pb2.GetFleetResponse) -> list[Finding]:
-    """Those between the workers of a router that serves here, as the workers have measured them."""
-    mend = "docs/paths.md: what a path may lack"
-    return [judge(path.state not in BROKEN, name_of(reader, path), str(path), mend) for reader, path in paths_of(fleet)]
+    """The paths between the workers of a running fleet, as its workers measured them."""
+    fix = "docs/paths.md lists the causes"
+    return [judge(path.state not in BROKEN, name_of(reader, path), str(path), fix) for reader, path in paths_of(fleet)]
 
 
 async def transports() -> list[Finding]:
-    """The default, and ucxx where it is installed."""
+    """Check the default transport, and ucxx if it is installed."""
     config = TransferConfig()
     findings = [await transport(config)]
     if importlib.util.find_spec("ucxx") is not None:
@@ -157,11 +158,11 @@ async def transport(config: TransferConfig) -> Finding:
     try:
         result = await probe(config)
     except (TandemError, ImportError) as error:
-        mend = "reinstall it with `make setup`; in a container allow ptrace (`--cap-add SYS_PTRACE`)"
-        return Finding(config.transport, Health.FAIL, str(error), mend)
+        fix = "reinstall the transport with `make setup`; in a container allow ptrace (`--cap-add SYS_PTRACE`)"
+        return Finding(config.transport, Health.FAIL, str(error), fix)
     text = f"between two processes {result.path}, {result.single_read_s * 1e6:.0f} us a block"
-    mend = "if this machine is idle, share /dev/shm and allow ptrace (`--cap-add SYS_PTRACE`)"
-    return judge(result.path.state not in BROKEN, config.transport, text, mend)
+    fix = "if this machine is idle, share /dev/shm and allow ptrace (`--cap-add SYS_PTRACE`)"
+    return judge(result.path.state not in BROKEN, config.transport, text, fix)
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (versions, processor, memory, model_cache)
@@ -173,14 +174,14 @@ async def examine() -> list[Finding]:
 
 
 def doctor(console: Console) -> int:
-    """Print every finding. Returns the exit code: 1 where something fails."""
+    """Print every finding. Returns the exit code: 1 if a finding is a FAIL."""
     with console.status("examining this machine"):
         findings = asyncio.run(examine())
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("", "what", "found"):
-        table.add_column(name, overflow="fold")  # a path that is cut short helps nobody
+        table.add_column(name, overflow="fold")  # show file paths whole
     for finding in findings:
-        text = f"{finding.text}\n[bold]-> {finding.mend}[/]" if finding.mend else finding.text
+        text = f"{finding.text}\n[bold]-> {finding.fix}[/]" if finding.fix else finding.text
         table.add_row(finding.health.value, finding.subject, text)
     console.print(table)
     return int(any(finding.health is Health.FAIL for finding in findings))

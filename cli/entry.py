@@ -1,4 +1,4 @@
-"""Where the `tandem` command begins: before anything slow is imported, so that Ctrl-C is no traceback even then."""
+"""Entry point of the `tandem` command. It catches Ctrl-C also while the slow modules are imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exit codes of the `tandem` command. Imports nothing: `cli/entry.py` needs it before anything slow."""
+"""The exit codes of the `tandem` command. Imports nothing, because cli/entry.py imports it first."""
 
-FAILED = 1  # an error, told in one line
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
+FAILED = 1  # after an error of one line
+INTERRUPTED = 130  # as shells expect after Ctrl-C

@@ -1,6 +1,6 @@
-"""Command-line flags made from tables: what a table lists is on the command line, documented, and nothing else is.
+"""Command-line flags made from tables. A command has exactly the flags of its tables, each with a help text.
 
-typer reads a function's signature; `with_flags` gives a function of keyword arguments the signature its table says.
+typer makes a command line from the signature of a function. `with_flags` makes this signature from a table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem_client.stubs import inference_pb2
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What an integer field can hold at all; the router knows the narrower limits.
+# Range of each integer type of a field. The router checks narrower limits.
 INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
@@ -51,34 +51,40 @@ CONFIG_FLAGS = tuple(
 )
 
 REQUEST_FLAGS = (
-    RequestFlag("max-tokens", int, "Most tokens to generate. (default: what the context holds)", "stop.max_tokens"),
-    RequestFlag("temperature", float, "0 = always the most likely token. (default: 1)", "sampling.temperature"),
-    RequestFlag("top-k", int, "Keep the k most likely tokens; 0 = all. (default: 0)", "sampling.top_k"),
-    RequestFlag("top-p", float, "Keep the most likely tokens that add up to this. (default: 1)", "sampling.top_p"),
-    RequestFlag("min-p", float, "Keep tokens this likely, relative to the best. (default: 0)", "sampling.min_p"),
-    RequestFlag("repetition-penalty", float, "Divides logits of tokens already there. (default: 1)",
+    RequestFlag("max-tokens", int, "Most tokens to generate. (default: the rest of the context)", "stop.max_tokens"),
+    RequestFlag("temperature", float, "Sampling temperature; 0 = always the most likely token. (default: 1)",
+                "sampling.temperature"),
+    RequestFlag("top-k", int, "Sample from the k most likely tokens; 0 = from all. (default: 0)", "sampling.top_k"),
+    RequestFlag("top-p", float, "Sample from the most likely tokens whose probabilities add up to this. (default: 1)",
+                "sampling.top_p"),
+    RequestFlag("min-p", float, "Drop tokens less likely than this share of the most likely token. (default: 0)",
+                "sampling.min_p"),
+    RequestFlag("repetition-penalty", float,
+                "Divide positive logits of tokens already present by this; multiply negative ones. (default: 1)",
                 "sampling.repetition_penalty"),
-    RequestFlag("presence-penalty", float, "Taken once from tokens already generated. (default: 0)",
+    RequestFlag("presence-penalty", float, "Subtract this from the logit of each generated token. (default: 0)",
                 "sampling.presence_penalty"),
-    RequestFlag("frequency-penalty", float, "Taken for each time a token was generated. (default: 0)",
+    RequestFlag("frequency-penalty", float,
+                "Subtract this from a token's logit for each time it was generated. (default: 0)",
                 "sampling.frequency_penalty"),
     RequestFlag("seed", int, "The same seed gives the same tokens. (default: random)", "sampling.seed"),
-    RequestFlag("stop", list[str], "End before this text; may be given several times.", "stop.stop_strings"),
-    RequestFlag("stop-token-id", list[int], "End after this token; may be given several times.", "stop.stop_token_ids"),
-    RequestFlag("ignore-eos", bool, "Go on past the end-of-sequence token.", "stop.ignore_eos"),
+    RequestFlag("stop", list[str], "End the output before this text. May be repeated.", "stop.stop_strings"),
+    RequestFlag("stop-token-id", list[int], "End the output after this token. May be repeated.", "stop.stop_token_ids"),
+    RequestFlag("ignore-eos", bool, "Continue after the end-of-sequence token.", "stop.ignore_eos"),
     RequestFlag("cache-salt", str, "Share cached prefixes only with requests of the same salt.", "cache_salt"),
-    RequestFlag("priority", int, "Lower goes first. (default: 0)", "priority"),
+    RequestFlag("priority", int, "A lower number is scheduled first. (default: 0)", "priority"),
 )  # fmt: skip
 
-# Those of `generate` alone: a chat shows one answer.
+# For `generate` only: a chat shows one answer.
 CHOICE_FLAGS = (
-    RequestFlag("n", int, "Independent continuations. (default: 1)", "n"),
-    RequestFlag("logprobs", int, "Log-probabilities of this many tokens at each place; shown by --json.", "logprobs"),
-)
+    RequestFlag("n", int, "Number of independent answers. (default: 1)", "n"),
+    RequestFlag("logprobs", int, "Return log-probabilities of this many tokens per position; needs --json.",
+                "logprobs"),
+)  # fmt: skip
 
 
 def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
-    """Replace a function's `**flags` by one keyword argument per entry of `table`; what is not given is None."""
+    """Replace the `**flags` of a function by one keyword argument per flag; the default of each is None."""
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function, eval_str=True)
@@ -100,7 +106,7 @@ def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
 
 
 def fill_request(request: inference_pb2.GenerateRequest, flags: dict[str, Any]) -> None:
-    """Set the fields whose flags are given. Raises `InvalidRequest` for a number its field cannot hold."""
+    """Set the field of every given flag. Raises `InvalidRequest` for a number that the field cannot hold."""
     for flag in (*REQUEST_FLAGS, *CHOICE_FLAGS):
         value = flags.get(flag.parameter)
         if value is None or value == []:
@@ -114,7 +120,7 @@ def fill_request(request: inference_pb2.GenerateRequest, flags: dict[str, Any]) 
                 getattr(message, name).extend(value)
             else:
                 setattr(message, name, value)
-        except UnicodeError:  # a ValueError, too, but not about a number
+        except UnicodeError:  # also a ValueError, but not about a number
             raise
         except ValueError as error:
             low, high = INTEGERS[message.DESCRIPTOR.fields_by_name[name].cpp_type]

@@ -1,4 +1,4 @@
-"""`tandem generate`: one prompt in, its answer out as it comes."""
+"""`tandem generate`: sends one prompt, and prints the answer while it streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem_client.stubs import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to ask: as a chat the model's template is rendered around the text, else the text is used as it is."""
+    """The prompt. With `chat`, the router renders the chat template of the model around the text."""
 
     text: str
     system: str = ""
@@ -23,7 +23,7 @@ class Prompt:
     def fill(self, request: inference_pb2.GenerateRequest) -> None:
         if not self.chat:
             if self.system:
-                raise InvalidRequest("system", "a raw prompt has no system message; leave --raw or --system out")
+                raise InvalidRequest("system", "a raw prompt has no system message; omit --raw or --system")
             request.text = self.text
             return
         if self.system:
@@ -32,11 +32,11 @@ class Prompt:
 
 
 def read_prompt(argument: str | None) -> str:
-    """The argument, or standard input where it is missing or `-`. Raises `InvalidRequest` where there is nothing."""
+    """The argument; standard input if it is missing or `-`. Raises `InvalidRequest` for an empty prompt."""
     text = argument
     if text is None or text == "-":
         if sys.stdin.isatty():
-            raise InvalidRequest("prompt", "give it as an argument or on standard input")
+            raise InvalidRequest("prompt", "give a prompt as an argument or on standard input")
         text = sys.stdin.read()
     if not text.strip():
         raise InvalidRequest("prompt", "is empty")
@@ -46,9 +46,9 @@ def read_prompt(argument: str | None) -> str:
 async def generate(
     connection: AsyncClient, request: inference_pb2.GenerateRequest, timeout_s: float, as_json: bool
 ) -> None:
-    """Print the answer: plain text, each choice headed by its number where there are several; or one JSON a message.
+    """Print the answer: as plain text, or as one JSON line per message.
 
-    With several choices text is held back until a choice is complete, so that they do not mix.
+    Plain text of several choices is printed choice by choice, each when it is complete, after its number.
     """
     several = request.n > 1
     held: dict[int, list[str]] = {}

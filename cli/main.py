@@ -1,4 +1,4 @@
-"""The `tandem` command: its commands and flags, and the one place where an error becomes a line and an exit code."""
+"""The `tandem` command: its subcommands and their flags. `run` turns each error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ console = Console()
 
 Router = Annotated[str, typer.Option("--router", help="host:port of the router.")]
 Security = Annotated[
-    Path | None, typer.Option("--config", help=r"TOML file; its \[security] table has the cluster's credentials.")
+    Path | None, typer.Option("--config", help=r"TOML file with the credentials of the cluster in \[security].")
 ]
-# No more than the wire holds; the router knows the narrower limit.
-Size = Annotated[int | None, typer.Option(help="Workers wanted in that pool.", min=0, max=2**32 - 1)]
-System = Annotated[str, typer.Option("--system", help="A system message before the conversation.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.001, max=1e6, help="Seconds the whole answer may take.")]
+# The range of the message field; the router checks a narrower limit.
+Size = Annotated[int | None, typer.Option(help="Number of workers wanted in this pool.", min=0, max=2**32 - 1)]
+System = Annotated[str, typer.Option("--system", help="System message at the start of the conversation.")]
+Timeout = Annotated[float, typer.Option("--timeout", min=0.001, max=1e6, help="Time limit of an answer, in seconds.")]
 
 
 def run() -> None:
@@ -41,59 +41,59 @@ def run() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # the reading program has ended
         _drop_output()
         sys.exit(FAILED)
     except Exception as error:
         line = _explain(error)
         if not line or "--debug" in sys.argv:
             raise
-        if isinstance(error, OSError):  # such as a full disk below our output
+        if isinstance(error, OSError):  # such as a full disk under the output
             _drop_output()
         print(f"error: {line}", file=sys.stderr)
         sys.exit(FAILED)
 
 
 def _explain(error: Exception) -> str:
-    """One line for an error that an operator can mend; empty for a bug."""
+    """One line for an error that an operator can fix; empty for a bug."""
     from tandem_client import CallFailed  # here, because the import takes as long as a whole `tandem --help`
 
     if isinstance(error, UnicodeError):
-        return "what was given as text is not UTF-8"
+        return "the given text is not UTF-8"
     return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
 
 def _drop_output() -> None:
-    """What is still buffered cannot be written, and Python would try to at its end."""
+    """Send buffered output to /dev/null, because Python writes it again at exit, and fails again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.callback()
 def options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
     """Serve large language models with prefill and decode on separate pools."""
-    del debug  # `run` looks for it: it also sees errors from before the command line was read
+    del debug  # `run` looks for --debug in sys.argv, also for errors while the command line is parsed
 
 
 @app.command()
 @with_flags(CONFIG_FLAGS)
 def serve(
     config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file; deploy/tandem.toml shows all of it.")
+        Path | None, typer.Option("--config", help="TOML file of options; deploy/tandem.toml lists every option.")
     ] = None,
     **flags: Any,
 ) -> None:
-    """Start a router and both pools, and serve until Ctrl-C. A flag wins over the file."""
+    """Start a router and both pools, and serve until Ctrl-C. A flag overrides the config file."""
     from cli.checks import check_before_start
     from cli.config_file import load_config
     from fleet.cluster import begin
 
     loaded = load_config(config, flags)
     check_before_start(loaded, console)
-    doing = f"joining Ray at {loaded.cluster.address}" if loaded.cluster.address else "starting Ray"
-    console.print(doing, highlight=False, markup=False, soft_wrap=True)
+    first_line = f"joining Ray at {loaded.cluster.address}" if loaded.cluster.address else "starting Ray"
+    console.print(first_line, highlight=False, markup=False, soft_wrap=True)
     cluster = begin(loaded.cluster)
     try:
-        from cli.serve import serve as serve_fleet  # it takes a while, and Ray starts meanwhile
+        from cli.serve import serve as serve_fleet  # a slow import, while Ray starts
 
         serve_fleet(loaded, cluster, console)
     finally:
@@ -103,16 +103,16 @@ def serve(
 @app.command()
 @with_flags((*REQUEST_FLAGS, *CHOICE_FLAGS))
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to ask; missing or - = standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; if missing or -, standard input.")] = None,
     system: System = "",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without a chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each message of the stream as one JSON line.")] = False,
     timeout: Timeout = 300.0,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
     **flags: Any,
 ) -> None:
-    """Ask once and print the answer as it comes."""
+    """Send one prompt, and print the answer while it streams."""
     from cli.credentials import client_of, find_credentials
     from cli.generate import Prompt, read_prompt
     from cli.generate import generate as generate_answer
@@ -134,7 +134,7 @@ def chat(
     config: Security = None,
     **flags: Any,
 ) -> None:
-    """Talk with the model. Ctrl-C stops the answer, twice quits."""
+    """Talk with the model. Ctrl-C stops the answer; Ctrl-C twice quits."""
     from cli.chat import Conversation
     from cli.chat import chat as converse
     from cli.credentials import client_of, find_credentials
@@ -147,12 +147,12 @@ def chat(
 
 @app.command()
 def status(
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
-    ledger: Annotated[bool, typer.Option("--ledger", help="Show where every KV block is and who holds it.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Count KV blocks by state, and list their holders.")] = False,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Show both pools: state, KV use, queue, tokens per second; live at a terminal, else once."""
+    """Show state, KV use, queue and tokens per second of both pools: live at a terminal, else once."""
     from cli.credentials import client_of, find_credentials
     from cli.status import status as show_status
 
@@ -166,16 +166,16 @@ def scale(
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Grow or shrink the pools while they serve; what shrinks drains first."""
+    """Grow or shrink the pools while they serve. A removed worker drains before it stops."""
     from cli.credentials import client_of, find_credentials
-    from cli.status import scale as ask_for_sizes
+    from cli.status import scale as request_sizes
 
-    asyncio.run(ask_for_sizes(client_of(router, find_credentials(config, router)), prefill, decode, console))
+    asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), prefill, decode, console))
 
 
 @app.command()
-def pull(model: Annotated[str, typer.Argument(help="A name of the catalogue.")] = "smollm2-135m") -> None:
-    """Fetch a model into the cache."""
+def pull(model: Annotated[str, typer.Argument(help="Name of a model in the catalogue.")] = "smollm2-135m") -> None:
+    """Download a model into the cache."""
     from cli.pull import pull as fetch_model
 
     console.print(str(fetch_model(model, console)), highlight=False, soft_wrap=True)
@@ -183,7 +183,7 @@ def pull(model: Annotated[str, typer.Argument(help="A name of the catalogue.")] 
 
 @app.command()
 def demo() -> None:
-    """Start everything on this machine, ask three questions, show where the time went, and stop it again."""
+    """Run a fleet on this machine, ask three questions, show the duration of each phase, and stop the fleet."""
     from cli.checks import check_before_start
     from cli.demo_config import demo_config
     from fleet.cluster import begin
@@ -193,17 +193,17 @@ def demo() -> None:
     console.print("starting Ray, a router, a prefill worker and a decode worker", style="dim", highlight=False)
     cluster = begin(config.cluster)
     try:
-        from cli.demo import demo as show  # it takes a while, and Ray starts meanwhile
+        from cli.demo import demo as run_demo  # a slow import, while Ray starts
 
-        show(config, cluster, console)
+        run_demo(config, cluster, console)
     finally:
         cluster.close()
-    console.print("everything is stopped", style="dim")
+    console.print("everything has stopped", style="dim")
 
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: versions, transports, ports, memory, the model cache; and say how to mend what is wrong."""
+    """Check versions, transports, ports, memory and the model cache of this machine, and say how to fix each fault."""
     from cli.doctor import doctor as examine
 
     sys.exit(examine(console))

@@ -1,4 +1,4 @@
-"""The paths between workers, for people: how many are fine, and what is wrong with the others."""
+"""The paths between workers as lines of text: a count by state, then the faults."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from protos.path_codec import decode_path
 from tandem_client.stubs import cluster_pb2
 
 MAX_BROKEN_PATHS = 20
-ID_DIGITS_HIDDEN = 12  # of the sixteen of a worker's incarnation
+ID_DIGITS_HIDDEN = 12  # of the 16 digits of the incarnation in a worker id
 
 
 def paths_of(fleet: cluster_pb2.GetFleetResponse) -> list[tuple[str, PathStatus]]:
-    """(worker that reads, path) of every path whose other end is in the fleet as well."""
+    """(id of the reading worker, path) of every path between two workers of the fleet."""
     known = {worker.worker_id for worker in fleet.workers}
     found = [
-        (worker.worker_id, decode_path(wire))  # type: ignore[arg-type]  # protos/ has the same message
+        (worker.worker_id, decode_path(wire))  # type: ignore[arg-type]  # the class in protos/ has the same fields
         for worker in fleet.workers
         for wire in worker.load.paths
     ]
@@ -28,7 +28,7 @@ def name_of(reader: str, path: PathStatus) -> str:
 
 
 def path_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
-    """How many paths are in which state, then a line for each that is not as it should be."""
+    """One line that counts the paths by state, then one line per broken path."""
     paths = paths_of(fleet)
     if not paths:
         return []

@@ -1,7 +1,7 @@
-"""`tandem serve`: bring the fleet up, keep it up, take it down.
+"""`tandem serve`: starts the fleet, prints its notices, and stops it.
 
-Ctrl-C (or SIGTERM) drains and exits; a second one exits at once, and fleet/ray_head.py ends what is left.
-`cli/checks.py` has said before what could be known to be wrong; from then on Ray starts, also while this is imported.
+Ctrl-C or SIGTERM drains the fleet and exits. A second one exits at once, and fleet/ray_head.py kills what still runs.
+cli/checks.py runs before this module. Ray starts while this module is imported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from cli import compose
-from cli.credentials import client_of, left_for_this_user, with_cluster_token
+from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
 from cli.pools import num_serving, ready_line
-from cli.pull import pull_if_named
+from cli.pull import pull_if_listed
 from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.service import Endpoint
@@ -34,9 +34,9 @@ from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
 
 STOP_MARGIN_S = 5.0
-ASK_AGAIN_S = 0.05
+POLL_INTERVAL_S = 0.05
 
-Tell = Callable[[str], None]  # one line for the operator
+PrintLine = Callable[[str], None]
 
 
 def fleet_spec(config: TandemConfig) -> FleetSpec:
@@ -50,8 +50,8 @@ def fleet_spec(config: TandemConfig) -> FleetSpec:
     )
 
 
-async def bring_up(cluster: Cluster, spec: FleetSpec, tell: Tell) -> Endpoint:
-    """Start everything and wait until it serves. Raises `TandemError` with the one line that says why it does not."""
+async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> Endpoint:
+    """Start every service and wait until all serve. Returns the router. Raises `TandemError` with the reason."""
     await cluster.start(spec)
     try:
         async with asyncio.timeout(spec.config.start_timeout_s):
@@ -59,7 +59,7 @@ async def bring_up(cluster: Cluster, spec: FleetSpec, tell: Tell) -> Endpoint:
                 for news in await cluster.news():
                     match news:
                         case Notice():
-                            tell(news.text)
+                            print_line(news.text)
                         case FleetFailed():
                             raise TandemError(news.reason)
                         case FleetReady():
@@ -68,22 +68,22 @@ async def bring_up(cluster: Cluster, spec: FleetSpec, tell: Tell) -> Endpoint:
                             return router
     except TimeoutError:
         raise WorkerUnavailable(
-            f"not everything serves after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
-            + why_it_takes_long(spec.config, cluster.log_dir)
+            f"some services do not serve after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
+            + slow_start_hint(spec.config, cluster.log_dir)
         ) from None
 
 
-def why_it_takes_long(config: ClusterConfig, log_dir: str) -> str:
-    """What to look at. A Ray of our own has room for every worker, and nothing that would answer `ray status`."""
+def slow_start_hint(config: ClusterConfig, log_dir: str) -> str:
+    """Where to look after a slow start. A Ray started here has room for every worker, but no `ray status`."""
     if not config.address:
         return f"a large model on this machine may need longer; the logs are in {log_dir}"
     resources = " or ".join(repr(name) for name in dict.fromkeys((config.prefill_resource, config.decode_resource)))
-    look = f"RAY_AUTH_MODE=token ray status --address {config.address}"
-    return f"is there a machine with a free {resources} for each worker? `{look}` tells"
+    command = f"RAY_AUTH_MODE=token ray status --address {config.address}"
+    return f"each worker needs a machine with a free {resources}; `{command}` shows them"
 
 
-async def take_down(cluster: Cluster, spec: FleetSpec, tell: Tell) -> None:
-    """Drain everything, at most for as long as the drains may take."""
+async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> None:
+    """Drain every service, and give up when the time limits of all drains are over."""
     limit_s = spec.router_drain_timeout_s + LAST_DRAIN_S + 2 * DRAIN_GRACE_S + STOP_MARGIN_S
     try:
         async with asyncio.timeout(limit_s):
@@ -91,60 +91,60 @@ async def take_down(cluster: Cluster, spec: FleetSpec, tell: Tell) -> None:
             while True:
                 for news in await cluster.news():
                     if isinstance(news, Notice):
-                        tell(news.text)
+                        print_line(news.text)
                     if isinstance(news, FleetStopped):
                         return
     except TimeoutError:
-        tell(f"not everything had drained after {limit_s:g} s; ending it")
+        print_line(f"some services have not drained after {limit_s:g} s; killing them")
     except WorkerUnavailable:
-        return  # the supervisor is gone, and everything with it
+        return  # the supervisor has ended, and every service with it
 
 
-async def wait_until_known(client: AsyncClient, num_prefill: int, num_decode: int, timeout_s: float) -> None:
-    """Wait until the router has heard from that many serving workers of each pool. Raises `WorkerUnavailable`.
+async def wait_for_workers(client: AsyncClient, num_prefill: int, num_decode: int, timeout_s: float) -> None:
+    """Wait until the router lists this many serving workers of each pool. Raises `WorkerUnavailable`.
 
-    It asks repeatedly: the API has no stream of the fleet's state, and a start waits here once.
+    The wait polls, because the API has no stream of the fleet's state.
     """
     wanted = {worker_pb2.WORKER_ROLE_PREFILL: num_prefill, worker_pb2.WORKER_ROLE_DECODE: num_decode}
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                known = await client.fleet()
-                if all(num_serving(known, role) >= count for role, count in wanted.items()):
+                found = await client.fleet()
+                if all(num_serving(found, role) >= count for role, count in wanted.items()):
                     return
-                await asyncio.sleep(ASK_AGAIN_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
         raise WorkerUnavailable(
-            f"the router at {client.address} has not heard from every worker within {timeout_s:g} s"
+            f"the router at {client.address} received no report from some workers within {timeout_s:g} s"
         ) from None
 
 
 @contextlib.asynccontextmanager
 async def fleet(
-    cluster: Cluster, spec: FleetSpec, tell: Tell, credentials: Credentials = OPEN
+    cluster: Cluster, spec: FleetSpec, print_line: PrintLine, credentials: Credentials = OPEN
 ) -> AsyncIterator[Endpoint]:
-    """A fleet that serves and whose router knows every worker; drained at the end, however that comes."""
+    """A fleet with every worker in service, drained on exit, also after an error. Yields the router."""
     sizes = spec.config
     try:
-        router = await bring_up(cluster, spec, tell)
+        router = await start_fleet(cluster, spec, print_line)
         async with client_of(router.address, credentials) as client:
-            await wait_until_known(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
+            await wait_for_workers(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
         yield router
     finally:
-        await take_down(cluster, spec, tell)
+        await stop_fleet(cluster, spec, print_line)
 
 
 @contextlib.asynccontextmanager
-async def ended_with_ray(cluster: Cluster, tell: Tell) -> AsyncIterator[None]:
-    """Raises `WorkerUnavailable` where Ray fails meanwhile; what is within is cancelled, and has time to drain."""
-    within, reason = asyncio.current_task(), ""
+async def cancelled_when_ray_fails(cluster: Cluster, print_line: PrintLine) -> AsyncIterator[None]:
+    """If Ray fails, cancel the body of this context, let it drain, and raise `WorkerUnavailable`."""
+    body, reason = asyncio.current_task(), ""
 
     async def watch() -> None:
         nonlocal reason
         reason = await cluster.failed()
-        tell("Ray cannot go on; draining")
-        assert within is not None
-        within.cancel()
+        print_line("Ray has failed; draining")
+        assert body is not None
+        body.cancel()
 
     watching = asyncio.create_task(watch())
     try:
@@ -157,19 +157,19 @@ async def ended_with_ray(cluster: Cluster, tell: Tell) -> AsyncIterator[None]:
         watching.cancel()
 
 
-async def follow(cluster: Cluster, tell: Tell) -> None:
-    """Say what happens to the fleet, for as long as it runs."""
+async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
+    """Print every notice of the fleet, for as long as it runs."""
     while True:
         for news in await cluster.news():
             if isinstance(news, Notice):
-                tell(news.text)
+                print_line(news.text)
 
 
 class Interrupts:
-    """The first Ctrl-C or SIGTERM cancels what runs; the second ends the process at once."""
+    """The first Ctrl-C or SIGTERM cancels the task; the second ends the process at once."""
 
-    def __init__(self, task: asyncio.Task[None], tell: Tell) -> None:
-        self._task, self._tell = task, tell
+    def __init__(self, task: asyncio.Task[None], print_line: PrintLine) -> None:
+        self._task, self._print_line = task, print_line
         self.count = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -177,19 +177,19 @@ class Interrupts:
     def _on_signal(self) -> None:
         self.count += 1
         if self.count == 1:
-            self._tell("draining; once more to stop at once")
+            self._print_line("draining; a second Ctrl-C stops at once")
             self._task.cancel()
             return
         sys.stdout.flush()
         os._exit(INTERRUPTED)
 
 
-def run_to_end(main: Callable[[], Coroutine[Any, Any, None]], tell: Tell) -> bool:
-    """Run `main` under `Interrupts`. Returns whether it was interrupted."""
+def run_interruptible(main: Callable[[], Coroutine[Any, Any, None]], print_line: PrintLine) -> bool:
+    """Run `main`, which `Interrupts` may cancel. Returns whether it was interrupted."""
 
     async def supervised() -> bool:
         task = asyncio.create_task(main())
-        interrupts = Interrupts(task, tell)
+        interrupts = Interrupts(task, print_line)
         try:
             await task
         except asyncio.CancelledError:
@@ -201,22 +201,25 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, None]], tell: Tell) -> boo
 
 
 def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
-    """Until interrupted. `cluster` has begun to start. Raises `TandemError` where the fleet cannot come up."""
+    """Serve until interrupted. `cluster` is starting already. Raises `TandemError` if the start or Ray fails."""
     secured = with_cluster_token(config)
     credentials, spec = load_credentials(secured.security), fleet_spec(secured)
-    made_here = "" if read_token(config.security) else credentials.token
+    generated_token = "" if read_token(config.security) else credentials.token
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     async def main() -> None:
-        async with ended_with_ray(cluster, tell), fleet(cluster, spec, tell, credentials) as router:
-            with left_for_this_user(router.address, made_here):
+        async with (
+            cancelled_when_ray_fails(cluster, print_line),
+            fleet(cluster, spec, print_line, credentials) as router,
+        ):
+            with token_file(router.address, generated_token):
                 sizes = config.cluster.num_prefill, config.cluster.num_decode
-                tell(ready_line(config.engine.model, router.address, *sizes))
-                await follow(cluster, tell)
+                print_line(ready_line(config.engine.model, router.address, *sizes))
+                await print_notices(cluster, print_line)
 
     if not config.cluster.address:
-        pull_if_named(config.engine.model, console)  # it is here, and its hash is checked
+        pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
-    run_to_end(main, tell)
+    run_interruptible(main, print_line)

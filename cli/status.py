@@ -1,4 +1,4 @@
-"""`tandem status`: both pools as a table and the paths between them, once or live; and `tandem scale`."""
+"""`tandem status`: a table of both pools and the paths between them, once or live. Also `tandem scale`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tandem_client.stubs import cluster_pb2, worker_pb2
 REFRESH_S = 1.0
 SILENT_MS = 3000.0
 
-# KV = share of the pool in use; cached = share that holds reusable prefixes; todo = tokens not computed yet;
-# moves = transfers alive. With --ledger, blocks take the place of shares and load: together they do not fit 80 columns.
+# KV = share of the pool in use; cached = share of the pool with reusable prefixes; todo = tokens not computed yet;
+# moves = open transfers. With --ledger, block counts replace shares and load, because both exceed 80 columns.
 COLUMNS = ("KV", "cached", "run", "wait", "todo", "tok/s", "moves")
 LEDGER_COLUMNS = ("free", "cached", "held", "leased", "incoming", "moves")
-# blocks = all it has a claim on; counted = those of them that are counted here and at no other holder.
+# blocks = blocks that the holder has a claim on. Several holders may claim a block; `counted` counts it at one of them.
 HOLDER_COLUMNS: dict[str, JustifyMethod] = {
     "worker": "left", "holder": "left", "state": "left", "blocks": "right", "counted": "right", "for": "right",
     "peer": "left",
@@ -38,15 +38,15 @@ STATE_STYLES = {"STARTING": "yellow", "SERVING": "green", "DRAINING": "yellow", 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A fleet and when it was seen, in seconds on the loop's clock."""
+    """The fleet at one time."""
 
     fleet: cluster_pb2.GetFleetResponse
-    at: float
-    ledger: cluster_pb2.GetLedgerResponse | None = None  # where it was asked for
+    at: float  # seconds on the clock of the event loop
+    ledger: cluster_pb2.GetLedgerResponse | None = None  # with --ledger
 
 
 def rates(before: Sample | None, after: Sample) -> dict[str, float]:
-    """Tokens per second of each worker seen twice: prompt tokens computed plus tokens sampled, by difference."""
+    """Tokens per second, computed and sampled, of each worker in both samples."""
     if before is None or after.at <= before.at:
         return {}
     seen = {worker.worker_id: _num_tokens(worker.load) for worker in before.fleet.workers}
@@ -100,10 +100,10 @@ def _row(worker: cluster_pb2.FleetWorker, tokens_per_s: float | None, with_ledge
 
 
 def holders_table(response: cluster_pb2.GetLedgerResponse) -> Table:
-    """Who holds which blocks of each worker, the oldest first: where blocks leak, their holder stands on top."""
-    table = Table(title="who holds KV blocks", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    """The holders of the blocks of each worker, oldest first, so that the holder of leaked blocks is on top."""
+    table = Table(title="holders of KV blocks", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name, justify in HOLDER_COLUMNS.items():
-        # Only names grow: in a narrow terminal they go on in the next line, and the numbers stay whole.
+        # In a narrow terminal, only the names wrap.
         table.add_column(name, justify=justify, no_wrap=name != "holder", overflow="fold")
     num_rows = 0
     for worker in response.workers:
@@ -133,7 +133,7 @@ def _holder_row(holder: worker_pb2.BlockHolder) -> list[str]:
 
 
 def _state(worker: cluster_pb2.FleetWorker) -> str:
-    """A worker whose reports have stopped says so in place of what it last said."""
+    """The state of the worker, or for how long it has sent no report."""
     if worker.report_age_ms > SILENT_MS:
         return f"[red]silent {worker.report_age_ms / 1e3:.0f} s[/]"
     state = worker_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
@@ -141,23 +141,23 @@ def _state(worker: cluster_pb2.FleetWorker) -> str:
 
 
 async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> None:
-    """Live until Ctrl-C; once where nobody could see it change. That takes two looks, because a rate needs two."""
+    """Live until Ctrl-C, or once if `once` or without a terminal. A rate needs two samples."""
     async with connection as client:
-        before = await _look(client, with_ledger)
+        before = await _sample(client, with_ledger)
         if once or not console.is_terminal:
             await asyncio.sleep(REFRESH_S)
-            after = await _look(client, with_ledger)
+            after = await _sample(client, with_ledger)
             console.print(_view(before, after))
             return
         with Live(_view(None, before), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(REFRESH_S)
-                after = await _look(client, with_ledger)
+                after = await _sample(client, with_ledger)
                 live.update(_view(before, after), refresh=True)
                 before = after
 
 
-async def _look(client: AsyncClient, with_ledger: bool) -> Sample:
+async def _sample(client: AsyncClient, with_ledger: bool) -> Sample:
     fleet = await client.fleet()
     ledger = await client.ledger() if with_ledger else None
     return Sample(fleet, asyncio.get_running_loop().time(), ledger)
@@ -171,16 +171,16 @@ def _view(before: Sample | None, now: Sample) -> RenderableType:
 
 
 def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:
-    """A line that counts them, and one in yellow for each that is not as it should be."""
+    """A dim line that counts the paths, then a yellow line for each broken path."""
     return [Text(line, style="dim" if number == 0 else "yellow") for number, line in enumerate(path_lines(fleet))]
 
 
 async def scale(connection: AsyncClient, prefill: int | None, decode: int | None, console: Console) -> None:
-    """Ask for other pool sizes. Raises `InvalidRequest` where neither is given or one is out of bounds."""
+    """Change the wanted pool sizes. Raises `InvalidRequest` if no size is given or a size is out of range."""
     if prefill is None and decode is None:
         raise InvalidRequest("scale", "give --prefill, --decode or both")
     async with connection as client:
         wanted = await client.scale(prefill, decode)
     console.print(
-        f"wanted from now on: {wanted.wanted_prefill} prefill, {wanted.wanted_decode} decode; watch `tandem status`"
+        f"wanted: {wanted.wanted_prefill} prefill, {wanted.wanted_decode} decode; `tandem status` shows the progress"
     )

@@ -1,9 +1,8 @@
-"""The path of a transport between two processes of this machine, measured and judged: for `tandem doctor`.
+"""Measures and judges the path of a transport between two processes of this machine, for `tandem doctor`.
 
-The probe starts this module as a second process, the owner. The owner registers a pool, prints its address as one line
-of hex, gets the reader's the same way, and sends back every notification until its standard input ends. The reader
-copies the whole pool, in random order as a worker would. What is promised and what is wrong is decided as between
-workers (core/paths.py).
+The probe runs this module in a second process, the owner. The owner registers a pool and prints its address as one line
+of hex. It reads the address of the reader from standard input, and returns every notification until that input ends.
+The reader copies the whole pool, in random order as a worker does. core/paths.py judges the result, as for workers.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ class ProbeResult:
     single_read_s: float  # median of one 360 KB block
 
 
-_End = tuple[Transport, AgentAddress, mmap.mmap]
+_Side = tuple[Transport, AgentAddress, mmap.mmap]
 
 
-def _open(config: TransferConfig, fill: int) -> _End:
+def _open(config: TransferConfig, fill: int) -> _Side:
     memory = mmap.mmap(-1, NUM_BLOCKS * LAYOUT.block_bytes + PROBE_BYTES)
     pool_array = np.frombuffer(memory, dtype=np.uint8)
-    pool_array[:] = fill  # the first touch of a page is slow, and is not what is measured
+    pool_array[:] = fill  # map every page before the measurement
     base = int(pool_array.ctypes.data)
     incarnation = secrets.randbits(63) | 1
     transport = open_transport(config, f"probe.{incarnation:x}")
@@ -75,8 +74,8 @@ def _from_hex(line: str) -> AgentAddress:
     return codec.decode_agent(worker_pb2.AgentAddress.FromString(bytes.fromhex(line)))
 
 
-def own(config: TransferConfig) -> None:
-    """The second process: lend the pool, and echo, until standard input ends."""
+def run_owner(config: TransferConfig) -> None:
+    """The second process: offer the pool, and echo notifications, until standard input ends."""
     transport, address, _memory = _open(config, FILL)
     print(_to_hex(address), flush=True)
     reader = _from_hex(sys.stdin.readline())
@@ -88,7 +87,7 @@ def own(config: TransferConfig) -> None:
 
 
 def _read(transport: Transport, peer: str, runs: list[Run]) -> float:
-    """Seconds from the start of a read to its end. Raises `TransportError`."""
+    """Seconds from the start to the end of a read. Raises `TransportError`."""
     start = time.perf_counter()
     handle = transport.start_read(peer, runs)
     while time.perf_counter() < start + TIMEOUT_S:
@@ -102,7 +101,7 @@ def _read(transport: Transport, peer: str, runs: list[Run]) -> float:
 
 
 def _round_trip(transport: Transport, peer: str) -> float:
-    """Seconds until a notification has come back. Raises `TransportError`."""
+    """Seconds until a notification returns. Raises `TransportError`."""
     start = time.perf_counter()
     transport.notify(peer, b"?")
     while time.perf_counter() < start + TIMEOUT_S:
@@ -111,12 +110,12 @@ def _round_trip(transport: Transport, peer: str) -> float:
     raise TransportError(f"a notification did not come back within {TIMEOUT_S:g} s")
 
 
-def _measure(config: TransferConfig, reader: _End, owner: AgentAddress) -> ProbeResult:
+def _measure(config: TransferConfig, reader: _Side, owner: AgentAddress) -> ProbeResult:
     transport, ours, memory = reader
     transport.connect(owner)
     size = LAYOUT.block_bytes
     order = random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    _read(transport, owner.name, [Run(0, 0, size)])  # the first one also connects
+    _read(transport, owner.name, [Run(0, 0, size)])  # the first read also connects
     latency_s = min(_round_trip(transport, owner.name) for _ in range(NUM_ROUND_TRIPS))
     before, seconds = traffic(), 0.0
     for first in range(0, NUM_BLOCKS, BLOCKS_PER_READ):
@@ -125,7 +124,7 @@ def _measure(config: TransferConfig, reader: _End, owner: AgentAddress) -> Probe
     lane = lane_of(seen(before, traffic(), NUM_BLOCKS * size), ours.location, owner.location)
     single = [_read(transport, owner.name, [Run(0, 0, size)]) for _ in range(NUM_SINGLE_READS)]
     if memory[: NUM_BLOCKS * size] != bytes([FILL]) * (NUM_BLOCKS * size):
-        raise TransportError("the bytes that arrived are not the bytes that were sent")
+        raise TransportError("the bytes that arrived differ from the bytes that were sent")
     transport.close()
     expected = expected_bytes_per_s(ours.location, owner.location, config.expected_path_bytes_per_s)
     path = PathStatus(owner.name, PathState.FINE, lane, NUM_BLOCKS * size / seconds, expected, latency_s)
@@ -134,7 +133,7 @@ def _measure(config: TransferConfig, reader: _End, owner: AgentAddress) -> Probe
 
 
 async def probe(config: TransferConfig) -> ProbeResult:
-    """Raises `TransportError` where the transport does not work between two processes here."""
+    """Raises `TransportError` if the transport does not work between two processes of this machine."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "cli.transport_probe", config.transport,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -163,4 +162,4 @@ async def probe(config: TransferConfig) -> ProbeResult:
 
 
 if __name__ == "__main__":
-    own(TransferConfig(transport=sys.argv[1]))
+    run_owner(TransferConfig(transport=sys.argv[1]))

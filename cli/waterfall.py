@@ -1,7 +1,7 @@
-"""Where a request's time went, drawn: one bar per phase, all on one time axis.
+"""Draws the phases of a request as bars on one time axis.
 
 tokenize | queue | prefill ......| first token
-                     transfer ......... (hidden behind prefill, except for its exposed end)
+                     transfer ......... (runs during prefill, except for its exposed end)
                                  | decode ..................
 """
 
@@ -23,10 +23,10 @@ class Phase:
 
 
 def phases(timings: inference_pb2.PhaseTimings) -> list[Phase]:
-    """In the order in which they begin to matter to the caller.
+    """The phases in the order in which a client notices them.
 
-    The router and the workers measure on clocks of their own. A phase starts where the one that it must follow ends:
-    prefill after the queues, the end of the transfer `transfer_exposed_ms` after the end of prefill.
+    Router and workers measure with different clocks, so phases are placed by their order: prefill starts after the
+    queues, and the transfer ends `transfer_exposed_ms` after prefill.
     """
     queue_at = timings.tokenize_ms
     prefill_queue_at = queue_at + timings.router_queue_ms
@@ -44,7 +44,7 @@ def phases(timings: inference_pb2.PhaseTimings) -> list[Phase]:
 
 
 def draw(timings: inference_pb2.PhaseTimings, width: int = 48) -> list[str]:
-    """One line a phase: name, bar, milliseconds. `width` columns are the whole request; a phase never has no mark."""
+    """One line per phase: name, bar, milliseconds. `width` columns span the request. A short phase has a thin mark."""
     rows = phases(timings)
     span_ms = max([timings.total_ms, *(phase.start_ms + phase.duration_ms for phase in rows)]) or 1.0
     lines = []

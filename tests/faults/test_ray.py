@@ -30,7 +30,7 @@ async def serving_patiently(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def says_that_ray_ended(fleet: Served) -> bool:
     assert fleet.process.stdout is not None
-    return await fleet.process.stdout.readline() == b"Ray cannot go on; draining\n"
+    return await fleet.process.stdout.readline() == b"Ray has failed; draining\n"
 
 
 async def assert_ended_because_of(fleet: Served, name: str) -> None:

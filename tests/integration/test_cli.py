@@ -1,4 +1,4 @@
-"""The `tandem` command as a user runs it: a real fleet on a real Ray, with a model that needs no weights."""
+"""The `tandem` command in its own process: a real fleet on a real Ray, with a model without weights."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
-    """One fleet for every test that only uses it; ended by one Ctrl-C."""
+    """One fleet for the tests that do not stop it; one Ctrl-C ends it."""
     async with serving("--local-prefill-tokens", "0") as fleet:
-        assert len(fleet.family) > 6, "Ray's own, the supervisor, a router and two workers"
+        assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router and two workers"
         yield fleet
         fleet.process.send_signal(signal.SIGINT)
         assert await fleet.ended() == (0, [])
 
 
-async def test_generate_prints_the_answer_and_the_same_seed_prints_it_again(served: Served) -> None:
+async def test_generate_prints_an_answer_and_the_same_seed_gives_the_same_answer(served: Served) -> None:
     ask = ("generate", "Hello there", "--router", served.address, "--max-tokens", "8", "--seed", "7")
     first, second = await tandem(*ask), await tandem(*ask)
     assert first[0] == 0, first[2]
@@ -54,21 +54,21 @@ async def test_generate_as_json_ends_with_the_path_and_the_timings(served: Serve
     assert finished["timings"]["total_ms"] >= finished["timings"]["first_token_ms"] > 0
 
 
-async def test_the_log_of_each_service_says_whose_it_is_and_when(served: Served) -> None:
+async def test_the_log_of_each_service_has_its_name_and_the_time(served: Served) -> None:
     (raylet,) = [child for child in served.family if "raylet" in child.name()]
     folder = next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--log_dir="))
-    log = await asyncio.to_thread(said_in, Path(folder))
+    log = await asyncio.to_thread(worker_logs, Path(folder))
     for name in ("prefill-0", "decode-0", "router-"):
         assert re.search(rf"^20\d\d-\S+ \S+ INFO \S+: {name}\S+ serves ", log, re.MULTILINE), name
 
 
-async def test_several_choices_are_printed_apart(served: Served) -> None:
+async def test_several_choices_are_printed_one_after_the_other(served: Served) -> None:
     _, out, _ = await tandem("generate", "Hi", "--router", served.address, "--n", "2", "--max-tokens", "3")
     assert "[0] " in out
     assert "[1] " in out
 
 
-async def test_a_refusal_names_the_field_on_one_line(served: Served) -> None:
+async def test_a_refused_request_is_an_error_of_one_line_that_names_the_field(served: Served) -> None:
     code, _, err = await tandem("generate", "Hi", "--router", served.address, "--temperature", "-1")
     assert code == 1
     assert err.startswith("error: ")
@@ -76,7 +76,7 @@ async def test_a_refusal_names_the_field_on_one_line(served: Served) -> None:
     assert len(err.splitlines()) == 1
 
 
-async def test_chat_answers_each_line_and_ends_with_its_input(served: Served) -> None:
+async def test_chat_answers_each_line_and_exits_at_the_end_of_its_input(served: Served) -> None:
     code, out, err = await tandem(
         "chat", "--router", served.address, "--max-tokens", "3", "--ignore-eos", stdin="one\n/new\ntwo\n"
     )
@@ -97,7 +97,7 @@ async def test_scale_grows_a_pool_and_status_shows_it(served: Served) -> None:
     assert "decode: must be in [0, 256]" in err
 
 
-async def test_a_second_ctrl_c_ends_everything_at_once() -> None:
+async def test_a_second_ctrl_c_ends_every_process_at_once() -> None:
     async with serving() as fleet:
         fleet.process.send_signal(signal.SIGINT)
         fleet.process.send_signal(signal.SIGTERM)
@@ -105,13 +105,13 @@ async def test_a_second_ctrl_c_ends_everything_at_once() -> None:
         assert (code, left) == (130, [])
 
 
-async def test_no_router_is_one_line_that_says_what_to_do() -> None:
+async def test_without_a_router_the_error_names_the_command_that_starts_one() -> None:
     for command in (("generate", "hi"), ("status", "--once"), ("scale", "--decode", "2"), ("chat",)):
         code, _, err = await tandem(*command, "--router", "127.0.0.1:9")
         assert (code, err) == (1, "error: no router at 127.0.0.1:9; start one with `tandem serve`\n"), command
 
 
-async def test_what_cannot_be_served_is_one_line_before_anything_starts(tmp_path: Path) -> None:
+async def test_a_fault_that_prevents_serving_is_an_error_of_one_line_before_ray_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -128,7 +128,7 @@ async def test_what_cannot_be_served_is_one_line_before_anything_starts(tmp_path
     assert "starting Ray" not in out
 
 
-async def test_doctor_measures_the_transport_and_finds_nothing_broken() -> None:
+async def test_doctor_measures_the_transport_and_finds_no_fault() -> None:
     code, out, err = await tandem("doctor")
     assert code == 0, out + err
     assert "nixl between two processes fine: shared memory, " in " ".join(out.split())
@@ -154,11 +154,11 @@ async def test_demo_says_paris_and_takes_every_question_through_both_pools_and_l
     assert out.count("disaggregated: prefill-0") == 3
     for phase in ("tokenize", "queue", "prefill", "first token", "transfer", "decode"):
         assert out.count(f"  {phase} ") == 3, phase
-    assert "everything is stopped" in out
+    assert "everything has stopped" in out
 
 
-async def test_steering_needs_the_token_that_serve_left_for_its_user(served: Served, tmp_path: Path) -> None:
-    elsewhere = {"XDG_CACHE_HOME": str(tmp_path)}  # another user's
+async def test_scale_needs_the_token_file_and_generate_does_not(served: Served, tmp_path: Path) -> None:
+    elsewhere = {"XDG_CACHE_HOME": str(tmp_path)}  # a cache without the token file
     scale = ("scale", "--decode", "1", "--router", served.address)
     process = await start(*scale, environment=elsewhere)
     async with asyncio.timeout(PATIENCE_S):
@@ -168,49 +168,49 @@ async def test_steering_needs_the_token_that_serve_left_for_its_user(served: Ser
     process = await start("generate", "Hi", "--router", served.address, "--max-tokens", "2", environment=elsewhere)
     async with asyncio.timeout(PATIENCE_S):
         await process.communicate()
-    assert process.returncode == 0, "asking is for everybody"
+    assert process.returncode == 0, "generate needs no token"
     code, _, err_text = await tandem(*scale)
     assert code == 0, err_text
 
 
-async def test_the_token_stands_in_no_command_line_and_no_environment(served: Served) -> None:
+async def test_no_command_line_and_no_environment_contains_the_token(served: Served) -> None:
     token = find_credentials(None, served.address).token.encode()
     assert len(token) > 32
     family = [served.process.pid, *(child.pid for child in psutil.Process(served.process.pid).children(recursive=True))]
-    shown = [said for pid in family for said in await asyncio.to_thread(what_others_may_see, pid)]
-    assert any(b"serve" in said for said in shown)
-    assert not any(token in said for said in shown)
+    visible = [content for pid in family for content in await asyncio.to_thread(command_line_and_environment, pid)]
+    assert any(b"serve" in content for content in visible)
+    assert not any(token in content for content in visible)
 
 
-def said_in(folder: Path) -> str:
-    """By every worker process of a Ray, on standard error."""
+def worker_logs(folder: Path) -> str:
+    """The standard error of every worker process of a Ray."""
     return "".join(path.read_text() for path in folder.glob("worker-*.err"))
 
 
-def what_others_may_see(pid: int) -> list[bytes]:
-    """Command line and environment of a process; nothing where it has ended."""
+def command_line_and_environment(pid: int) -> list[bytes]:
+    """Of a running process; empty if the process has ended."""
     try:
         return [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
 
-async def test_who_lacks_the_token_of_ray_cannot_join_it(served: Served) -> None:
-    """Whoever could would run code in the workers."""
+async def test_a_driver_without_the_token_of_ray_cannot_join_it(served: Served) -> None:
+    """A driver that joins could run code in the workers."""
     servers = [child for child in psutil.Process(served.process.pid).children(recursive=True) if "gcs" in child.name()]
     (port,) = {
         found.laddr.port for found in servers[0].net_connections("tcp")
         if found.status == psutil.CONN_LISTEN and found.laddr.ip in ("::", "0.0.0.0")
     }  # fmt: skip
     join = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='ERROR'); print('joined')"
-    stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", join, stdout=PIPE, stderr=PIPE, env=stranger)
+    no_token = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", join, stdout=PIPE, stderr=PIPE, env=no_token)
     assert process.stderr is not None
-    said = ""
+    errors = ""
     async with asyncio.timeout(PATIENCE_S):
-        while "nauthenticated" not in said and (line := await process.stderr.readline()):
-            said += line.decode()
-    process.kill()  # it would go on trying
+        while "nauthenticated" not in errors and (line := await process.stderr.readline()):
+            errors += line.decode()
+    process.kill()  # Ray retries without end
     out, _ = await process.communicate()
-    assert "nauthenticated" in said
+    assert "nauthenticated" in errors
     assert "joined" not in out.decode()

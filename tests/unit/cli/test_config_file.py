@@ -1,4 +1,4 @@
-"""Where options come from: defaults, the file, flags."""
+"""A config comes from defaults, the file and flags."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_file_and_flags_everything_is_default() -> None:
     assert load_config(None, {}) == TandemConfig()
 
 
-def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path) -> None:
+def test_a_flag_overrides_the_file_and_the_file_overrides_the_default(tmp_path: Path) -> None:
     path = write(tmp_path, "[cluster]\nnum_prefill = 3\nnum_decode = 4\n")
     cluster = load_config(path, {"prefill": 7, "decode": None}).cluster
     assert (cluster.num_prefill, cluster.num_decode) == (7, 4)
@@ -83,12 +83,12 @@ def test_every_option_of_the_example_file_is_explained() -> None:
         ("[router]\nprot = 1\n", r"tandem.toml: \[router\] prot is not an option; known: .*port"),
         ("[routers]\n", r"\[routers\] is not a table"),
         ('[router]\nport = "1"\n', r"\[router\] port must be int, is '1'"),
-        ("port = 1\n", "port stands outside a table"),
-        ("[router\n", "is not TOML"),
+        ("port = 1\n", "port is outside a table"),
+        ("[router\n", "is not valid TOML"),
         ("[router]\nport = 70000\n", r"port must be in \[0, 65535\]"),
     ],
 )
-def test_a_wrong_file_is_named_with_what_is_wrong_in_it(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_for_a_wrong_file_names_the_fault(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text), {})
 
@@ -98,7 +98,7 @@ def test_a_missing_file_is_named() -> None:
         load_config(Path("nowhere.toml"), {})
 
 
-def test_paths_become_whole_because_workers_run_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").touch()
     config = load_config(None, {"model": "model.gguf", "trace_file": "spans.jsonl"})

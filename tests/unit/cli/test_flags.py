@@ -1,4 +1,4 @@
-"""Flags made from tables reach the request they describe."""
+"""Flags made from tables set the fields of a request."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_flags_that_are_not_given_leave_their_fields_unset() -> None:
         ("priority", 2**31, r"^priority: must be in \[-2147483648, 2147483647\], is 2147483648$"),
     ],
 )
-def test_a_number_that_its_field_cannot_hold_names_field_and_limit(flag: str, value: int, says: str) -> None:
+def test_a_number_out_of_the_range_of_its_field_names_field_and_limit(flag: str, value: int, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         fill_request(GenerateRequest(), {flag: value})
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "status", "scale", "pull", "demo", "doctor"])
-def test_every_command_and_each_of_its_options_is_explained(command: str) -> None:
+def test_every_command_and_each_of_its_options_has_a_help_text(command: str) -> None:
     made = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     assert made.help
     for parameter in made.params:

@@ -13,9 +13,7 @@ from model_files import catalogue
 
 
 @pytest.mark.parametrize("downloads", [False, True])
-def test_a_bar_is_shown_where_something_moves_and_else_not_even_its_line(
-    downloads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_progress_bar_appears_only_for_a_download(downloads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(_: str, on_progress: catalogue.Progress) -> Path:
         if downloads:
             on_progress(5, 10)

@@ -1,4 +1,4 @@
-"""The status table: what it counts, and rates by difference."""
+"""The lines and tables of `tandem status`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text_of(response: cluster_pb2.GetFleetResponse, with_ledger: bool = False) -
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
-def test_the_title_says_what_serves_of_what_is_wanted() -> None:
+def test_the_title_shows_serving_and_wanted_workers() -> None:
     assert text_of(fleet(worker("decode-0")))[0] == "prefill 0/1 · decode 1/3 · 8 in flight · 9 queued"
 
 
@@ -48,7 +48,7 @@ def test_a_row_shows_use_queue_and_speed() -> None:
     assert "decode-0.0123 serving 25% 25% 2 5 77 12.3 6" in text_of(fleet(worker("decode-0")))
 
 
-def test_the_ledger_shows_where_every_block_is() -> None:
+def test_the_ledger_counts_blocks_by_state() -> None:
     assert "decode-0.0123 serving 50 25 20 3 2 6" in text_of(fleet(worker("decode-0")), with_ledger=True)
 
 
@@ -66,7 +66,7 @@ def holder(name: str, kind: str, state: str, blocks: int, counted: int, age_ms: 
     )  # fmt: skip
 
 
-def test_the_ledger_names_each_holder_with_its_blocks_and_since_when() -> None:
+def test_the_ledger_shows_the_blocks_and_the_age_of_each_holder() -> None:
     ledger = worker_pb2.DescribeLedgerResponse(
         holders=[
             holder("router-1.7[0]", "SEQUENCE", "RUNNING", 5, 3, age_ms=12_340),
@@ -77,17 +77,17 @@ def test_the_ledger_names_each_holder_with_its_blocks_and_since_when() -> None:
     response = cluster_pb2.GetLedgerResponse(
         workers=[
             cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger),
-            cluster_pb2.WorkerLedger(worker_id="decode-1.0123456789abcdef", error="it does not answer"),
+            cluster_pb2.WorkerLedger(worker_id="decode-1.0123456789abcdef", error="timed out"),
         ]
     )
     lines = holders_of(response)
     assert "decode-0.0123 sequence router-1.7[0] running 5 3 12.3 s" in lines
     assert "decode-0.0123 pull 0a1b2c3d reading 4 4 0.1 s prefill-0.0123" in lines
     assert "decode-0.0123 and 9 more" in lines
-    assert "decode-1.0123 no answer: it does not answer" in lines
+    assert "decode-1.0123 no answer: timed out" in lines
 
 
-def test_a_narrow_terminal_breaks_names_and_no_number() -> None:
+def test_a_narrow_terminal_wraps_names_and_no_number() -> None:
     ledger = worker_pb2.DescribeLedgerResponse(
         holders=[
             holder("router-01234567.1234.0#1", "SEQUENCE", "TRANSFER", 1234, 5678, age_ms=12_340),
@@ -104,20 +104,20 @@ class OneFleet:
     """A router whose fleet never changes."""
 
     def __init__(self, found: cluster_pb2.GetFleetResponse | None = None) -> None:
-        self.num_looks = 0
+        self.num_calls = 0
         self._found = found or fleet(worker("decode-0"))
 
     async def fleet(self) -> cluster_pb2.GetFleetResponse:
-        self.num_looks += 1
+        self.num_calls += 1
         return self._found
 
 
-async def test_a_status_that_nobody_could_see_change_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_without_a_terminal_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.01)
     client, out = OneFleet(), io.StringIO()
     async with asyncio.timeout(5):
         await status.status(contextlib.nullcontext(client), Console(file=out), once=False, with_ledger=False)  # type: ignore[arg-type]
-    assert client.num_looks == 2
+    assert client.num_calls == 2
     assert out.getvalue().count("decode-0.0123") == 1
 
 
@@ -127,21 +127,21 @@ def prefill_worker() -> cluster_pb2.FleetWorker:
     return found
 
 
-def test_a_pool_in_which_nobody_serves_has_a_line_that_says_what_follows() -> None:
+def test_a_pool_without_a_serving_worker_has_a_line_about_the_consequence() -> None:
     starting = worker("decode-0")
     starting.state = worker_pb2.WORKER_STATE_STARTING
     assert pool_lines(fleet(prefill_worker(), starting)) == ["no decode worker serves yet: requests wait"]
     none_wanted = cluster_pb2.GetFleetResponse(workers=[prefill_worker()], wanted_prefill=1)
-    assert pool_lines(none_wanted) == [f"nothing is served: {NO_DECODE}"]
+    assert pool_lines(none_wanted) == [f"no request is served: {NO_DECODE}"]
     assert pool_lines(fleet(worker("decode-0"))) == ["no prefill worker serves: decode workers compute the prompts"]
     assert pool_lines(fleet(prefill_worker(), worker("decode-0"))) == []
 
 
-async def test_status_says_that_nothing_is_served_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_says_that_no_request_is_served_and_how_to_add_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "REFRESH_S", 0.01)
     client, out = OneFleet(cluster_pb2.GetFleetResponse(workers=[prefill_worker()], wanted_prefill=1)), io.StringIO()
     await status.status(contextlib.nullcontext(client), Console(file=out, width=90), once=True, with_ledger=False)  # type: ignore[arg-type]
-    assert f"nothing is served: {NO_DECODE}" in out.getvalue()
+    assert f"no request is served: {NO_DECODE}" in out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ async def test_status_says_that_nothing_is_served_and_what_to_do(monkeypatch: py
     [
         ((2, 1), "serving m at h:1 (2 prefill, 1 decode); Ctrl-C drains and stops"),
         ((0, 1), "serving m at h:1 (0 prefill, 1 decode): decode workers compute the prompts; Ctrl-C drains and stops"),
-        ((1, 0), f"nothing is served at h:1 (1 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
-        ((0, 0), f"nothing is served at h:1 (0 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
+        ((1, 0), f"no request is served at h:1 (1 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
+        ((0, 0), f"no request is served at h:1 (0 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
     ],
 )
-def test_serve_says_that_it_serves_where_it_does(sizes: tuple[int, int], line: str) -> None:
+def test_the_ready_line_says_whether_requests_are_served(sizes: tuple[int, int], line: str) -> None:
     assert ready_line("m", "h:1", *sizes) == line
 
 
-def test_a_long_ledger_is_cut_and_says_by_how_much() -> None:
+def test_a_long_ledger_is_cut_and_the_last_line_counts_the_rest() -> None:
     holders = [holder(f"r{number}", "SEQUENCE", "RUNNING", 1, 1) for number in range(MAX_HOLDER_ROWS + 5)]
     ledger = worker_pb2.DescribeLedgerResponse(holders=holders)
     worker = cluster_pb2.WorkerLedger(worker_id="decode-0.0123456789abcdef", ledger=ledger)
@@ -166,11 +166,11 @@ def test_a_long_ledger_is_cut_and_says_by_how_much() -> None:
     assert "decode-0.0123 and 5 more" in lines
 
 
-def test_a_worker_whose_reports_stopped_says_so() -> None:
+def test_a_worker_without_recent_reports_is_shown_as_silent() -> None:
     assert any("silent 12 s" in line for line in text_of(fleet(worker("decode-0", age_ms=12_000))))
 
 
-def test_a_rate_is_the_difference_of_two_looks_and_needs_both() -> None:
+def test_a_rate_is_the_difference_of_two_samples_and_needs_both() -> None:
     before = Sample(fleet(worker("decode-0", tokens=100)), at=10.0)
     after = Sample(fleet(worker("decode-0", tokens=150), worker("decode-1", tokens=7)), at=12.0)
     assert rates(before, after) == {"decode-0.0123456789abcdef": 50.0}
@@ -186,7 +186,7 @@ def with_paths(*paths: worker_pb2.PathReport) -> cluster_pb2.GetFleetResponse:
     return fleet(reader, owner)
 
 
-def test_a_path_that_is_not_as_it_should_be_has_a_line_of_its_own() -> None:
+def test_each_broken_path_has_its_line() -> None:
     slow = worker_pb2.PathReport(
         peer=PREFILL, state=worker_pb2.PATH_STATE_SLOW, lane=worker_pb2.PATH_LANE_TCP, bytes_per_s=1.1e9,
         expected_bytes_per_s=12.5e9, latency_ms=0.31,
@@ -198,7 +198,7 @@ def test_a_path_that_is_not_as_it_should_be_has_a_line_of_its_own() -> None:
     ]
 
 
-def test_a_path_to_a_worker_that_is_gone_is_nobodys_business() -> None:
+def test_a_path_to_a_worker_outside_the_fleet_is_not_shown() -> None:
     gone = worker_pb2.PathReport(peer="prefill-9.0000000000000000", state=worker_pb2.PATH_STATE_UNREACHABLE)
     assert path_lines(with_paths(gone)) == []
 

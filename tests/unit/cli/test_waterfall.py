@@ -1,4 +1,4 @@
-"""The waterfall puts phases where they happened."""
+"""The waterfall places the phases of a request on one time axis."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def starts() -> dict[str, float]:
     return {phase.name: phase.start_ms for phase in phases(TIMINGS)}
 
 
-def test_what_must_follow_follows() -> None:
+def test_each_phase_starts_after_the_phases_before_it() -> None:
     assert starts()["queue"] == 2
     assert starts()["prefill"] == 10
     assert starts()["decode"] == 95
 
 
-def test_the_exposed_end_of_the_transfer_sticks_out_behind_prefill() -> None:
+def test_the_transfer_ends_after_prefill_by_its_exposed_time() -> None:
     transfer = next(phase for phase in phases(TIMINGS) if phase.name == "transfer")
     assert transfer.start_ms + transfer.duration_ms == 90 + 10
 
@@ -34,7 +34,7 @@ def test_bars_share_one_axis_and_every_line_has_the_same_width() -> None:
     assert lines["decode"].index(BAR) > lines["prefill"].index(BAR)
 
 
-def test_a_phase_too_short_for_a_column_still_leaves_a_mark_and_one_that_did_not_happen_none() -> None:
+def test_a_phase_shorter_than_a_column_has_a_thin_mark_and_an_absent_phase_has_none() -> None:
     timings = inference_pb2.PhaseTimings(tokenize_ms=0.01, prefill_ms=100, total_ms=1000)
     lines = dict(zip([phase.name for phase in phases(timings)], draw(timings), strict=True))
     assert SLIVER in lines["tokenize"]
@@ -42,5 +42,5 @@ def test_a_phase_too_short_for_a_column_still_leaves_a_mark_and_one_that_did_not
     assert BAR not in lines["transfer"]
 
 
-def test_a_request_that_took_no_time_is_drawn_too() -> None:
+def test_a_request_of_no_duration_can_be_drawn() -> None:
     assert len(draw(inference_pb2.PhaseTimings())) == 6

@@ -1,4 +1,4 @@
-"""What somebody may type or pipe by mistake is one line and an exit code, never a traceback."""
+"""Wrong input and interrupts end the `tandem` command with one line and an exit code, never with a traceback."""
 
 from __future__ import annotations
 
@@ -23,57 +23,57 @@ from tandem_client.stubs import inference_pb2
 
 
 @pytest.mark.parametrize("command", [["generate", "\udcff"], ["generate", "x", "--stop", "\udcff"]])
-def test_text_that_is_not_utf_8_is_one_line(
+def test_text_that_is_not_utf_8_is_an_error_of_one_line(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tandem", *command])
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: what was given as text is not UTF-8\n"
+    assert capsys.readouterr().err == "error: the given text is not UTF-8\n"
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
-def test_a_time_limit_that_is_none_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_out_of_range_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tandem", "generate", "x", "--timeout", seconds])
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 2
 
 
-def test_a_size_that_the_wire_cannot_hold_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_size_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tandem", "scale", "--decode", str(2**32)])
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 2
 
 
-def test_output_to_a_full_disk_is_one_line() -> None:
+def test_output_to_a_full_disk_is_an_error_of_one_line() -> None:
     command = [sys.executable, "-c", "from cli.entry import run; run()", "pull", "--help"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "error: [Errno 28] No space left on device\n")
 
 
-def test_a_demo_that_is_interrupted_ends_as_a_shell_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "pull_if_named", lambda *_: None)
-    monkeypatch.setattr(demo, "run_to_end", lambda *_: True)  # as after a Ctrl-C
+def test_an_interrupted_demo_raises_keyboard_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "pull_if_listed", lambda *_: None)
+    monkeypatch.setattr(demo, "run_interruptible", lambda *_: True)  # as after a Ctrl-C
     with pytest.raises(KeyboardInterrupt):
         demo.demo(demo_config(), MagicMock(), Console(file=io.StringIO()))
 
 
 class LosingClient:
-    """Loses its worker at the first question and has it back at the second."""
+    """The first request fails because its worker is lost; the second one succeeds."""
 
     address = "router:1"
-    num_asked = 0
+    num_requests = 0
 
     async def model(self) -> inference_pb2.GetModelResponse:
         return inference_pb2.GetModelResponse(name="fake")
 
     async def generate(self, _: inference_pb2.GenerateRequest, __: float):  # type: ignore[no-untyped-def]
-        self.num_asked += 1
-        if self.num_asked == 1:
+        self.num_requests += 1
+        if self.num_requests == 1:
             raise CallFailed(grpc.StatusCode.UNAVAILABLE, "the decode worker is gone", retryable=True)
         yield inference_pb2.GenerateResponse(tokens=inference_pb2.TokenChunk(text="here"))
         yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished())
@@ -85,14 +85,14 @@ class Terminal(io.StringIO):
 
 
 def talk(stdin: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> tuple[Conversation, str]:
-    """The conversation and what its terminal shows."""
+    """Chat with the lines of `stdin`. Returns the conversation and the output."""
     monkeypatch.setattr(sys, "stdin", stdin)
     conversation, console = Conversation(inference_pb2.GenerateRequest(), "", 5.0), Console(file=io.StringIO())
     chat(contextlib.nullcontext(LosingClient()), conversation, console)  # type: ignore[arg-type]
     return conversation, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_question_that_fails_does_not_end_the_conversation_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_does_not_end_the_conversation_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     conversation, shown = talk(Terminal("one\ntwo\n"), monkeypatch)
     assert "error: the decode worker is gone" in shown
     assert [(message.role, message.content) for message in conversation.messages] == [
@@ -100,7 +100,7 @@ def test_a_question_that_fails_does_not_end_the_conversation_at_a_terminal(monke
     ]  # fmt: skip
 
 
-def test_a_question_that_fails_ends_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_request_ends_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CallFailed):
         talk(io.StringIO("one\ntwo\n"), monkeypatch)
 
@@ -110,7 +110,7 @@ class InterruptedImport(ModuleType):
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_the_command_is_still_being_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_imports_exits_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cli.main", InterruptedImport("cli.main"))
     with pytest.raises(SystemExit) as ended:
         entry.run()
