@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# A decode machine: joins the cluster and offers places for decode workers, which
-# produce tokens: for them, take machines with fast and large memory.
-# Stays in the foreground until it is ended; its workers end with it.
+# A decode machine: joins the cluster and offers places for decode workers. Decode
+# workers generate tokens; use machines with fast and large memory.
+# Runs in the foreground. The workers of this machine end with the script.
 #
 #   deploy/decode.sh HEAD_IP:6379 [PLACES]
 #
-# PLACES   decode workers this machine can hold at one time (default: 1)
-# NODE_IP  address by which the other machines reach this one (default: found by Ray)
+# PLACES   decode workers that this machine has room for (default: 1)
+# NODE_IP  address of this machine for the other machines (default: found by Ray)
 set -euo pipefail
 head="${1:?usage: $0 HEAD_IP:PORT [PLACES]}"
 export RAY_USAGE_STATS_ENABLED=0
 export RAY_worker_niceness=0 # Ray's default of 15 gives the cores of a serving worker to any other program
-export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" # who joins can run code here: only with the cluster's token
-export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 # a worker is placed by "decode" and still sees the machine's GPUs
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" # a process that joins can run code here: require the cluster's token
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 # else Ray hides the GPUs from workers placed by the "decode" resource
 exec ray start --block \
     --address "$head" ${NODE_IP:+--node-ip-address "$NODE_IP"} \
     --resources "{\"decode\": ${2:-1}}" --object-store-memory 100000000
