@@ -127,7 +127,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             attributes[Attribute.TRANSFERRED_BYTES] = done.pull.num_bytes
             attributes[Attribute.TRANSFER_EXPOSED_MS] = done.pull.exposed_s * 1e3
         parent = extract(context.invocation_metadata())
-        self._telemetry.draw_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
+        self._telemetry.record_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
 
 
 def _encode_tokens(emitted: EmitTokens) -> worker_pb2.SampledTokens:

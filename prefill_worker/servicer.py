@@ -50,7 +50,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             Attribute.CACHED_TOKENS: done.cached_tokens,
         }
         parent = extract(context.invocation_metadata())
-        self._telemetry.draw_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
+        self._telemetry.record_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
         return worker_pb2.PrefillResponse(
             first_token=codec.encode_token(done.index, done.token),
             finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],

@@ -105,8 +105,8 @@ class ChoiceStream:
             return
         timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
         parent, choice = context_of(self.root), {Attribute.CHOICE: self.choice}
-        telemetry.draw_timeline(timeline, SPAN_OF_STAGE, parent, choice)
-        telemetry.draw(SpanName.ROUTER_RESPOND, parent, timeline.entered_at, now, choice)
+        telemetry.record_timeline(timeline, SPAN_OF_STAGE, parent, choice)
+        telemetry.record_span(SpanName.ROUTER_RESPOND, parent, timeline.entered_at, now, choice)
         attributes = self._request_attributes()
         if isinstance(result, Finish):
             attributes |= self._outcome_attributes(result.outcome)

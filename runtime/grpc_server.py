@@ -1,4 +1,4 @@
-"""gRPC manners: one way to start a server, open a channel, and turn errors into statuses and back."""
+"""gRPC servers and channels with the same options everywhere, and the mapping of errors to statuses and back."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ _ERROR_OF: dict[grpc.StatusCode, Callable[[str], TandemError]] = {
 }
 
 FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
-TRANSFER_KEY = "tandem-transfer-failed"  # it shares its status with a lost worker, but not whom it blames
+TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
 
 
-# Calls that have arrived and were not looked at yet. Beyond it (its own is 1,000) gRPC ends some at random,
-# as CANCELLED, where the router would say RESOURCE_EXHAUSTED and when to come back: it shall have time for that.
+# Calls that gRPC accepts before a servicer starts them. Above the limit (1,000 by default), gRPC cancels calls at
+# random. With a high limit the router itself refuses calls, with RESOURCE_EXHAUSTED and a retry hint.
 MAX_PENDING_CALLS = 20_000
 ABORT_TIMEOUT_S = 2.0
-# Inside a cluster, for snapshots of large pools, and to a client of our own; what a router takes from others is
-# `max_message_bytes` in its config.
+# Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
 MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Keepalive finds a peer that vanished without a word; every channel and server uses the same."""
+    """The options of every channel and server. Keepalive detects a peer that vanished without closing a connection."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -63,7 +62,7 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a coin toss
+        ("grpc.so_reuseport", 0),  # else two servers could share one port
         ("grpc.max_metadata_size", 64 * 1024),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -71,10 +70,10 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def open_channel(address: str, max_message_bytes: int, credentials: Credentials = OPEN) -> grpc.aio.Channel:
-    """TLS where `credentials` have a certificate. The token is for each call: `Credentials.metadata`."""
+    """Uses TLS if `credentials` have a certificate. Each call carries the token itself, in `Credentials.metadata`."""
     options: list[tuple[str, int | str]] = [
         *channel_options(max_message_bytes),
-        ("grpc.use_local_subchannel_pool", 1),  # a restarted peer never inherits a broken connection
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel never reuses a broken connection
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
     tls = credentials.for_channel()
@@ -86,7 +85,7 @@ def open_channel(address: str, max_message_bytes: int, credentials: Credentials 
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls of the guarded methods that do not carry the cluster's token, before their request is read."""
+    """Refuses calls of guarded methods without the token of the cluster, before the request is read."""
 
     def __init__(self, token: str, guarded: tuple[str, ...]) -> None:
         """`guarded`: prefixes of full method names, e.g. "/tandem.v1.Worker/"."""
@@ -97,8 +96,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(self._guarded):
             return handler
-        shown = [value for key, value in handler_call_details.invocation_metadata if key == TOKEN_KEY]
-        if len(shown) == 1 and hmac.compare_digest(_as_bytes(shown[0]), self._token):
+        tokens = [value for key, value in handler_call_details.invocation_metadata if key == TOKEN_KEY]
+        if len(tokens) == 1 and hmac.compare_digest(_as_bytes(tokens[0]), self._token):
             return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(_refuse)
@@ -114,7 +113,7 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 class GrpcServer:
-    """A grpc.aio server with health and reflection, open to all, for the services it carries."""
+    """A grpc.aio server with health and reflection services, which need no token."""
 
     def __init__(
         self, host: str, port: int, max_message_bytes: int, credentials: Credentials, rules: ServerRules
@@ -128,12 +127,12 @@ class GrpcServer:
         self._names: list[str] = []
 
     def add(self, register: Callable[[Any, Any], None], servicer: object, full_name: str) -> None:
-        """`register` is the generated add_..._to_server; `full_name` e.g. "tandem.v1.Inference"."""
+        """`register` is the generated function add_..._to_server; `full_name` is e.g. "tandem.v1.Inference"."""
         register(servicer, self._server)
         self._names.append(full_name)
 
     async def start(self) -> str:
-        """Bind and serve. Returns host:port. Raises `ConfigError` where that cannot be."""
+        """Bind and serve. Returns host:port. Raises `ConfigError` if the address cannot be bound."""
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         where = join_address(self._host, self._port)
         try:
@@ -156,7 +155,7 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls; those in flight have `grace_s` to end."""
+        """Refuse new calls, and cancel open calls after `grace_s`."""
         await self._server.stop(grace_s)
 
 
@@ -182,25 +181,25 @@ def error_from(error: grpc.RpcError) -> TandemError:
     """The `TandemError` behind a failed call."""
     assert isinstance(error, grpc.aio.AioRpcError)
     details = error.details() or error.code().name
-    pairs: Any = error.trailing_metadata() or ()  # the stubs take it for pairs of something else
+    pairs: Any = error.trailing_metadata() or ()  # the stubs declare another type
     trailers = dict(pairs)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         field = str(trailers.get(FIELD_KEY, "request"))
         return InvalidRequest(field, details.removeprefix(f"{field}: "))
-    made = TransferFailed(details) if TRANSFER_KEY in trailers else _ERROR_OF.get(error.code(), TandemError)(details)
+    found = TransferFailed(details) if TRANSFER_KEY in trailers else _ERROR_OF.get(error.code(), TandemError)(details)
     if RETRYABLE_KEY in trailers:
-        made.retryable = trailers[RETRYABLE_KEY] == "true"
-    return made
+        found.retryable = trailers[RETRYABLE_KEY] == "true"
+    return found
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
-    """Seconds the caller will still wait."""
+    """Seconds until the deadline of the call; `default_s` without a deadline."""
     remaining = context.time_remaining()
     return default_s if remaining is None else remaining
 
 
 async def cancel_and_wait(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and let them end; what they raise now no longer matters to anyone."""
+    """Cancel tasks and wait until they have ended. Their exceptions are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

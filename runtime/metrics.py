@@ -1,7 +1,7 @@
-"""Metrics of a router and its fleet, for Prometheus. Every name stands in `METRICS`, with its labels, and nowhere else.
+"""Metrics of a router and its fleet, for Prometheus. `METRICS` lists every metric with its labels.
 
-The router is the one page to scrape: what workers report to it is shown here by worker. Names and units are those of
-OpenTelemetry's semantic conventions for generative AI where there are any, as Prometheus writes them.
+Only the router has a metrics page. It also shows what each worker reports to the router. Names and units follow
+OpenTelemetry's semantic conventions for generative AI, in the spelling of Prometheus.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Metric(Enum):
 class Kind(Enum):
     COUNTER = "counter"
     HISTOGRAM = "histogram"
-    # Read at each scrape, of what is there then: a worker that has left is no longer on the page.
+    # Read at each scrape, so the page shows only workers that are in the fleet.
     GAUGE = "gauge"
-    TOTAL = "total"  # a counter that somebody else keeps
+    TOTAL = "total"  # a counter that a worker keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,70 +68,68 @@ PATH = ("worker", "peer", "lane")
 
 METRICS: dict[Metric, Description] = {
     Metric.REQUESTS: Description(
-        Kind.COUNTER, "Choices that ended, by path (none: it was refused or failed) and by how they ended",
+        Kind.COUNTER, "Ended choices, by path (none if refused or failed) and by end",
         ("path", "end"),
     ),
     Metric.TIME_TO_FIRST_TOKEN: Description(
-        Kind.HISTOGRAM, "From a request's arrival at the router to its first token", REQUEST
+        Kind.HISTOGRAM, "Time from the arrival of a request at the router to its first token", REQUEST
     ),
     Metric.TIME_PER_OUTPUT_TOKEN: Description(Kind.HISTOGRAM, "(last token - first token) / (tokens - 1)", REQUEST),
     Metric.REQUEST_DURATION: Description(
-        Kind.HISTOGRAM, "From a request's arrival at the router to its end; error_type is empty where it succeeded",
+        Kind.HISTOGRAM, "Time from the arrival of a request at the router to its end; error_type is empty on success",
         (*REQUEST, "error_type"),
     ),
     Metric.PHASE_DURATION: Description(
-        Kind.HISTOGRAM, "Where the time of choices went: PhaseTimings of protos/inference.proto", ("phase",)
+        Kind.HISTOGRAM, "Duration of each phase of a choice (PhaseTimings of protos/inference.proto)", ("phase",)
     ),
     Metric.TOKENS: Description(
         Kind.COUNTER, "Tokens served, by kind: prompt, cached (part of prompt) or output", ("kind",)
     ),
     Metric.PATH_BANDWIDTH: Description(
-        Kind.GAUGE, "Measured speed of the path from a peer to a worker that reads, by its lane", PATH
+        Kind.GAUGE, "Measured bandwidth of the path from a peer to the reading worker, by lane", PATH
     ),
-    Metric.PATH_LATENCY: Description(Kind.GAUGE, "Shortest way there and back of a notification on that path", PATH),
+    Metric.PATH_LATENCY: Description(Kind.GAUGE, "Shortest round trip of a notification on the path", PATH),
     Metric.PATHS: Description(
-        Kind.GAUGE, "Paths of a worker, by state; slow, fallback, unreachable and refused are worth an alert",
+        Kind.GAUGE, "Paths of a worker, by state; alert on slow, fallback, unreachable and refused",
         ("worker", "state"),
     ),
-    Metric.QUEUED: Description(Kind.GAUGE, "Requests waiting in the router for a worker"),
-    Metric.IN_FLIGHT: Description(Kind.GAUGE, "Requests dispatched and not ended"),
+    Metric.QUEUED: Description(Kind.GAUGE, "Requests that wait in the router for a worker"),
+    Metric.IN_FLIGHT: Description(Kind.GAUGE, "Dispatched requests that have not ended"),
     Metric.WORKER_BLOCKS: Description(
         Kind.GAUGE, "KV blocks of a worker, by column of its ledger", (*WORKER, "column")
     ),
-    Metric.WORKER_RUNNING: Description(Kind.GAUGE, "Sequences in a worker's steps", WORKER),
+    Metric.WORKER_RUNNING: Description(Kind.GAUGE, "Running sequences of a worker", WORKER),
     Metric.WORKER_QUEUED_TOKENS: Description(
-        Kind.GAUGE, "Tokens to compute before every sequence of a worker is in decode", WORKER
+        Kind.GAUGE, "Tokens that a worker must compute until each of its sequences is in decode", WORKER
     ),
     Metric.WORKER_TRANSFERS: Description(
-        Kind.GAUGE, "Hand-offs alive on a worker, by state; one side is offer or pull", (*WORKER, "side", "state")
+        Kind.GAUGE, "Open hand-offs of a worker, by side (offer or pull) and state", (*WORKER, "side", "state")
     ),
-    Metric.WORKER_TRANSFERRED_BYTES: Description(Kind.TOTAL, "KV bytes a worker has pulled", WORKER),
+    Metric.WORKER_TRANSFERRED_BYTES: Description(Kind.TOTAL, "KV bytes that a worker has pulled", WORKER),
     Metric.WORKER_TRANSFER_SECONDS: Description(
-        Kind.TOTAL, "Time in which a worker's pulls had reads in flight", WORKER
+        Kind.TOTAL, "Time during which the pulls of a worker had reads in flight", WORKER
     ),
-    Metric.WORKER_EXPIRED_LEASES: Description(Kind.TOTAL, "Offers of a worker whose reader fell silent", WORKER),
-    Metric.WORKER_PREEMPTIONS: Description(Kind.TOTAL, "Sequences a worker preempted", WORKER),
+    Metric.WORKER_EXPIRED_LEASES: Description(Kind.TOTAL, "Offers of a worker that expired", WORKER),
+    Metric.WORKER_PREEMPTIONS: Description(Kind.TOTAL, "Sequences that a worker has preempted", WORKER),
     Metric.WORKER_MALFORMED_MESSAGES: Description(
-        Kind.TOTAL, "Notifications to a worker that were no message", WORKER
+        Kind.TOTAL, "Notifications that a worker could not decode", WORKER
     ),
     Metric.WORKER_DROPPED_MESSAGES: Description(
-        Kind.TOTAL, "Late, doubled and foreign messages to a worker", WORKER
+        Kind.TOTAL, "Messages that a worker dropped: late, duplicate, or of an unknown transfer", WORKER
     ),
     Metric.WORKER_CORRUPT_BLOCKS: Description(
-        Kind.TOTAL, "Blocks whose bytes were not those of their digest, as a worker read them or in its prefix cache",
-        WORKER,
+        Kind.TOTAL, "Blocks with a wrong digest after a read, or in the prefix cache of a worker", WORKER,
     ),
 }  # fmt: skip
 
-# What is read at each scrape: (metric, value, labels).
-Reading = tuple[Metric, float, Mapping[str, str]]
+Reading = tuple[Metric, float, Mapping[str, str]]  # (metric, value, labels)
 
 
 class Metrics:
-    """`read` is called at each scrape, on the scraper's thread. Without a port nothing is recorded."""
+    """Calls `read` at each scrape, in the thread of the scrape. Without a port, nothing is recorded."""
 
     def __init__(self, config: TelemetryConfig, read: Callable[[], Iterable[Reading]]) -> None:
-        """Raises `ConfigError` where the port is taken."""
+        """Raises `ConfigError` if the port is taken."""
         self._read = read
         self._recorded: dict[Metric, Counter | Histogram] = {}
         self._server: Any = None
@@ -139,12 +137,12 @@ class Metrics:
             self._start(config.metrics_port)
 
     def _start(self, port: int) -> None:
-        disable_created_metrics()  # when each series began: twice as many lines, which no dashboard asks for
+        disable_created_metrics()  # the start time of each series doubles the page, and no dashboard uses it
         registry = CollectorRegistry()
         try:
             self._server, _ = start_http_server(port, registry=registry)
         except OSError as error:
-            raise ConfigError(f"cannot serve metrics on port {port}: {error.strerror}; choose another one") from error
+            raise ConfigError(f"cannot serve metrics on port {port}: {error.strerror}; choose another port") from error
         ProcessCollector(registry=registry)
         for metric, about in METRICS.items():
             if about.kind is Kind.COUNTER:
@@ -153,15 +151,15 @@ class Metrics:
                 self._recorded[metric] = Histogram(
                     metric.value, about.text, about.labels, registry=registry, buckets=BUCKETS_S
                 )
-        registry.register(self)  # type: ignore[arg-type]  # it wants only `collect`
+        registry.register(self)  # type: ignore[arg-type]  # the registry calls only `collect`
 
     def collect(self) -> Iterator[Family]:
-        """What is read at a scrape; the registry asks."""
-        made = {Kind.GAUGE: GaugeMetricFamily, Kind.TOTAL: CounterMetricFamily}
+        """The metrics that `read` returns. The registry calls this at each scrape."""
+        family_types = {Kind.GAUGE: GaugeMetricFamily, Kind.TOTAL: CounterMetricFamily}
         families: dict[Metric, Any] = {
-            metric: made[about.kind](metric.value, about.text, labels=about.labels)
+            metric: family_types[about.kind](metric.value, about.text, labels=about.labels)
             for metric, about in METRICS.items()
-            if about.kind in made
+            if about.kind in family_types
         }
         for metric, value, labels in self._read():
             families[metric].add_metric([labels[name] for name in METRICS[metric].labels], value)

@@ -1,9 +1,11 @@
-"""What a process shows to prove that it belongs to the cluster: a token, and a certificate where there is TLS.
+"""The credentials of a process: the token of the cluster and, with TLS, a certificate.
 
-    client --token--> router: Scale, GetLedger          router --token, certificate--> worker: everything
-    client --certificate, where the config wants it--> router: everything
+    call                                   token       certificate (with TLS)
+    router -> worker, every method         required    required
+    client -> router, Scale and GetLedger  required    with require_client_certs
+    client -> router, other methods        -           with require_client_certs
 
-Health and reflection need no token. The token is compared in constant time, is never logged, and no `repr` shows it.
+Health and reflection need no token. A server compares tokens in constant time. No log and no `repr` shows a token.
 """
 
 from __future__ import annotations
@@ -22,25 +24,25 @@ TOKEN_KEY = "tandem-cluster-token"
 
 @dataclass(frozen=True, slots=True)
 class ServerRules:
-    """What a server asks of its callers, where there are credentials at all."""
+    """The credentials that a server requires of its callers."""
 
-    guarded: tuple[str, ...]  # prefixes of the full method names that need the token
+    guarded: tuple[str, ...]  # prefixes of the full names of methods that need the token
     require_client_certs: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What `load_credentials` found; everything empty = open to all."""
+    """Token, certificate and key; the defaults mean no token and no TLS."""
 
     token: str = field(default="", repr=False)
-    cert: bytes = field(default=b"", repr=False)  # PEM, as the next two
+    cert: bytes = field(default=b"", repr=False)  # PEM, as key and ca
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     server_name: str = ""
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
-        """To be sent with every guarded call."""
+        """gRPC metadata for every guarded call."""
         return [(TOKEN_KEY, self.token)] if self.token else []
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
@@ -64,7 +66,7 @@ def router_rules(config: SecurityConfig) -> ServerRules:
 
 
 def load_credentials(config: SecurityConfig) -> Credentials:
-    """Read the files of `config`. Raises `ConfigError` naming the option whose file is missing or of no use."""
+    """Read the files of `config`. Raises `ConfigError` naming the option of a missing or invalid file."""
     token = read_token(config)
     if not config.tls_cert:
         return Credentials(token)
@@ -74,24 +76,24 @@ def load_credentials(config: SecurityConfig) -> Credentials:
         context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: b"")
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
-            "[security] tls_cert and tls_key must be a certificate and its own unencrypted key, both PEM: "
+            "[security] tls_cert and tls_key must be a certificate and its unencrypted key, both PEM: "
             f"{config.tls_cert}, {config.tls_key}"
         ) from error
     try:
         context.load_verify_locations(config.tls_ca)
     except ssl.SSLError as error:
-        raise ConfigError(f"[security] tls_ca holds no PEM certificate: {config.tls_ca}") from error
+        raise ConfigError(f"[security] tls_ca: no PEM certificate in {config.tls_ca}") from error
     return Credentials(token, cert, key, ca, config.tls_server_name)
 
 
 def read_token(config: SecurityConfig) -> str:
-    """The cluster's token; empty where there is none. Raises `ConfigError`."""
+    """The configured token of the cluster; empty if none is configured. Raises `ConfigError`."""
     if not config.cluster_token_file:
         return config.cluster_token
     path = config.cluster_token_file
     token = _read("cluster_token_file", path).decode("utf-8", errors="replace").strip()
     if not is_token(token):
-        raise ConfigError(f"[security] cluster_token_file: what {path} holds is not {TOKEN_RULE}")
+        raise ConfigError(f"[security] cluster_token_file: the content of {path} is not {TOKEN_RULE}")
     return token
 
 

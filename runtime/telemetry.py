@@ -1,7 +1,7 @@
-"""Traces. Every name stands in one of the two tables below and nowhere else.
+"""Traces: one per request. The two tables below list every span name and every attribute name.
 
-One trace per request. The router opens the root span and, when the request has ended, draws the stages it went through
-as children that touch each other; workers add their own stages to the same root through the W3C `traceparent` header.
+The router opens the root span. At the end of the request it adds one child span per stage; each child starts where the
+previous one ends. Workers add the spans of their stages to the same root, through the W3C `traceparent` header.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from core.errors import ConfigError
 from core.lifecycle import Stage, Timeline
 
 CLOSE_TIMEOUT_S = 1.0
-EXPORT_DELAY_MS = 500.0  # spans wait at most this long in their process
+EXPORT_DELAY_MS = 500.0  # a span is exported at most this long after its end
 
 AttributeValue = str | int | float | bool | Sequence[str]
 
 
 class SpanName(Enum):
-    """All spans. The first word says which process measured it."""
+    """The name of every span. Its first word names the process that measured the span."""
 
-    REQUEST = "tandem.request"  # root: one choice of one Generate call, arrival to last token; or a refused call
+    REQUEST = "tandem.request"  # root: one choice of a Generate call, arrival to last token; or a refused call
     ROUTER_TOKENIZE = "router.tokenize"
     ROUTER_QUEUE = "router.queue"
-    ROUTER_PREFILL = "router.prefill"  # dispatch to first token, as the router sees it
-    ROUTER_DECODE = "router.decode"  # first token to last
-    ROUTER_RESPOND = "router.respond"  # the outcome is known, until the client has been written its last message
+    ROUTER_PREFILL = "router.prefill"  # dispatch to first token, measured by the router
+    ROUTER_DECODE = "router.decode"  # first token to last token
+    ROUTER_RESPOND = "router.respond"  # end of generation to the last message written to the client
     PREFILL_QUEUE = "prefill_worker.queue"
     PREFILL_COMPUTE = "prefill_worker.prefill"
-    DECODE_QUEUE = "decode_worker.queue"  # waiting for blocks or for a place in a step
+    DECODE_QUEUE = "decode_worker.queue"  # wait for blocks or for a place in a step
     DECODE_PREFILL = "decode_worker.prefill"  # local prefill
     DECODE_TRANSFER = "decode_worker.transfer"  # first block wanted to last block verified
     DECODE_COMPUTE = "decode_worker.decode"
 
 
 class Attribute:
-    """All span attributes; those that are not tandem.* are OpenTelemetry's semantic conventions."""
+    """Every span attribute. Names that do not start with tandem. are OpenTelemetry's semantic conventions."""
 
     OPERATION = "gen_ai.operation.name"
     PROVIDER = "gen_ai.provider.name"
@@ -82,10 +82,10 @@ class Attribute:
 
 
 class JsonLinesExporter(SpanExporter):
-    """Appends each span to a file as one JSON line; several processes may share the file."""
+    """Appends each span to a file as one JSON line. Several processes may share the file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigError` where spans could not be written: later nobody would hear of it."""
+        """Raises `ConfigError` if the file cannot be written, because a failed export raises no error."""
         self._path = path
         self._lock = threading.Lock()
         try:
@@ -100,7 +100,7 @@ class JsonLinesExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def _append(self, content: bytes) -> None:
-        # O_APPEND makes each write land whole at the end, whoever else writes.
+        # O_APPEND writes each line whole at the end, also while other processes write.
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(handle, content)
@@ -109,10 +109,10 @@ class JsonLinesExporter(SpanExporter):
 
 
 class Telemetry:
-    """One process's tracer. Without an endpoint or a file, spans are not recorded and cost next to nothing."""
+    """The tracer of a process. Without a collector and a trace file, no span is recorded."""
 
     def __init__(self, config: TelemetryConfig, service_name: str) -> None:
-        """Raises `ConfigError` where the trace file cannot be written."""
+        """Raises `ConfigError` if the trace file cannot be written."""
         self.enabled = bool(config.otlp_endpoint or config.trace_file)
         resource = Resource.create({"service.name": service_name, "service.namespace": config.service_namespace})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -128,9 +128,9 @@ class Telemetry:
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_DELAY_MS))
 
     def start_root(self, headers: Mapping[str, str], start: float) -> Span:
-        """Open the root span of a request, below the client's span if the headers name one.
+        """Open the root span of a request, as a child of the client's span if the headers name one.
 
-        `start` is on the monotonic clock, as all times here.
+        Every time in this class is on the monotonic clock.
         """
         if not self.enabled:
             return trace.INVALID_SPAN
@@ -145,10 +145,10 @@ class Telemetry:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(_wall_ns(end))
 
-    def draw(
+    def record_span(
         self, name: SpanName, parent: Context, start: float, end: float, attributes: Mapping[str, AttributeValue]
     ) -> None:
-        """Record a span whose start and end are known by now."""
+        """Record a span that has ended."""
         if not self.enabled:
             return
         span = self._tracer.start_span(
@@ -156,21 +156,21 @@ class Telemetry:
         )
         span.end(_wall_ns(end))
 
-    def draw_timeline(
+    def record_timeline(
         self,
         timeline: Timeline,
         names: Mapping[Stage, SpanName],
         parent: Context,
         attributes: Mapping[str, AttributeValue],
     ) -> None:
-        """One span for each stage the timeline has passed and `names` knows."""
+        """Record one span for each past stage of the timeline that has a name in `names`."""
         for stage, start, end in timeline.history:
             if stage in names:
-                self.draw(names[stage], parent, start, end, attributes)
+                self.record_span(names[stage], parent, start, end, attributes)
 
     def close(self) -> None:
-        """Export what is still buffered, as far as that takes no longer than `CLOSE_TIMEOUT_S`."""
-        # A collector that does not answer is asked again for 10 s; what is left then ends with the process.
+        """Export buffered spans, for at most `CLOSE_TIMEOUT_S`."""
+        # Without an answer from the collector, shutdown retries for 10 s. The daemon thread ends with the process.
         closing = threading.Thread(target=self._provider.shutdown, name="telemetry", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
@@ -181,7 +181,7 @@ def context_of(span: Span) -> Context:
 
 
 def inject(span: Span) -> list[tuple[str, str]]:
-    """gRPC metadata that makes the callee's spans children of `span`."""
+    """gRPC metadata that makes the spans of the called service children of `span`."""
     headers: dict[str, str] = {}
     propagate.inject(headers, context=context_of(span))
     return list(headers.items())
@@ -192,11 +192,11 @@ def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
 
 
 def trace_id_of(span: Span) -> str:
-    """32 hex digits; empty where nothing is traced."""
+    """32 hex digits; empty for a span that is not recorded."""
     span_context = span.get_span_context()
     return f"{span_context.trace_id:032x}" if span_context.is_valid else ""
 
 
 def _wall_ns(monotonic_s: float) -> int:
-    """Spans carry wall-clock times; everything else in Tandem is monotonic."""
+    """Wall-clock time of a monotonic time. Only spans carry wall-clock times."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)

@@ -1,4 +1,4 @@
-"""Credentials that cannot work are refused at the start, by the option to change."""
+"""Invalid credentials are refused at the start, with an error that names the option."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates") / "authority")
 
 
-def test_without_anything_everything_is_open() -> None:
+def test_an_empty_config_gives_no_token_and_no_tls() -> None:
     assert load_credentials(SecurityConfig()) == OPEN
     assert OPEN.metadata == []
     assert OPEN.for_channel() is None
@@ -40,27 +40,27 @@ def test_without_anything_everything_is_open() -> None:
         ({"require_client_certs": True}, "require_client_certs needs tls_cert"),
     ],
 )
-def test_options_that_do_not_fit_together_are_named(options: dict[str, object], message: str) -> None:
+def test_the_error_for_invalid_options_names_them_and_no_token(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         from_mapping({"security": options})
     assert str(options.get("cluster_token", TOKEN)) not in str(refused.value)
 
 
-def test_a_token_of_a_wrong_type_is_not_repeated() -> None:
+def test_the_error_for_a_token_of_the_wrong_type_does_not_show_it() -> None:
     with pytest.raises(ConfigError, match=r"\[security\] cluster_token must be str, is something else"):
         from_mapping({"security": {"cluster_token": 1234567890123456}})
 
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b"with spaces in it, many\n", b"\xff\xfe" * 20])
-def test_a_token_file_without_a_token_is_named_and_not_repeated(tmp_path: Path, content: bytes) -> None:
+def test_the_error_for_an_invalid_token_file_does_not_show_its_content(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cluster_token_file: what .*token holds is not 16 or more") as refused:
+    with pytest.raises(ConfigError, match=r"cluster_token_file: the content of .*token is not 16 or more") as refused:
         load_credentials(SecurityConfig(cluster_token_file=str(path)))
     assert "short" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there_is_named_with_its_option(authority: Authority) -> None:
+def test_the_error_for_a_missing_file_names_its_option(authority: Authority) -> None:
     certificate, key = authority.sign("a")
     with pytest.raises(ConfigError, match=r"\[security\] tls_ca: cannot read nowhere.pem: No such file"):
         load_credentials(SecurityConfig(tls_cert=str(certificate), tls_key=str(key), tls_ca="nowhere.pem"))
@@ -72,20 +72,20 @@ def test_a_key_of_another_certificate_is_refused(authority: Authority) -> None:
     certificate, _ = authority.sign("one")
     _, other_key = authority.sign("other")
     security = SecurityConfig(tls_cert=str(certificate), tls_key=str(other_key), tls_ca=str(authority.certificate))
-    with pytest.raises(ConfigError, match="tls_cert and tls_key must be a certificate and its own unencrypted key"):
+    with pytest.raises(ConfigError, match="tls_cert and tls_key must be a certificate and its unencrypted key"):
         load_credentials(security)
 
 
-def test_an_authority_that_is_none_is_refused(authority: Authority, tmp_path: Path) -> None:
+def test_an_authority_file_without_a_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
     certificate, key = authority.sign("b")
-    (tmp_path / "ca.pem").write_text("nothing of the kind")
+    (tmp_path / "ca.pem").write_text("not a certificate")
     security = SecurityConfig(tls_cert=str(certificate), tls_key=str(key), tls_ca=str(tmp_path / "ca.pem"))
-    with pytest.raises(ConfigError, match="tls_ca holds no PEM certificate"):
+    with pytest.raises(ConfigError, match="tls_ca: no PEM certificate in"):
         load_credentials(security)
 
 
-def test_what_is_loaded_shows_no_secret(authority: Authority) -> None:
-    loaded = load_credentials(authority.config("shy", cluster_token=TOKEN))
+def test_the_repr_of_credentials_shows_no_secret(authority: Authority) -> None:
+    loaded = load_credentials(authority.config("host", cluster_token=TOKEN))
     assert loaded.metadata == [("tandem-cluster-token", TOKEN)]
     assert TOKEN not in repr(loaded)
     assert "PRIVATE" not in repr(loaded)

@@ -1,4 +1,4 @@
-"""The server's manners where they differ from gRPC's own."""
+"""The behaviour of GrpcServer that differs from gRPC's defaults."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def server_at(host: str) -> GrpcServer:
     return GrpcServer(host, 0, MESSAGE_BYTES, OPEN, ServerRules((), require_client_certs=False))
 
 
-async def test_an_address_of_another_machine_is_said_to_be_none_of_this_one() -> None:
+async def test_the_error_for_an_address_of_another_machine_says_that_this_machine_lacks_it() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .* no such address"):
         await server_at("192.0.2.1").start()

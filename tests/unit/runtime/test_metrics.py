@@ -1,4 +1,4 @@
-"""The page of metrics: what is on it, what leaves it, and that its names are the field's."""
+"""The metrics page: its content, and the names of metrics and attributes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def in_prometheus(name: object) -> str:
 
 
 @pytest.mark.parametrize("name", [value for key, value in vars(Attribute).items() if key.isupper()])
-def test_every_attribute_of_a_span_is_ours_or_of_the_conventions(name: str) -> None:
+def test_every_span_attribute_starts_with_tandem_or_is_a_semantic_convention(name: str) -> None:
     assert name.startswith("tandem.") or name in ATTRIBUTES
 
 
 @pytest.mark.parametrize("metric", Metric)
-def test_every_metric_is_ours_or_of_the_conventions(metric: Metric) -> None:
+def test_every_metric_starts_with_tandem_or_is_a_semantic_convention(metric: Metric) -> None:
     names = {in_prometheus(name) for name in constants(gen_ai_metrics)}
     assert metric.value.startswith("tandem_") or metric.value.removesuffix("_seconds") in names
     labels = {label for label in METRICS[metric].labels if label.startswith(("gen_ai_", "error_"))}
@@ -39,7 +39,7 @@ def test_every_metric_is_ours_or_of_the_conventions(metric: Metric) -> None:
 
 
 @pytest.mark.parametrize("metric", Metric)
-def test_a_metric_that_only_grows_says_so_in_its_name(metric: Metric) -> None:
+def test_exactly_the_counters_have_names_that_end_in_total(metric: Metric) -> None:
     grows = METRICS[metric].kind in (Kind.COUNTER, Kind.TOTAL)
     assert metric.value.endswith("_total") == grows
 
@@ -48,7 +48,7 @@ def page(metrics: Metrics) -> dict[str, Family]:
     return {family.name: family for family in metrics.collect()}
 
 
-def test_a_worker_that_has_left_is_off_the_page_and_thousands_of_them_leave_room_for_the_next() -> None:
+def test_the_page_shows_only_present_workers_also_after_thousands_have_left() -> None:
     here: list[str] = []
 
     def read() -> Iterable[Reading]:
@@ -61,7 +61,7 @@ def test_a_worker_that_has_left_is_off_the_page_and_thousands_of_them_leave_room
         assert [sample.labels["worker"] for sample in family.samples] == here
 
 
-def test_everything_is_read_once_for_a_page() -> None:
+def test_a_scrape_reads_once() -> None:
     num_reads = 0
 
     def read() -> Iterable[Reading]:

@@ -1,4 +1,4 @@
-"""Traces that cannot be written or sent: said at the start, and nothing waits for them at the end."""
+"""An unwritable trace file is refused at the start. A collector without an answer does not delay the end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runtime.telemetry import Telemetry
 PATIENCE_S = 10.0
 
 
-def test_a_trace_file_in_no_folder_is_refused_by_its_option(tmp_path: Path) -> None:
+def test_a_trace_file_in_a_missing_directory_is_refused_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^\[telemetry\] trace_file: cannot write .*/no/spans.jsonl: No such file"):
         Telemetry(TelemetryConfig(trace_file=str(tmp_path / "no" / "spans.jsonl")), "tandem-test")
 
 
-def test_a_trace_file_that_is_a_folder_is_refused_by_its_option(tmp_path: Path) -> None:
+def test_a_trace_file_that_is_a_directory_is_refused_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^\[telemetry\] trace_file: cannot write .*: Is a directory"):
         Telemetry(TelemetryConfig(trace_file=str(tmp_path)), "tandem-test")
 
 
 class StuckProvider:
-    """As one whose exporter asks a collector again and again that does not answer."""
+    """Its shutdown waits, like that of an exporter whose collector does not answer."""
 
     def __init__(self) -> None:
         self.answered, self.ended = threading.Event(), threading.Event()
@@ -35,11 +35,11 @@ class StuckProvider:
         self.ended.set()
 
 
-def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.telemetry.CLOSE_TIMEOUT_S", 0.01)
     telemetry, stuck = Telemetry(TelemetryConfig(), "tandem-test"), StuckProvider()
     telemetry._provider = stuck  # type: ignore[assignment]
     telemetry.close()
-    assert not stuck.ended.is_set(), "it was not waited for"
+    assert not stuck.ended.is_set(), "close waited for the shutdown"
     stuck.answered.set()
-    assert stuck.ended.wait(PATIENCE_S), "what was in its buffer had its chance"
+    assert stuck.ended.wait(PATIENCE_S), "the shutdown was abandoned"
