@@ -1,4 +1,4 @@
-"""`python -m simulator --seed 17 --verbose` replays one seed; `python -m simulator --seeds 0..199` tries many."""
+"""`python -m simulator --seed 17 --verbose` replays one seed. `python -m simulator --seeds 0..199` runs many."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _seed_range(text: str) -> range:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 1 where a seed failed."""
+    """Returns the exit status: 1 if a seed failed."""
     parser = argparse.ArgumentParser(prog="python -m simulator", description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--seed", type=int, help="one seed")
-    which.add_argument("--seeds", type=_seed_range, help="first..last, both included")
-    parser.add_argument("--verbose", action="store_true", help="print everything that happens")
-    parser.add_argument("--harsh", action="store_true", help="more requests and far more faults than a seed has else")
+    which.add_argument("--seed", type=int, help="run one seed")
+    which.add_argument("--seeds", type=_seed_range, help="run a range of seeds, first..last, both included")
+    parser.add_argument("--verbose", action="store_true", help="print every event")
+    parser.add_argument("--harsh", action="store_true", help="run the seeds with more requests and many more faults")
     options = parser.parse_args(arguments)
     seeds = options.seeds if options.seed is None else [options.seed]
     totals: Counter[str] = Counter()

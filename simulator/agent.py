@@ -41,9 +41,9 @@ from simulator.world import SimulationError, World
 @dataclass(frozen=True, slots=True)
 class ReadFaults:
     seconds_per_block: float = 0.0005
-    slow: float = 0.0  # probability that a read takes about its time, or longer: up to six times as long
-    broken: float = 0.0  # ... that it fails
-    corrupted: float = 0.0  # ... that a bit of a block flips on the way
+    slow: float = 0.0  # probability that a read takes between half and six times its time limit
+    broken: float = 0.0  # ... that a read fails
+    corrupted: float = 0.0  # ... that a bit of a block flips during the read
     spoilt: float = 0.0  # ... that one flips in a block of our cache, whenever blocks have been computed
 
 
@@ -55,7 +55,7 @@ MEMORY_BYTES_PER_S = PROBED_BYTES_PER_S = 5e9
 
 
 class SimulatedAgent:
-    """One worker's agent. `post` takes its events to the worker; `directory` finds agents by name."""
+    """The agent of one worker. `post` sends its events to the worker; `directory` has every agent by name."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SimulatedAgent:
         directory[self.name] = self
 
     def die(self) -> None:
-        """Peers find out in their own time; one that was reading finds out at once."""
+        """A peer learns of the death when it next sends a message or finishes a read."""
         self.alive = False
 
     def perform(self, action: AgentAction) -> None:
@@ -135,7 +135,7 @@ class SimulatedAgent:
         return peer in self._directory and self._directory[peer].alive
 
     def _lose(self, peer: str, delay_s: float) -> None:
-        """Once per connection. Sometimes the death of the process is known, too."""
+        """Report the loss of a connection, once. The report may also say that the process has died."""
         self._peers.discard(peer)
         lost = PeerLost(peer, "connection reset", died=not self._is_alive(peer) and self._world.chance(0.5))
         self._world.after(delay_s, lambda: self._report(lost))
@@ -207,7 +207,7 @@ class SimulatedAgent:
             world.after(duration, lambda: self._finish_read(read, half))
 
     def _copy(self, read: StartRead, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Nothing moves where one of the two is gone; the read's end will tell."""
+        """Copy blocks unless one of the two workers has died; the end of the read reports a death."""
         if not self.alive or not self._is_alive(read.peer):
             return
         source = self._directory[read.peer].memory
@@ -229,7 +229,7 @@ class SimulatedAgent:
         if read.peer not in self._peers:
             self._report(ReadFailed(read.read_id, AbortReason.PEER_LOST, "not connected"))
         elif not self._is_alive(read.peer):
-            self._report(ReadFailed(read.read_id, AbortReason.PEER_LOST, "the peer is gone"))
+            self._report(ReadFailed(read.read_id, AbortReason.PEER_LOST, "the peer has died"))
             self._lose(read.peer, 0.0)
         else:
             self._copy(read, read.pairs[half:])

@@ -1,9 +1,9 @@
-"""The oracle: what clients must see, whatever happens behind the router, and what must be left when all is over.
+"""The oracle checks what every client receives, and what is left at the end of a simulation.
 
-1. Each index is delivered once, in order, and the token is the one a single undisturbed engine would give.
-2. Each request ends once: finished with all its tokens, or failed for a reason that was really there.
-3. Nobody waits beyond the deadline.
-4. At the end no block is held, leased or incoming anywhere, and the router knows of nothing under way.
+1. Each token index is delivered once, in order, with the token that a single engine without faults generates.
+2. Each request ends once: it finishes with all its tokens, or fails with an error that a fault explains.
+3. No request ends after its deadline.
+4. At the end, no worker has a held, leased or incoming block, and the router has no open request.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from simulator.node import WorkerNode
 from simulator.scenario import ClientRequest, Scenario
 from simulator.world import SimulationError, World
 
-PATIENCE_S = 0.001  # a deadline is kept as exactly as a timer
+TOLERANCE_S = 0.001  # of a timer after a deadline
 
 
 @dataclass(slots=True)
 class _Call:
-    """What the choices of one call have in common: they end together as long as none of them has a token."""
+    """What the choices of one call share. Choices without a delivered token end together."""
 
     client: ClientRequest
     arrived_at: float
@@ -67,7 +67,7 @@ class _Expected:
 
 
 class Oracle:
-    """Raises `SimulationError` at the first broken law."""
+    """Raises `SimulationError` at the first broken rule."""
 
     def __init__(self, world: World, scenario: Scenario) -> None:
         self._world, self._scenario = world, scenario
@@ -94,12 +94,12 @@ class Oracle:
 
         def must_have_ended() -> None:
             if not expected.ended:
-                raise self._fail(request_id, "has no end, though its deadline has passed")
+                raise self._fail(request_id, "has not ended by its deadline")
 
-        self._world.at(deadline + PATIENCE_S, must_have_ended)
+        self._world.at(deadline + TOLERANCE_S, must_have_ended)
 
     def cancelled(self, request_id: str) -> bool:
-        """Whether there is still something to cancel."""
+        """Record a cancel. Returns whether the request was still open."""
         expected = self._requests[request_id]
         expected.cancelled = not expected.ended
         return expected.cancelled
@@ -113,15 +113,15 @@ class Oracle:
     def dispatched(self, dispatch_id: str, worker_id: str) -> None:
         self._requests[request_id_of(dispatch_id)].call.dispatched(dispatch_id, worker_id, self._world.now)
 
-    # ---- what the client gets
+    # ---- what the client receives
 
     def delivered(self, request_id: str, index: int, tokens: tuple[SampledToken, ...]) -> int:
-        """Returns how many tokens the client has now."""
+        """Returns the number of tokens that the client has received."""
         expected = self._requests[request_id]
         if expected.ended:
-            raise self._fail(request_id, "got tokens after its end")
+            raise self._fail(request_id, "received tokens after its end")
         if index != expected.num_delivered or not tokens:
-            raise self._fail(request_id, f"got tokens from {index} on, but {expected.num_delivered} is next")
+            raise self._fail(request_id, f"received tokens from index {index}, but {expected.num_delivered} is next")
         got = [token.token_id for token in tokens]
         wanted = expected.output[index : index + len(got)]
         if got != wanted:
@@ -135,7 +135,9 @@ class Oracle:
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
         expected = self._end(request_id, now)
         if outcome.num_output_tokens != expected.num_delivered:
-            raise self._fail(request_id, f"{outcome.num_output_tokens} tokens of usage, {expected.num_delivered} came")
+            raise self._fail(
+                request_id, f"usage counts {outcome.num_output_tokens} tokens, {expected.num_delivered} were delivered"
+            )
         complete = expected.num_delivered == len(expected.output) and outcome.finish_reason is expected.finish_reason
         stopped = expected.stop_matched and outcome.finish_reason is FinishReason.STOP
         if not complete and not stopped:
@@ -162,7 +164,7 @@ class Oracle:
         self._world.counts[f"failed {type(error).__name__}"] += 1
 
     def _may_fail(self, expected: _Expected, error: TandemError, now: float) -> bool:
-        """Each kind of failure needs its cause. Nobody is refused whose call has tokens out."""
+        """Each kind of error needs its cause. A call with a delivered token is never refused."""
         call, client = expected.call, expected.call.client
         match error:
             case RequestCancelled():
@@ -199,14 +201,14 @@ class Oracle:
         expected = self._requests[request_id]
         if expected.ended:
             raise self._fail(request_id, "ended twice")
-        if now > expected.deadline + PATIENCE_S:
+        if now > expected.deadline + TOLERANCE_S:
             raise self._fail(request_id, f"ended {now - expected.deadline:.3f} s after its deadline")
         expected.ended = True
         return expected
 
 
 def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
-    """Where nothing breaks, everybody has met everybody of the other pool, and every path is fine."""
+    """Without faults, every decode worker has a fine path to every prefill worker."""
     nodes = list(nodes)
     for reader in (node for node in nodes if node.spec.role is ServiceRole.DECODE):
         fine = {path.peer for path in reader.machine.load().paths if path.state is PathState.FINE}
@@ -216,9 +218,9 @@ def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
 
 
 def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNode]) -> None:
-    """When all requests have ended and all leases have run out, nothing is left of them."""
+    """After the end of all requests and leases, no worker and no router has a trace of them."""
     if router.num_queued or router.num_in_flight:
-        raise SimulationError(f"seed {seed}: the router still has requests")
+        raise SimulationError(f"seed {seed}: the router still has open requests")
     for record in router.workers:
         if record.dispatched:
             raise SimulationError(

@@ -1,12 +1,12 @@
-"""KV content as numbers, so that a block that is stale, foreign, torn or not yet written gives a wrong token.
+"""KV content as numbers, so that a stale, foreign, half-copied or unwritten block gives a wrong token.
 
-The slot of the token at position p holds a hash of the tokens 0 .. p. A simulated step computes each slot from the one
-before it, and each new token from *all* slots before it, as attention does, reading them through the block table:
+The slot of position p holds a hash of the tokens 0 .. p. A simulated step computes each slot from the previous slot,
+and each new token from *all* previous slots, as attention does. It reads the slots through the block table:
 
     slot[p]    = mix(slot[p - 1], token[p])
     token[p]   = drawn from mix(slot[0], ..., slot[p - 1]) and the request's seed
 
-`expected_output` computes the same without any memory: the tokens that a client must get, whatever happens on the way.
+`expected_output` computes the same without a memory: the tokens that a client must receive in spite of all faults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROOT = 0x243F6A8885A308D3
 
 
 def mix(left: int, right: int) -> int:
-    """64 bits of `left` and `right`; every bit of both matters."""
+    """A 64-bit hash of `left` and `right`."""
     mixed = ((left ^ (right + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9) & _MASK
     return mixed ^ (mixed >> 29)
 
@@ -43,7 +43,7 @@ def _token_from(folded: int, request_seed: int) -> int:
 
 
 def expected_output(request: Request) -> tuple[list[int], FinishReason]:
-    """The tokens that follow the prompt, and why they end."""
+    """The tokens after the prompt, and the reason for their end."""
     sequence = Sequence(request, arrival=0)
     slot, folded = _ROOT, _ROOT
     for token_id in request.token_ids:
@@ -63,7 +63,7 @@ class Memory:
     """The pool of one worker: block id -> the contents of its slots."""
 
     def __init__(self, num_blocks: int, block_size: int, garbage: int) -> None:
-        """`garbage`: what is in memory that nobody wrote; other on each worker, and after each start."""
+        """`garbage`: seed of the content of unwritten memory; differs for each start of each worker."""
         self.block_size = block_size
         self._blocks = [
             [mix(garbage, block * block_size + slot) for slot in range(block_size)] for block in range(num_blocks)
@@ -96,8 +96,8 @@ class Memory:
 
     def _sample(self, chunk: ScheduledChunk) -> SampledToken:
         folded = _fold(self._slot(chunk, position) for position in range(chunk.start + chunk.num_tokens))
-        asked = chunk.sampling.num_logprobs is not None
-        return SampledToken(_token_from(folded, chunk.sampling.seed), logprob=-1.0 if asked else None)
+        wanted = chunk.sampling.num_logprobs is not None
+        return SampledToken(_token_from(folded, chunk.sampling.seed), logprob=-1.0 if wanted else None)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return self._blocks[chunk.block_table[position // self.block_size]][position % self.block_size]

@@ -1,10 +1,10 @@
-"""How words travel: notifications that get lost, doubled and late, and calls that are streams until they break.
+"""The simulated network: it carries notifications, which may be lost, doubled or late, and calls, which are streams.
 
-    notification   per pair in order, except for copies; lost or doubled by chance; nobody tells the sender
-    call           reliable and in order in both directions; breaks when the worker dies; a cancel travels, too
+    notification   in order per pair, except for doubled copies; lost or doubled at random, unknown to the sender
+    call           reliable, in order in both directions, with cancels; breaks when the worker dies
 
-Each pair of machines has its own base delay and every message its own jitter, so words of different peers overtake each
-other freely.
+Each pair of machines has a base delay, and each message a random delay. So messages of different pairs arrive in any
+order.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from simulator.world import World
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    delay_s: float = 0.0005  # a typical one
-    slow_pair_share: float = 0.0  # of pairs, whose delay is SLOWNESS times longer
-    loss: float = 0.0  # of notifications
-    doubling: float = 0.0
+    delay_s: float = 0.0005  # typical
+    slow_pair_share: float = 0.0  # share of pairs with a delay SLOWNESS times as long
+    loss: float = 0.0  # probability for a notification
+    doubling: float = 0.0  # likewise
 
 
 SLOWNESS = 25.0
@@ -43,7 +43,7 @@ class Network:
         return self._base_delay[pair] * self._world.random.uniform(0.5, 2.5)
 
     def notify(self, source: str, target: str, message: HandoffMessage, deliver: Callable[[], None]) -> None:
-        """Carry one hand-off message, perhaps."""
+        """Send one hand-off message, unless it gets lost."""
         kind = type(message).__name__.upper()
         if self._world.chance(self.faults.loss):
             self._world.counts["lost notification"] += 1
@@ -59,7 +59,7 @@ class Network:
             self._world.trouble(source, target)
 
     def in_order(self, stream: tuple[str, str], delay_s: float) -> float:
-        """When something that now enters `stream` comes out of it."""
+        """The arrival time of a message that enters `stream` now."""
         when = max(self._world.now + delay_s, self._arrives_last.get(stream, 0.0))
         self._arrives_last[stream] = when
         return when
@@ -67,22 +67,22 @@ class Network:
 
 class CallState(Enum):
     OPEN = "open"
-    ENDED = "ended"  # by its answer, an error, or because the caller gave up
+    ENDED = "ended"  # by its answer, an error or a cancel
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One gRPC call, as both ends see it."""
+    """One gRPC call, with the state at each end."""
 
     call_id: str
     worker_id: str
     caller: CallState = CallState.OPEN
     worker: CallState = CallState.OPEN
-    cut: bool = False  # what the worker said last died with it
+    cut: bool = False  # the last answers were lost when the worker died
     _arrives_last: dict[str, float] = field(default_factory=dict)
 
     def travel(self, world: World, network: Network, source: str, target: str, deliver: Callable[[], None]) -> None:
-        """One message of the stream; order is kept per direction."""
+        """Send one message of the stream. Messages in one direction stay in order."""
         when = max(world.now + network.delay(source, target), self._arrives_last.get(target, 0.0))
         self._arrives_last[target] = when
         world.at(when, deliver)

@@ -1,10 +1,10 @@
-"""A simulated worker process: the production machine of its role, driven in virtual time.
+"""A simulated worker process: it drives the production machine of its role in virtual time.
 
     calls, notifications, finished steps --post--> machine --actions--> agent, step, answers of calls
 
-The process has its own clock (an offset to the world's), may be stopped for a while (everything that reaches it waits),
-and may die: with a word, so that its calls break at once, or without, so that only silence tells. After every event the
-machine checks itself.
+The clock of the process has an offset to the clock of the world. The process may be stopped for a while; its events
+wait in an inbox. The process may die: its calls break at once, or (silent death) its peers receive nothing any more.
+The machine checks itself after every event.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
-TIMER_LATENESS_S = 1e-6  # as any event loop, and so that rounding between two clocks never makes a timer early
+TIMER_LATENESS_S = 1e-6  # like an event loop; rounding between two clocks never makes a timer early
 MAX_PULLS_WAITING = 32
 PROBE_BYTES = 1 << 20
 
@@ -54,15 +54,15 @@ class WorkerSpec:
 
 
 class WorkerNode:
-    """One incarnation of one worker. `answer` takes what it says to an open call back to the router."""
+    """One incarnation of one worker. `answer` sends the results of an open call to the router."""
 
     def __init__(self, world: World, network: Network, spec: WorkerSpec, incarnation: int) -> None:
         self.spec = spec
         self.alive = True
-        self.silent = False  # died without a word
-        self.killed = False  # died before its last words were out
+        self.silent = False  # died, and its connections did not break
+        self.killed = False  # died, and its last answers may be lost
         self.calls: dict[str, Call] = {}  # open at this end
-        self.answer: Callable[[WorkerNode, Call, Any], None] = _nobody_listens
+        self.answer: Callable[[WorkerNode, Call, Any], None] = _not_connected
         self.subscriber: Callable[[Any], None] | None = None
         self._world, self._network = world, network
         self._offset = world.random.uniform(0.0, 1000.0)
@@ -121,7 +121,7 @@ class WorkerNode:
         if planned != self._timer_at or not self.alive:
             return
         if self._inbox is not None:
-            return  # `resume` sets it again
+            return  # `resume` sets the timer again
         self._timer_at = None
         deadline = self.machine.next_deadline()
         if deadline is not None and deadline <= self.clock:
@@ -154,10 +154,10 @@ class WorkerNode:
                 if call is not None:
                     self.answer(self, call, tuple(enumerate(tokens, start=index)))
             case _:
-                raise SimulationError(f"nobody performs {action}")
+                raise SimulationError(f"no code performs {action}")
 
     def _run_step(self, plan: StepPlan) -> None:
-        """The runner writes its slots in the middle of the step; the result is known at the end."""
+        """Write the slots in the middle of the step, and return the result at its end."""
         world = self._world
         duration = (self.spec.step_s + self.spec.token_s * plan.num_tokens) * world.random.uniform(0.7, 1.5)
         if world.chance(self.spec.step_failure):
@@ -175,7 +175,7 @@ class WorkerNode:
         self._world.after(remaining_s, lambda: self.post(StepFinished(output)))
 
     def _check_writes(self, plan: StepPlan) -> None:
-        """Nobody else holds, reads or knows the blocks that a step writes into."""
+        """Raises `SimulationError` if a step writes into a block of two sequences or a leased block."""
         block_size = self.spec.layout.block_size
         written: set[int] = set()
         for chunk in plan.chunks:
@@ -200,7 +200,7 @@ class WorkerNode:
             self._end_call(call.call_id, error)
 
     def cancel(self, call: Call) -> None:
-        """The caller gave up, or its connection broke."""
+        """The caller cancelled the call, or its connection broke."""
         if call.worker is CallState.OPEN:
             self._world.note(f"{self.agent.name} <- cancel of {call.call_id}")
             call.worker = CallState.ENDED
@@ -217,7 +217,7 @@ class WorkerNode:
     # ---- reports
 
     def snapshot(self) -> events.WorkerJoined:
-        """The first word of a report stream; what changed before it is in it."""
+        """The first message of a report stream, with all changes so far."""
         self._publish()
         return events.WorkerJoined(
             self.spec.worker_id, self.spec.role, self.address, tuple(self.pool.known_hashes()), self.machine.load()
@@ -244,7 +244,7 @@ class WorkerNode:
     # ---- faults
 
     def stop(self) -> None:
-        """SIGSTOP: the process stands still, the world does not."""
+        """SIGSTOP: the process handles no event until `resume`."""
         if self.alive and self._inbox is None:
             self._inbox = []
 
@@ -276,8 +276,8 @@ class WorkerNode:
         self.agent.die()
 
 
-def _nobody_listens(node: WorkerNode, call: Call, result: Any) -> None:
-    raise SimulationError(f"{node.spec.worker_id} says {result} on {call.call_id}, but is not connected")
+def _not_connected(node: WorkerNode, call: Call, result: Any) -> None:
+    raise SimulationError(f"{node.spec.worker_id} answers {result} on {call.call_id}, but is not connected")
 
 
 def _decode_result(done: DecodeDone) -> events.DecodeResult:
@@ -294,7 +294,7 @@ def _decode_result(done: DecodeDone) -> events.DecodeResult:
 
 
 def describe(event: Any) -> str:
-    """One line for the log: the event's name, and whom it is about."""
+    """The name and the subject of an event, for the log."""
     match event:
         case PrefillArrived(request=request) | DecodeArrived(request=request):
             return f"{type(event).__name__} {request.request_id} ({len(request.token_ids)} tokens)"

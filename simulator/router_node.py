@@ -1,7 +1,7 @@
-"""The simulated router process: the production machine, its lines to the workers, and the clients in front of it.
+"""The simulated router process: it drives the production machine, its connections to workers, and the clients.
 
-A line to a worker carries the report stream and the calls, as router/worker_link.py does in production: a stream that
-breaks is opened again at once, and a worker that the machine has given up is met again when it speaks.
+A connection carries the report stream and the calls, as router/worker_link.py does in production. A broken stream is
+opened again at once. A report of a worker that the machine had counted as lost opens a new stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _ReportStream:
 
 
 class RouterNode:
-    """`fleet` holds the newest incarnation of each worker, dead or alive."""
+    """`fleet` maps a worker id to the newest incarnation of the worker, dead or alive."""
 
     def __init__(
         self, world: World, network: Network, config: RouterConfig, oracle: Oracle, fleet: dict[str, WorkerNode]
@@ -90,7 +90,7 @@ class RouterNode:
                 self._oracle.refused(choice.request_id, error)
 
     def cancel(self, client: ClientRequest) -> None:
-        """All choices of the call, one after the other, as `RouterShell.close` does."""
+        """Cancel every choice of the call in turn, as `RouterShell.close` does."""
         cancelled = [choice.request_id for choice in client.choices if self._oracle.cancelled(choice.request_id)]
         for request_id in cancelled:
             if not self._oracle.has_ended(request_id):
@@ -168,7 +168,7 @@ class RouterNode:
         call.travel(self._world, self._network, ROUTER, call.worker_id, deliver)
 
     def _on_answer(self, node: WorkerNode, call: Call, result: Any) -> None:
-        """What a worker says on an open call reaches the router later, if the worker lives to send it."""
+        """Deliver an answer to the router after a delay. The answers of a killed worker may be lost."""
 
         def deliver() -> None:
             if call.caller is not CallState.OPEN or call.cut:
@@ -200,7 +200,7 @@ class RouterNode:
     # ---- report streams
 
     def keep_connected(self, worker_id: str) -> None:
-        """Have a report stream open to this worker, now and later."""
+        """Open a report stream to this worker, now and whenever the machine does not know the worker."""
         node = self._fleet[worker_id]
         if node.alive and not node.stopped and self.machine.workers.get(worker_id) is None:
             stream = self._streams.get(worker_id)
@@ -209,7 +209,7 @@ class RouterNode:
         self._world.after(RECONNECT_S, lambda: self.keep_connected(worker_id))
 
     def subscribe(self, worker_id: str) -> None:
-        """Open a new report stream. What the old one still carries is dropped."""
+        """Open a new report stream. Reports still on the way in the old stream are dropped."""
         node, stream = self._fleet[worker_id], _ReportStream(self._world.now)
         self._streams[worker_id] = stream
         line = (f"{node.agent.name} reports", str(self._world.num_events))
@@ -221,7 +221,7 @@ class RouterNode:
             if self._streams.get(worker_id) is not stream:
                 return
             if isinstance(event, events.WorkerReported) and self.machine.workers.get(worker_id) is None:
-                del self._streams[worker_id]  # given up for its silence, and it speaks again
+                del self._streams[worker_id]  # a worker counted as lost reports again
                 self.subscribe(worker_id)
                 return
             if isinstance(event, events.WorkerJoined) and event.agent == self._fleet[worker_id].address:
@@ -230,7 +230,7 @@ class RouterNode:
 
         def open_stream() -> None:
             if not node.alive or node.stopped:
-                self._streams.pop(worker_id, None)  # no answer: `keep_connected` tries again
+                self._streams.pop(worker_id, None)  # `keep_connected` opens another
             elif self._streams.get(worker_id) is stream:
                 send(node.snapshot())
                 node.subscriber = send
@@ -238,7 +238,7 @@ class RouterNode:
         self._world.after(self._network.delay(ROUTER, worker_id), open_stream)
 
     def notice_death(self, node: WorkerNode) -> None:
-        """The connections to a process that has ended break; nobody else may tell."""
+        """Break the connections to a process that has ended."""
         for call in [call for call in self._calls.values() if node.calls.get(call.call_id) is call]:
             call.travel(self._world, self._network, call.worker_id, ROUTER, partial(self._on_broken, call))
         if self._fleet[node.spec.worker_id] is node:

@@ -1,8 +1,8 @@
-"""A seed -> a small fleet, a load and its troubles.
+"""Makes a scenario from a seed: a small fleet, its requests and its faults.
 
-Pools are small, so that requests queue, are preempted and wait for blocks; prompts share prefixes; some clients cancel,
-are in a hurry, or ask for more than any pool holds. One seed in five is calm: nothing breaks, so everybody with time
-enough must be served. `make_harsh_scenario` makes the same world worse than any, where two rare things meet.
+Pools are small, so that requests queue, wait for blocks and are preempted. Prompts share prefixes. Some requests are
+cancelled, have short deadlines, or exceed every pool. One seed in five is calm: it has no faults, so every request with
+enough time must finish. `make_harsh_scenario` adds many faults to a seed, so that rare faults coincide.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ClientRequest:
     arrives_at: float
     timeout_s: float
     cancel_at: float | None = None
-    stop_after: int | None = None  # of the first choice: a stop string matches once so many tokens are out
-    oversized: bool = False  # fits no pool, so it must be refused
-    others: tuple[Request, ...] = ()  # further choices of the same call
+    stop_after: int | None = None  # a stop string matches after this many tokens of the first choice
+    oversized: bool = False  # exceeds every pool, so it must be refused
+    others: tuple[Request, ...] = ()  # the further choices of the call
 
     @property
     def choices(self) -> tuple[Request, ...]:
@@ -43,18 +43,18 @@ class ClientRequest:
 
     @property
     def in_a_hurry(self) -> bool:
-        """Whether the deadline may pass. For all others there is time enough, whatever breaks on the way."""
+        """Whether the deadline may pass. Other requests have enough time in spite of every fault."""
         return self.timeout_s < PATIENT_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind`: dies | vanishes (dies without a word) | drains | stops (SIGSTOP) | loses its report stream."""
+    """`kind`: dies | vanishes (a silent death) | drains | stops (SIGSTOP) | loses its report stream."""
 
     kind: str
     worker_id: str
     at: float
-    duration_s: float  # until it is started again, or goes on
+    duration_s: float  # until the worker restarts or resumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
 
 
 def make_harsh_scenario(seed: int) -> Scenario:
-    """More requests for the same pools, and each fault of network, reads, cache and steps far more often."""
+    """More requests for the same pools, and far more faults of the network, reads, cache and steps."""
     scenario = make_scenario(seed, NUM_HARSH_REQUESTS)
-    requests = tuple(replace(client, others=()) for client in scenario.requests)  # its seeds found bugs without them
-    verified = scenario.workers[0].transfer.verify_digests  # without digests nobody could notice
+    requests = tuple(replace(client, others=()) for client in scenario.requests)  # so the seeds of found bugs replay
+    verified = scenario.workers[0].transfer.verify_digests  # without digests, no check detects a corrupt block
     return replace(
         scenario,
         calm=False,
@@ -168,7 +168,7 @@ def _read_faults(chance: random.Random, transfer: TransferConfig) -> ReadFaults:
         seconds_per_block=chance.choice((0.0002, 0.004)),
         slow=chance.choice((0.0, 0.05)),
         broken=chance.choice((0.0, 0.03)),
-        # Without digests nobody could notice.
+        # Without digests, no check detects a corrupt block.
         corrupted=chance.choice((0.0, 0.02, 0.1)) if transfer.verify_digests else 0.0,
         spoilt=chance.choice((0.0, 0.0, 0.1)) if transfer.verify_digests else 0.0,
     )
@@ -199,25 +199,25 @@ def _requests(chance: random.Random, count: int, pool_tokens: int) -> list[Clien
             cache_salt=chance.choice(("", "", "", "tenant")),
         )
         client = ClientRequest(request, arrives_at, PATIENT_TIMEOUT_S, oversized=oversized)
-        requests.append(_with_whims(chance, client))
+        requests.append(_with_variations(chance, client))
     return requests
 
 
-def _with_whims(chance: random.Random, client: ClientRequest) -> ClientRequest:
-    """Some clients cancel, some are in a hurry, some stop at a word."""
-    whim = chance.random()
-    if whim < 0.10:
+def _with_variations(chance: random.Random, client: ClientRequest) -> ClientRequest:
+    """Some requests are cancelled, have a short deadline, or stop at a stop string."""
+    draw = chance.random()
+    if draw < 0.10:
         return replace(client, cancel_at=client.arrives_at + chance.expovariate(6.0))
-    if whim < 0.20:
+    if draw < 0.20:
         return replace(client, timeout_s=chance.expovariate(4.0))
-    if whim < 0.30:
+    if draw < 0.30:
         return replace(client, stop_after=chance.randint(1, 10))
     return client
 
 
 def _with_choices(seed: int, clients: list[ClientRequest]) -> Iterator[ClientRequest]:
-    """Some ask for several choices, which differ in their seed alone."""
-    chance = random.Random(f"choices of {seed}")  # of its own, so that everything else of a seed stays as it was
+    """Some requests have several choices, which differ only in their seed."""
+    chance = random.Random(f"choices of {seed}")  # a separate generator, so that older seeds replay unchanged
     for client in clients:
         count = chance.choice((1, 2, 5)) if chance.random() < 0.1 else 0
         first = client.request

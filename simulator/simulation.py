@@ -1,4 +1,4 @@
-"""One seed, from its scenario to the last check."""
+"""Runs one seed, from its scenario to the last check."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from simulator.scenario import Fault, Scenario, make_harsh_scenario, make_scenar
 from simulator.world import SimulationError, World
 
 LATEST_END_S = 100.0
-SETTLE_S = 6.0  # after the last request: leases run out, kept messages are forgotten, reports arrive
+SETTLE_S = 6.0  # after the last request, so that leases expire, kept messages expire and reports arrive
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     seed: int
-    counts: Counter[str]  # what happened, by name
+    counts: Counter[str]  # of events, by name
     log_hash: int
     num_events: int
     ended_at: float  # virtual seconds
@@ -32,18 +32,18 @@ class Result:
 class Simulation:
     """A fleet, a router and clients in one world."""
 
-    def __init__(self, scenario: Scenario, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, scenario: Scenario, print_line: Callable[[str], None] | None = None) -> None:
         self.scenario = scenario
-        self.world = World(scenario.seed, tell)
+        self.world = World(scenario.seed, print_line)
         self.network = Network(self.world, scenario.network)
         self.oracle = Oracle(self.world, scenario)
         self.fleet: dict[str, WorkerNode] = {}  # newest incarnation of each worker, dead or alive
-        self._agents: dict[str, SimulatedAgent] = {}  # by name, all that ever lived
+        self._agents: dict[str, SimulatedAgent] = {}  # by name, also dead ones
         self._ended: list[WorkerNode] = []
         self.router = RouterNode(self.world, self.network, scenario.router, self.oracle, self.fleet)
 
     def run(self) -> Result:
-        """Raises `SimulationError` at the first broken law, or where a machine breaks down."""
+        """Raises `SimulationError` at the first broken rule, or if a machine raises an exception."""
         try:
             return self._run()
         except SimulationError:
@@ -62,7 +62,7 @@ class Simulation:
             if client.cancel_at is not None:
                 world.at(client.cancel_at, partial(self.router.cancel, client))
         for fault in scenario.faults:
-            world.at(fault.at, partial(self._break, fault))
+            world.at(fault.at, partial(self._inject, fault))
         last_arrival = max(client.arrives_at for client in scenario.requests)
         last_fault = max((fault.at + fault.duration_s for fault in scenario.faults), default=0.0)
         world.run_until(max(last_arrival, last_fault))
@@ -84,7 +84,7 @@ class Simulation:
 
     # ---- faults
 
-    def _break(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         node, world = self.fleet[fault.worker_id], self.world
         if not node.alive or node.stopped:
             return
@@ -125,7 +125,7 @@ class Simulation:
             self.world.after(0.05, partial(self._end_when_drained, node, restart_after_s))
 
     def _resume(self, node: WorkerNode) -> None:
-        self.world.note(f"{node.agent.name} goes on")
+        self.world.note(f"{node.agent.name} resumes")
         node.resume()
 
     # ---- counting
@@ -146,9 +146,9 @@ class Simulation:
                 counts[f"dropped: {why.value}"] += count
 
 
-def run_scenario(scenario: Scenario, tell: Callable[[str], None] | None = None) -> Result:
-    return Simulation(scenario, tell).run()
+def run_scenario(scenario: Scenario, print_line: Callable[[str], None] | None = None) -> Result:
+    return Simulation(scenario, print_line).run()
 
 
-def run_seed(seed: int, tell: Callable[[str], None] | None = None, *, harsh: bool = False) -> Result:
-    return run_scenario(make_harsh_scenario(seed) if harsh else make_scenario(seed), tell)
+def run_seed(seed: int, print_line: Callable[[str], None] | None = None, *, harsh: bool = False) -> Result:
+    return run_scenario(make_harsh_scenario(seed) if harsh else make_scenario(seed), print_line)
