@@ -1,4 +1,4 @@
-"""A machine's cores are divided among its workers: disjoint while there are enough, and by the seat that each has."""
+"""The cores of a machine are divided among its workers by seat, without overlap if there are enough cores."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from worker.executor import pin_thread, pinned
 
 
 @pytest.mark.parametrize(("num_cores", "num_sharers"), [(1, 1), (2, 1), (2, 2), (3, 2), (8, 3), (8, 8), (13, 8)])
-def test_shares_are_disjoint_and_use_every_core_while_there_are_enough(num_cores: int, num_sharers: int) -> None:
+def test_shares_are_disjoint_and_use_every_core_if_there_are_enough(num_cores: int, num_sharers: int) -> None:
     cores = list(range(10, 10 + num_cores))
     shares = [share_of_cores(cores, seat, num_sharers) for seat in range(num_sharers)]
     assert [core for share in shares for core in share] == cores
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_with_more_workers_than_cores_each_has_one_and_none_is_left_idle() -> None:
+def test_with_more_workers_than_cores_each_worker_has_one_core_and_every_core_is_used() -> None:
     shares = [share_of_cores([4, 7], seat, 5) for seat in range(5)]
     assert shares == [(4,), (7,), (4,), (7,), (4,)]
 
 
-def test_a_seat_beyond_the_sharers_shares_with_one_of_them() -> None:
+def test_a_seat_beyond_the_sharers_has_the_cores_of_another_seat() -> None:
     assert share_of_cores([0, 1, 2, 3], 2, 2) == share_of_cores([0, 1, 2, 3], 0, 2) == (0, 1)
 
 
 def test_hardware_threads_of_one_core_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for cpu in range(8):  # two sockets of two cores; the second threads are numbered after all first ones
+    for cpu in range(8):  # two sockets of two cores; first threads are 0 to 3, second threads 4 to 7
         directory = tmp_path / f"cpu{cpu}" / "topology"
         directory.mkdir(parents=True)
         (directory / "physical_package_id").write_text(f"{cpu % 2}\n")
@@ -40,15 +40,15 @@ def test_hardware_threads_of_one_core_stay_together(tmp_path: Path, monkeypatch:
     cores = usable_cores(tmp_path)
     assert cores == [0, 4, 2, 6, 1, 5, 3, 7]
     halves = [set(share_of_cores(cores, seat, 2)) for seat in range(2)]
-    assert halves == [{0, 2, 4, 6}, {1, 3, 5, 7}], "a socket each"
+    assert halves == [{0, 2, 4, 6}, {1, 3, 5, 7}], "a share is not one socket"
 
 
-def test_only_what_this_process_may_use_is_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_cores_that_this_process_may_use_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 3})
-    assert usable_cores(tmp_path / "tells nothing") == [3, 9]
+    assert usable_cores(tmp_path / "no topology") == [3, 9]
 
 
-def test_a_pinned_thread_hands_its_cores_on_and_gets_its_own_back() -> None:
+def test_a_pinned_thread_passes_its_cores_to_new_threads_and_is_unpinned_afterwards() -> None:
     everything = os.sched_getaffinity(0)
     core = max(everything)
     seen: list[set[int]] = []
@@ -60,23 +60,23 @@ def test_a_pinned_thread_hands_its_cores_on_and_gets_its_own_back() -> None:
     assert os.sched_getaffinity(0) == everything
 
 
-def test_no_cores_means_that_nothing_is_pinned() -> None:
+def test_an_empty_list_of_cores_pins_no_thread() -> None:
     everything = os.sched_getaffinity(0)
     pin_thread(())
     with pinned(()):
         assert os.sched_getaffinity(0) == everything
 
 
-def test_whoever_comes_takes_the_lowest_seat_that_is_free_on_its_machine() -> None:
+def test_a_worker_takes_the_lowest_free_seat_of_its_machine() -> None:
     seats = Seats()
     assert [seats.take("a", who) for who in ("p", "q", "r")] == [0, 1, 2]
     assert seats.take("b", "s") == 0
     seats.leave("q")
-    seats.leave("nobody")
+    seats.leave("a worker without a seat")
     assert [seats.take("a", who) for who in ("t", "u")] == [1, 3]
 
 
-def test_no_two_workers_of_a_machine_have_the_same_core_while_there_are_enough() -> None:
+def test_workers_of_one_machine_share_no_core_if_there_are_enough() -> None:
     seats, cores = Seats(), list(range(6))
     shares = [set(share_of_cores(cores, seats.take("here", who), 3)) for who in "abc"]
     assert all(not (one & other) for one, other in combinations(shares, 2))

@@ -1,4 +1,4 @@
-"""The fleet's machine, one rule a test; tests/property/test_fleet.py has all of them under random events."""
+"""FleetMachine, one rule per test; tests/property/test_fleet.py checks every rule under random events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ P, D = ServiceRole.PREFILL, ServiceRole.DECODE
 
 
 class Fleet:
-    """A machine, a clock, and what it has asked for so far."""
+    """A machine, its clock, its newest actions and the members that it has started."""
 
     def __init__(self, **options: object) -> None:
         config = ClusterConfig(max_workers=4, start_timeout_s=50.0, restart_backoff_s=1.0, **options)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def test_the_first_tick_starts_the_router_and_both_pools() -> None:
     assert sorted(fleet.names(StartService)) == ["decode-0", "prefill-0", "prefill-1", "router-0"]
 
 
-def test_workers_are_published_once_there_is_a_router_to_tell() -> None:
+def test_workers_are_published_as_soon_as_the_router_serves() -> None:
     fleet = Fleet()
     fleet.started("prefill-0")
     assert fleet.published() is None
@@ -89,7 +89,7 @@ def test_workers_are_published_once_there_is_a_router_to_tell() -> None:
     assert fleet.of(FleetReady)
 
 
-def test_a_death_is_published_in_the_same_step_and_the_slot_starts_again_after_its_pause() -> None:
+def test_a_death_is_published_in_the_same_step_and_the_slot_restarts_after_a_pause() -> None:
     fleet = Fleet().all_started()
     fleet.died("decode-0")
     assert fleet.published() == ["prefill-0"]
@@ -101,7 +101,7 @@ def test_a_death_is_published_in_the_same_step_and_the_slot_starts_again_after_i
     assert fleet.members["decode-0"].start > first.start
 
 
-def test_the_pause_doubles_up_to_its_bound_and_is_forgotten_after_a_stable_while() -> None:
+def test_the_pause_doubles_up_to_a_limit_and_is_short_again_after_stable_service() -> None:
     fleet = Fleet().all_started()
     pauses = []
     for _ in range(7):
@@ -116,7 +116,7 @@ def test_the_pause_doubles_up_to_its_bound_and_is_forgotten_after_a_stable_while
     assert fleet.machine.next_deadline() == fleet.now + 1.0
 
 
-def test_the_router_comes_back_at_its_address_and_is_told_of_every_worker() -> None:
+def test_a_restarted_router_has_its_old_address_and_receives_the_list_of_workers() -> None:
     fleet = Fleet().all_started()
     address = "here:50051"
     fleet.died("router-0")
@@ -131,7 +131,7 @@ def test_the_router_comes_back_at_its_address_and_is_told_of_every_worker() -> N
     assert fleet.published() == ["prefill-0", "decode-0"]
 
 
-def test_what_an_older_start_still_says_is_dropped() -> None:
+def test_events_of_an_older_start_are_dropped() -> None:
     fleet = Fleet().all_started()
     old = fleet.members["decode-0"]
     fleet.died("decode-0")
@@ -149,12 +149,12 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     fleet.started("prefill-1")
     fleet.send(ScaleTo(1, None))
     assert sorted(fleet.names(DrainService)) == ["prefill-1", "prefill-2"]
-    assert fleet.published() is None, "a draining worker stays known to the router until it is done"
+    assert fleet.published() is None, "a draining worker was removed from the router's list"
     fleet.send(Drained(fleet.members["prefill-1"]))
     assert fleet.published() == ["prefill-0", "decode-0", "prefill-2"]
 
 
-def test_shrinking_first_gives_up_what_does_not_serve_yet() -> None:
+def test_shrinking_removes_a_starting_worker_before_a_serving_one() -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo(None, 3))
     fleet.started("decode-2")
@@ -163,7 +163,7 @@ def test_shrinking_first_gives_up_what_does_not_serve_yet() -> None:
     assert not fleet.of(DrainService)
 
 
-def test_shrinking_gives_up_what_waits_for_its_next_start_before_what_is_starting() -> None:
+def test_shrinking_removes_a_waiting_slot_before_a_starting_worker() -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo(None, 3))
     fleet.died("decode-1")
@@ -173,15 +173,15 @@ def test_shrinking_gives_up_what_waits_for_its_next_start_before_what_is_startin
     assert fleet.published() == ["prefill-0", "decode-0", "decode-2"]
 
 
-def test_a_pool_may_be_empty_and_come_back() -> None:
+def test_a_pool_may_be_empty_and_grow_again() -> None:
     fleet = Fleet().all_started()
     fleet.send(ScaleTo(0, None))
     assert fleet.names(DrainService) == ["prefill-0"]
     fleet.send(ScaleTo(1, None))
-    assert fleet.names(StartService) == ["prefill-1"], "the place of a draining worker is not taken"
+    assert fleet.names(StartService) == ["prefill-1"], "the slot of a draining worker was reused"
 
 
-def test_a_drain_that_takes_too_long_ends_in_a_kill() -> None:
+def test_a_drain_past_its_time_limit_ends_in_a_kill() -> None:
     fleet = Fleet(num_prefill=2).all_started()
     fleet.send(ScaleTo(1, None))
     fleet.send(Tick(), after_s=30.0 + DRAIN_GRACE_S)
@@ -190,7 +190,7 @@ def test_a_drain_that_takes_too_long_ends_in_a_kill() -> None:
 
 
 @pytest.mark.parametrize(("prefill", "decode", "field"), [(5, None, "prefill"), (2, -1, "decode")])
-def test_a_size_out_of_bounds_is_refused_and_changes_nothing(prefill: int, decode: int | None, field: str) -> None:
+def test_a_pool_size_out_of_range_is_refused_and_changes_nothing(prefill: int, decode: int | None, field: str) -> None:
     fleet = Fleet().all_started()
     with pytest.raises(InvalidRequest) as refused:
         fleet.send(ScaleTo(prefill, decode))
@@ -199,14 +199,14 @@ def test_a_size_out_of_bounds_is_refused_and_changes_nothing(prefill: int, decod
     assert fleet.send(Tick()) == []
 
 
-def test_a_start_that_cannot_succeed_fails_the_fleet_once_before_it_has_served() -> None:
+def test_before_the_fleet_has_served_a_permanent_start_failure_fails_the_fleet_once() -> None:
     fleet = Fleet()
     for name in ("decode-0", "prefill-0"):
         fleet.send(StartFailed(fleet.members[name], "no such model", permanent=True))
         assert bool(fleet.of(FleetFailed)) == (name == "decode-0")
 
 
-def test_the_first_start_is_tried_a_bounded_number_of_times() -> None:
+def test_before_the_fleet_has_served_a_start_is_attempted_a_limited_number_of_times() -> None:
     fleet = Fleet()
     for pause_s in (1.0, 2.0):
         fleet.send(StartFailed(fleet.members["decode-0"], "out of memory", permanent=False))
@@ -216,14 +216,14 @@ def test_the_first_start_is_tried_a_bounded_number_of_times() -> None:
     assert [str(action) for action in fleet.of(FleetFailed)] == ["FleetFailed(reason='decode-0: killed')"]
 
 
-def test_a_death_before_the_fleet_has_served_is_no_reason_to_give_up() -> None:
+def test_one_death_before_the_fleet_has_served_does_not_fail_it() -> None:
     fleet = Fleet()
     fleet.died("decode-0")
     assert fleet.of(Notice) == [Notice("decode-0 died: killed; starting it again in 1 s")]
     assert not fleet.of(FleetFailed)
 
 
-def test_a_fleet_that_has_served_keeps_trying_whatever_the_reason() -> None:
+def test_a_fleet_that_has_served_restarts_a_service_after_any_failure() -> None:
     fleet = Fleet().all_started()
     fleet.died("decode-0")
     fleet.send(Tick(), after_s=1.0)
@@ -240,7 +240,7 @@ def test_a_fleet_that_has_served_keeps_trying_whatever_the_reason() -> None:
         ("head:6379", "no answer within 50 s (no machine with a free 'decode'?); starting it again in 1 s"),
     ],
 )
-def test_a_start_nobody_hears_of_is_killed_and_tried_again(address: str, says: str) -> None:
+def test_a_start_without_an_answer_is_killed_and_attempted_again(address: str, says: str) -> None:
     fleet = Fleet(address=address).all_started()
     fleet.send(ScaleTo(None, 2))
     fleet.send(Tick(), after_s=50.0)
@@ -248,7 +248,7 @@ def test_a_start_nobody_hears_of_is_killed_and_tried_again(address: str, says: s
     assert fleet.of(Notice) == [Notice(f"decode-1 did not start: {says}")]
 
 
-def test_at_the_end_the_router_drains_before_any_worker() -> None:
+def test_at_shutdown_the_router_drains_before_any_worker() -> None:
     fleet = Fleet().all_started()
     fleet.send(Shutdown())
     assert fleet.names(DrainService) == ["router-0"]
@@ -259,7 +259,7 @@ def test_at_the_end_the_router_drains_before_any_worker() -> None:
     assert fleet.of(FleetStopped)
 
 
-def test_at_the_end_nothing_is_started_again() -> None:
+def test_at_shutdown_no_service_restarts() -> None:
     fleet = Fleet().all_started()
     fleet.died("decode-0")
     fleet.send(Shutdown())
@@ -269,7 +269,7 @@ def test_at_the_end_nothing_is_started_again() -> None:
     assert fleet.names(DrainService) == ["prefill-0"]
 
 
-def test_at_the_end_a_worker_that_drains_already_has_as_little_time_as_the_others() -> None:
+def test_at_shutdown_an_already_draining_worker_gets_the_short_time_limit_too() -> None:
     fleet = Fleet(num_prefill=2).all_started()
     fleet.send(ScaleTo(1, None))
     fleet.send(Shutdown())
@@ -281,4 +281,4 @@ def test_at_the_end_a_worker_that_drains_already_has_as_little_time_as_the_other
     fleet.send(Tick(), after_s=0.1 * last_s + 0.001)
     assert sorted(fleet.names(KillService)) == ["decode-0", "prefill-0", "prefill-1"]
     assert fleet.of(FleetStopped)
-    assert fleet.send(Tick()) == [], "it has stopped, once"
+    assert fleet.send(Tick()) == [], "FleetStopped was sent again"

@@ -1,4 +1,4 @@
-"""Nothing of a Ray of our own outlives the command, also where the process that keeps it was killed itself."""
+"""No process of a Ray outlives RayHead, also if the child process that keeps Ray was killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from fleet import ray_head
 from fleet.ray_head import RayHead
 
-# Says the id of its child in place of an address.
+# Prints the process id of its child in place of an address.
 STARTER = """
 import json, subprocess, sys
 child = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0)
@@ -25,7 +25,7 @@ PATIENCE_S = 10.0
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_what_the_starter_began_ends_with_it_however_it_ends(
+def test_close_ends_the_processes_of_the_starter_also_if_the_starter_was_killed(
     is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starter = tmp_path / "starter.py"
@@ -36,8 +36,8 @@ def test_what_the_starter_began_ends_with_it_however_it_ends(
     if is_killed:
         (keeper,) = [parent for parent in child.parents() if str(starter) in parent.cmdline()]
         os.kill(keeper.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)  # dead, and still to be noticed
-        assert child.is_running(), "else there was nothing left to end"
+        os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)  # dead, but not reaped
+        assert child.is_running(), "the child ended by itself, so this test proves nothing"
     head.close()
     psutil.wait_procs([child], PATIENCE_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
@@ -50,7 +50,7 @@ def test_what_the_starter_began_ends_with_it_however_it_ends(
         ("sys.exit(1)", "the process that keeps it"),
     ],
 )
-async def test_what_ray_cannot_do_without_is_named_when_it_has_died(
+async def test_died_returns_the_name_of_the_dead_process(
     then: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starter = tmp_path / "starter.py"

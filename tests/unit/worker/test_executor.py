@@ -1,4 +1,4 @@
-"""One thread, one step at a time, each answered exactly once."""
+"""StepExecutor runs one step at a time on one thread, and returns one result per step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 5.0
 
 
 class GatedRunner(FakeRunner):
-    """A fake whose step waits until the test lets it go, and may then fail."""
+    """A fake runner. Its step waits for `gate`, and then raises `fault` if there is one."""
 
     def __init__(self) -> None:
         small = FakeRunner.from_config(EngineConfig(model="fake:tiny", kv_memory_mb=1))
@@ -42,7 +42,7 @@ def plan(step_id: int) -> StepPlan:
     return StepPlan(step_id, (chunk,))
 
 
-def test_the_callback_gets_the_output_and_the_executor_is_idle_by_then() -> None:
+def test_the_callback_receives_the_output_from_an_idle_executor() -> None:
     runner = GatedRunner()
     executor = StepExecutor(runner)
     seen: queue.Queue[tuple[StepOutput | Exception, bool, str]] = queue.Queue(maxsize=8)
@@ -62,7 +62,7 @@ def test_the_callback_gets_the_output_and_the_executor_is_idle_by_then() -> None
     assert seen.empty()
 
 
-def test_a_step_that_fails_hands_over_its_exception_and_the_next_one_runs() -> None:
+def test_a_failed_step_returns_its_exception_and_the_next_step_runs() -> None:
     runner = GatedRunner()
     executor = StepExecutor(runner)
     seen: queue.Queue[StepOutput | Exception] = queue.Queue(maxsize=8)
@@ -76,7 +76,7 @@ def test_a_step_that_fails_hands_over_its_exception_and_the_next_one_runs() -> N
     assert executor.close(DEADLINE_S)
 
 
-def test_a_second_step_before_the_first_has_ended_is_a_bug() -> None:
+def test_a_second_step_during_the_first_is_an_assertion_error() -> None:
     runner = GatedRunner()
     executor = StepExecutor(runner)
     executor.submit(plan(1), lambda _: None)
@@ -87,13 +87,13 @@ def test_a_second_step_before_the_first_has_ended_is_a_bug() -> None:
     assert executor.close(DEADLINE_S)
 
 
-def test_closing_waits_for_the_step_in_flight_but_not_for_ever() -> None:
+def test_close_waits_for_the_running_step_up_to_its_time_limit() -> None:
     runner = GatedRunner()
     executor = StepExecutor(runner)
     seen: queue.Queue[StepOutput | Exception] = queue.Queue(maxsize=8)
     executor.submit(plan(1), seen.put)
     assert runner.started.wait(DEADLINE_S)
-    assert not executor.close(0.02), "the step was still held at the gate"
+    assert not executor.close(0.02), "close returned True during a step"
     runner.gate.set()
     assert executor.close(DEADLINE_S)
     assert isinstance(seen.get_nowait(), StepOutput)
@@ -102,7 +102,7 @@ def test_closing_waits_for_the_step_in_flight_but_not_for_ever() -> None:
 
 
 class ComputingRunner(GatedRunner):
-    """Its step makes torch's compute threads; it says where they may run."""
+    """Its step starts compute threads of torch, and records the cores that they may use."""
 
     allowed: frozenset[frozenset[int]]
 
@@ -117,7 +117,7 @@ class ComputingRunner(GatedRunner):
         return super().run(step)
 
 
-def test_the_thread_and_all_compute_threads_it_makes_stay_on_its_cores() -> None:
+def test_the_thread_of_the_executor_and_its_compute_threads_stay_on_the_given_cores() -> None:
     runner, everything, num_threads = ComputingRunner(), os.sched_getaffinity(0), torch.get_num_threads()
     core = max(everything)
     executor = StepExecutor(runner, [core])
@@ -129,6 +129,6 @@ def test_the_thread_and_all_compute_threads_it_makes_stay_on_its_cores() -> None
     finally:
         assert executor.close(DEADLINE_S)
         torch.set_num_threads(num_threads)
-    assert runner.num_made >= 2, "no compute thread was made: nothing was tested"
+    assert runner.num_made >= 2, "torch started no compute threads, so this test proves nothing"
     assert runner.allowed == {frozenset({core})}
-    assert os.sched_getaffinity(0) == everything, "who submits is not pinned"
+    assert os.sched_getaffinity(0) == everything, "the submitting thread was pinned"

@@ -1,4 +1,4 @@
-"""What a worker says of itself: its load with transfers by state, and a ledger that is never longer than asked for."""
+"""The reports of a worker: its load with transfers by state, and its ledger, up to a requested length."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_ledger_lists_the_first_holders_and_counts_the_others(
     assert response.num_left_out == num_holders - num_listed
 
 
-def test_every_live_state_of_a_transfer_goes_over_the_wire_and_no_ended_one() -> None:
+def test_a_load_report_counts_transfers_in_every_live_state_and_in_no_ended_state() -> None:
     assert set(LIVE_STATES) == {state for state, steps in (OWNER_STEPS | PULLER_STEPS).items() if steps}
     names = {field.name for field in worker_pb2.TransferCounts.DESCRIPTOR.fields}
     assert names == {state.value for state in LIVE_STATES}
@@ -61,7 +61,7 @@ def test_every_live_state_of_a_transfer_goes_over_the_wire_and_no_ended_one() ->
     assert codec.decode_load(codec.encode_load(load)) == load
 
 
-def test_a_holder_s_state_says_its_kind() -> None:
+def test_the_kind_of_a_holder_follows_from_its_state() -> None:
     kinds = {}
     for state in (*SequenceState, *LIVE_STATES):
         wire = codec.encode_holder(BlockHolder(Claim("name", state, (1, 2), since=0.0, peer="p"), 1, 0.25))
@@ -92,7 +92,7 @@ class Refused(Exception):
 
 
 class Context:
-    """Of a Watch call: what was written to it. `abort` raises, as gRPC's does."""
+    """The context of a Watch call. It records written reports; `abort` raises, as in gRPC."""
 
     def __init__(self) -> None:
         self.written: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
@@ -104,8 +104,8 @@ class Context:
         raise Refused(code, details)
 
 
-async def test_a_feed_that_is_closed_ends_its_streams_and_begins_no_other() -> None:
-    """Or the router would take a worker that has failed for one that has just come."""
+async def test_a_closed_feed_ends_its_streams_and_refuses_new_ones() -> None:
+    """Else the router would take a failed worker for a new one."""
     feed, context, request = feed_of(0, []), Context(), worker_pb2.WatchRequest(router_id="r")
     watching = asyncio.create_task(feed.Watch(request, context))  # type: ignore[arg-type]
     assert (await context.written.get()).HasField("snapshot")
