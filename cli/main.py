@@ -60,6 +60,8 @@ def _explain(error: Exception) -> str:
 
     if isinstance(error, UnicodeError):
         return "the given text is not UTF-8"
+    if isinstance(error, CallFailed) and error.code.name == "UNAUTHENTICATED":
+        return f"{error}; give the config file with the token in [security] by --config"
     return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
 

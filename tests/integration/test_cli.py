@@ -164,7 +164,8 @@ async def test_scale_needs_the_token_file_and_generate_does_not(served: Served, 
     async with asyncio.timeout(PATIENCE_S):
         _, err = await process.communicate()
     assert process.returncode == 1
-    assert "wants its cluster's token" in err.decode()
+    assert "needs the cluster's token" in err.decode()
+    assert "--config" in err.decode()
     process = await start("generate", "Hi", "--router", served.address, "--max-tokens", "2", environment=elsewhere)
     async with asyncio.timeout(PATIENCE_S):
         await process.communicate()

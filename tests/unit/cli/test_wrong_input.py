@@ -33,6 +33,20 @@ def test_text_that_is_not_utf_8_is_an_error_of_one_line(
     assert capsys.readouterr().err == "error: the given text is not UTF-8\n"
 
 
+def test_a_call_without_the_token_is_an_error_that_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise CallFailed(grpc.StatusCode.UNAUTHENTICATED, "no token", retryable=False)
+
+    monkeypatch.setattr("cli.status.scale", refuse)
+    monkeypatch.setattr(sys, "argv", ["tandem", "scale", "--decode", "1"])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: no token; give the config file with the token in [security] by --config\n"
+
+
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "1e7"])
 def test_a_time_limit_out_of_range_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tandem", "generate", "x", "--timeout", seconds])
