@@ -31,10 +31,9 @@ from kv_transfer.events import (
     AgentAction,
     AgentEvent,
     AgentFailed,
-    CheckBlocks,
+    ComputeDigests,
     Connect,
     Disconnect,
-    KeepDigests,
     MessageReceived,
     PeerLost,
     ProbePath,
@@ -44,8 +43,8 @@ from kv_transfer.events import (
     StartRead,
     TellPath,
 )
-from kv_transfer.kept_digests import KeptDigests
 from kv_transfer.location import locate
+from kv_transfer.offered_digests import OfferedDigests
 from kv_transfer.path_probe import PathProber, tell
 from kv_transfer.path_speed import PathSpeeds
 from kv_transfer.plan import TransferPlan
@@ -105,7 +104,7 @@ class TransferAgent:
         self._closing = False
         self._failure = ""
         self._wake = threading.Event()
-        self._digester = KeptDigests(identity.name, pool, config.verify_digests, self._wake.set)
+        self._offered_digests = OfferedDigests(identity.name, pool, config.verify_digests, self._wake.set)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{identity.name}", daemon=True)
 
@@ -139,6 +138,11 @@ class TransferAgent:
             self._commands.extend(actions)
             self._active = active
             self._wake.set()
+
+    @property
+    def idle(self) -> bool:
+        """No action is queued, and no digest is being computed."""
+        return not self._commands and not self._offered_digests.busy
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Perform what is queued, end all reads and leave. Raises `TransportError` after `timeout_s`."""
@@ -194,12 +198,12 @@ class TransferAgent:
             if self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s)):
                 self._wake.clear()
                 quiet_since = time.monotonic()
-        while self._commands or self._digester.busy:
+        while not self.idle:
             if not self._round(transport):
                 self._wake.wait(FIRST_PAUSE_S)
 
     def _close(self, transport: Transport | None) -> None:
-        self._digester.close()
+        self._offered_digests.close()
         self._commands.clear()
         if transport is not None:
             try:
@@ -220,7 +224,7 @@ class TransferAgent:
         for late in self._reads.time_out(transport, time.monotonic()):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
-        self._digester.take()
+        self._offered_digests.send_ready()
         for event in transport.poll():
             match event:
                 case ReadDone(handle) | ReadBroken(handle) if self._prober.owns(handle):
@@ -250,10 +254,8 @@ class TransferAgent:
                 self._send(transport, peer, message)
             case StartRead():
                 self._start_read(transport, action)
-            case KeepDigests():
-                self._digester.keep(action)
-            case CheckBlocks():
-                self._digester.check(action, lambda checked: self._events.append(checked))
+            case ComputeDigests(blocks):
+                self._offered_digests.compute(blocks)
             case ProbePath(peer):
                 self._events += self._prober.start(transport, self._peers.get(peer), action)
             case TellPath(path):
@@ -272,7 +274,7 @@ class TransferAgent:
                 blocks = replace(message.blocks, digests=digests) if digests else message.blocks
                 self._notify(transport, peer, replace(message, blocks=blocks))
 
-            self._digester.of_offered(message, self._peers[peer].layout, with_digests)
+            self._offered_digests.when_ready(message, self._peers[peer].layout, with_digests)
         else:
             self._notify(transport, peer, message)
 

@@ -2,7 +2,7 @@
 
 Owner and puller go through the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
 whatever the layouts. Those of what a read has brought are computed where it landed, while the bytes are in the cache
-(kv_transfer/reads.py). Those of what we offer are kept from the step that computed it (kv_transfer/kept_digests.py).
+(kv_transfer/reads.py). Digests of the blocks we offer are computed beside the agent (kv_transfer/offered_digests.py).
 """
 
 from __future__ import annotations

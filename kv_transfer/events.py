@@ -8,10 +8,8 @@ A worker machine calls the TransferMachine synchronously and gets a list of acti
 comes back through `TransferMachine.handle`.
 
 Whoever performs the actions (the agent, or the simulator) owes this:
-  - `KeepDigests`: compute the digest of every block, and keep it until the next one of that block;
-  - `CheckBlocks`: exactly one `BlocksChecked`;
-  - `SendMessage` of a READY: fill in the digest that was kept of every offered block, unless digests are off; send
-    it after the answer to all checks before it, and not at all where one of this transfer has found a spoilt block;
+  - `ComputeDigests`: compute the digest of each block before the block's lease ends;
+  - `SendMessage` of a READY: fill in the digest of every block, unless digests are off; keep the order of the READYs;
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
     nothing writes into the target blocks any more; one `ReadTimedOut` before it where `timeout_s` was not enough;
   - `Connect` or `SendMessage` that fails for good: one `PeerLost`;
@@ -93,14 +91,8 @@ class PathSeen:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksChecked:
-    transfer_id: TransferId
-    spoilt: tuple[tuple[int, int], ...]  # those whose bytes no longer have the digest that was kept
-
-
 PathEvent = PeerIntroduced | PeerDismissed | PathProbed | ProbeFailed | PathSeen
-TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | BlocksChecked | PathEvent | Tick
+TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathEvent | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,6 @@ AgentEvent = (
     | ReadTimedOut
     | ReadFailed
     | PeerLost
-    | BlocksChecked
     | PathProbed
     | ProbeFailed
     | PathSeen
@@ -159,18 +150,10 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepDigests:
-    """These blocks have been computed, and nobody writes to them any more."""
+class ComputeDigests:
+    """These blocks are leased for an offer, and do not change until the lease ends."""
 
     blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckBlocks:
-    """These blocks come from the prefix cache: compare their bytes with the digests that were kept."""
-
-    transfer_id: TransferId
-    blocks: tuple[tuple[int, int], ...]  # (block, its content as the BlockPool counts it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +172,7 @@ class TellPath:
     path: PathStatus
 
 
-AgentAction = Connect | Disconnect | SendMessage | StartRead | KeepDigests | CheckBlocks | ProbePath | TellPath
+AgentAction = Connect | Disconnect | SendMessage | StartRead | ComputeDigests | ProbePath | TellPath
 
 # ---- results: for the worker machine around it
 
@@ -245,14 +228,5 @@ class OfferEnded:
     reason: AbortReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChecked:
-    """The answer to a `TransferMachine.check_cached`. Where blocks are spoilt, nobody finds them in the cache any more,
-    and the offer is being aborted."""
-
-    transfer_id: TransferId
-    num_spoilt: int
-
-
-TransferResult = PullEnded | PullGivenUp | OfferEnded | CacheChecked
+TransferResult = PullEnded | PullGivenUp | OfferEnded
 TransferAction = AgentAction | TransferResult

@@ -33,7 +33,6 @@ from core.ledger import Claim
 from core.machine import Tick
 from core.paths import PathStatus, PeerDismissed, PeerIntroduced
 from kv_transfer.events import (
-    BlocksChecked,
     Disconnect,
     MessageReceived,
     PathProbed,
@@ -84,21 +83,10 @@ class TransferMachine:
         """Offer `blocks`, (position, block id) each, which their sequence holds and nobody writes to any more.
 
         `last` ends the list, and `first_token_id` goes with it. A position offered before is passed over, so a sequence
-        that was preempted and recomputed may offer all its blocks again. Once the offer has ended, digests are kept of
-        them for the prefix cache, and nothing else is done.
+        that was preempted and recomputed may offer all its blocks again. Does nothing once the offer has ended.
         """
         self._owner.add_ready(transfer_id, blocks, last, first_token_id, now)
         return self._peers.take_actions()
-
-    def check_cached(self, transfer_id: TransferId, blocks: Iterable[int]) -> list[TransferAction]:
-        """Have the agent see whether blocks from the prefix cache, which the offer's sequence starts with, still hold
-        what was computed. `is_checked` says whether the answer, `CacheChecked`, is still to come; no READY leaves
-        before it."""
-        self._owner.check_cached(transfer_id, blocks)
-        return self._peers.take_actions()
-
-    def is_checked(self, transfer_id: TransferId) -> bool:
-        return self._owner.is_checked(transfer_id)
 
     def abort_offer(self, transfer_id: TransferId, reason: AbortReason) -> list[TransferAction]:
         """Tell the puller to stop. `OfferEnded` comes now if nothing was announced, else with its RELEASE or at the end
@@ -144,8 +132,6 @@ class TransferMachine:
                 self._puller.on_read_timed_out(event, now)
             case ReadFailed():
                 self._puller.on_read_failed(event, now)
-            case BlocksChecked():
-                self._owner.on_checked(event)
             case PeerLost(peer, detail, died):
                 self._lose(peer, detail, died, now)
             case PeerIntroduced(peer):

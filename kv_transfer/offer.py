@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.handoff import OWNER_STEPS, AbortReason, AgentAddress, OfferedBlocks, OwnerState, TransferId
+from kv_transfer.plan import TransferPlan
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
     transfer_id: TransferId
     peer: AgentAddress
+    plan: TransferPlan
     created_at: float
     heard_at: float  # last sign of life of the puller; the lease runs from here
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
-    parts: int = 1  # pieces that each of our blocks has for the puller; a WANT and a READY count those
     wanted_pieces: frozenset[int] = frozenset()
     wanted: frozenset[int] | None = None  # positions; None until the WANT has come
     # what is announced, wanted and readable, in this order
@@ -29,6 +30,15 @@ class Offer:
     ready_sent_at: float = 0.0
     aborting: AbortReason | None = None
     detail: str = ""
+
+    @property
+    def parts(self) -> int:
+        """Pieces in each of our blocks; a WANT and a READY count pieces."""
+        return self.plan.source_parts
+
+    @property
+    def moves_whole_blocks(self) -> bool:
+        return self.plan.moves_whole_blocks
 
     @property
     def may_be_read(self) -> bool:

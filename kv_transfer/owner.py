@@ -36,8 +36,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from kv_transfer.content import Contents
-from kv_transfer.events import BlocksChecked, CacheChecked, CheckBlocks, KeepDigests, OfferEnded
+from kv_transfer.events import ComputeDigests, OfferEnded
 from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
@@ -65,7 +64,6 @@ class Owner:
         self._peers = peers
         self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # what to tell a puller that asks on
         self._early: dict[TransferId, _Early] = {}
-        self._contents = Contents(pool)
 
     # ---- told by the worker
 
@@ -78,8 +76,8 @@ class Owner:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
     def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> None:
-        parts = TransferPlan(self._peers.address.layout, peer.layout).source_parts
-        self.offers[transfer_id] = Offer(transfer_id, peer, created_at=now, heard_at=now, parts=parts)
+        plan = TransferPlan(self._peers.address.layout, peer.layout)
+        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, heard_at=now)
         early = self._early.pop(transfer_id, None)
         match early:
             case _Early(sender, Want() as want):
@@ -95,19 +93,18 @@ class Owner:
         first_token_id: int | None,
         now: float,
     ) -> None:
-        listed = list(blocks)
-        if self.config.verify_digests:
-            self._keep_digests(transfer_id, [block for _, block in listed])
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
             return
         wanted = {
             position: block
-            for position, block in listed
+            for position, block in blocks
             if position not in offer.leased and (offer.wanted is None or position in offer.wanted)
         }
         self.pool.lease(wanted.values())
         offer.leased |= wanted
+        if wanted and offer.moves_whole_blocks and self.config.verify_digests:
+            self._peers.act(ComputeDigests(tuple(wanted.values())))
         if wanted and offer.state is OwnerState.COMPUTING:
             offer.step(OwnerState.OFFERED)
         if last:
@@ -125,28 +122,6 @@ class Owner:
         self._send_abort(offer.peer, transfer_id, reason, detail)
         if not offer.may_be_read:
             self._end(offer, OwnerState.ABORTED, reason)
-
-    def check_cached(self, transfer_id: TransferId, blocks: Iterable[int]) -> None:
-        """These blocks of the offer's sequence come from the prefix cache."""
-        known = self._contents.begin_check(transfer_id, blocks) if self.config.verify_digests else ()
-        if known:
-            self._peers.act(CheckBlocks(transfer_id, known))
-
-    def is_checked(self, transfer_id: TransferId) -> bool:
-        return self._contents.is_checked(transfer_id)
-
-    # ---- told by the agent
-
-    def on_checked(self, event: BlocksChecked) -> None:
-        """What was computed from a spoilt block is as wrong as the block itself."""
-        spoilt = self._contents.end_check(event.transfer_id, event.spoilt)
-        if spoilt:
-            self._peers.counters.num_spoilt_blocks += len(spoilt)
-            self.pool.distrust(spoilt)
-            self.pool.distrust(self._contents.computed_for(event.transfer_id))
-            self.abort(event.transfer_id, AbortReason.DIGEST_MISMATCH, "cached blocks are not what was computed")
-        self._forget_computed(event.transfer_id)
-        self._peers.act(CacheChecked(event.transfer_id, len(spoilt)))
 
     # ---- told by the puller
 
@@ -190,7 +165,7 @@ class Owner:
         if offer is None:
             return
         if release.reason is AbortReason.DIGEST_MISMATCH:
-            self.pool.distrust(offer.leased.values())  # or the next request finds the same bytes in the prefix cache
+            self.pool.invalidate(offer.leased.values())  # the prefix cache must not serve them again
         if offer.aborting is not None:
             self._end(offer, OwnerState.ABORTED, offer.aborting)
         else:
@@ -302,18 +277,6 @@ class Owner:
             self._peers.counters.num_ready_repeated += 1
             self._announce(offer, min(num_heard, offer.num_announced), now)
 
-    def _keep_digests(self, transfer_id: TransferId, blocks: list[int]) -> None:
-        """Of all blocks of the sequence: those that no reader wants, or wants any more, may be cached for the next."""
-        fresh = self._contents.keep(transfer_id, blocks)
-        if fresh:
-            self._peers.act(KeepDigests(fresh))
-        self._forget_computed(transfer_id)
-
-    def _forget_computed(self, transfer_id: TransferId) -> None:
-        """Where the offer has ended, unless a check of what its sequence began with is still under way."""
-        if transfer_id not in self.offers and self._contents.is_checked(transfer_id):
-            self._contents.forget_computed(transfer_id)
-
     def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
         self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
@@ -325,7 +288,6 @@ class Owner:
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
-        self._forget_computed(offer.transfer_id)
         self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
         while len(self._ended) > self.config.max_transfers:
             self._ended.popitem(last=False)
@@ -347,7 +309,6 @@ class Owner:
                 assert {piece // offer.parts: block for piece, block in announced} == offer.leased
         for block in range(self.pool.num_blocks):
             assert self.pool.num_leases(block) == leases[block], f"block {block}"
-        assert not any(self._contents.is_checked(other) for other in self._contents.followed - self.offers.keys())
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()
         assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers

@@ -44,7 +44,6 @@ class TransferCounters:
     num_bytes_read: int = 0
     read_seconds: float = 0.0  # in which pulls that have ended had reads in flight
     num_digest_mismatches: int = 0
-    num_spoilt_blocks: int = 0  # of our cache, found by a check before they were offered again
     num_ready_repeated: int = 0
 
 

@@ -16,11 +16,9 @@ from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from kv_transfer.events import (
-    BlocksChecked,
-    CheckBlocks,
+    ComputeDigests,
     Connect,
     Disconnect,
-    KeepDigests,
     MessageReceived,
     OfferEnded,
     PullCompleted,
@@ -58,8 +56,7 @@ class Side:
         self.pool = BlockPool(address.num_blocks)
         self.machine = TransferMachine(config, self.pool, address)
         self.content: dict[int, int] = {}  # block -> its bytes
-        self.kept: dict[int, int] = {}  # block -> digest
-        self.checks: list[CheckBlocks] = []  # not answered
+        self.digests: dict[int, int] = {}  # of offered blocks
         self.reads: dict[int, StartRead] = {}  # in flight
         self.links: list[Connect | Disconnect] = []
         self.results: list[PullCompleted | PullFailed | OfferEnded] = []
@@ -156,13 +153,6 @@ class Pair:
         digests = tuple(digest(side.content[target]) for _, target in read.pairs) if self.digests else ()
         self.event(side, ReadFinished(read_id, digests))
 
-    def answer_checks(self, side: Side) -> None:
-        """The agent has compared the blocks with their digests."""
-        checks, side.checks = side.checks, []
-        for check in checks:
-            spoilt = tuple(pair for pair in check.blocks if side.kept[pair[0]] != digest(side.content[pair[0]]))
-            self.event(side, BlocksChecked(check.transfer_id, spoilt))
-
     def fail_read(self, side: Side, read_id: int, reason: AbortReason = AbortReason.READ_FAILED) -> None:
         del side.reads[read_id]
         self.event(side, ReadFailed(read_id, reason, "the test said so"))
@@ -221,10 +211,8 @@ class Pair:
                     self.mail.append(Mail(side.name, peer, self._with_digests(side, message)))
                 case StartRead():
                     side.reads[action.read_id] = action
-                case KeepDigests(blocks):
-                    side.kept.update((block, digest(side.content[block])) for block in blocks)
-                case CheckBlocks():
-                    side.checks.append(action)
+                case ComputeDigests(blocks):
+                    side.digests.update((block, digest(side.content[block])) for block in blocks)
                 case Connect() | Disconnect():
                     side.links.append(action)
                 case PullGivenUp():
@@ -238,5 +226,5 @@ class Pair:
     def _with_digests(self, side: Side, message: HandoffMessage) -> HandoffMessage:
         if not isinstance(message, Ready) or not self.digests:
             return message
-        digests = tuple(side.kept[block] for block in message.blocks.blocks)
+        digests = tuple(side.digests[block] for block in message.blocks.blocks)
         return replace(message, blocks=replace(message.blocks, digests=digests))
