@@ -58,15 +58,15 @@ class PathStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerIntroduced:
-    """There is a worker that will read from us, or that we shall read from."""
+class PeerJoined:
+    """A worker of the other pool that we will read from, or that will read from us."""
 
     peer: AgentAddress
-    is_owner: bool  # we shall read from it
+    is_owner: bool  # we will read from it
 
 
 @dataclass(frozen=True, slots=True)
-class PeerDismissed:
+class PeerLeft:
     """A worker has left the fleet."""
 
     name: str

@@ -34,6 +34,7 @@ from kv_transfer.events import (
     ComputeDigests,
     Connect,
     Disconnect,
+    LogPath,
     MessageReceived,
     PeerLost,
     ProbePath,
@@ -41,12 +42,10 @@ from kv_transfer.events import (
     ReadTimedOut,
     SendMessage,
     StartRead,
-    TellPath,
 )
 from kv_transfer.location import locate
 from kv_transfer.offered_digests import OfferedDigests
-from kv_transfer.path_probe import PathProber, tell
-from kv_transfer.path_speed import PathSpeeds
+from kv_transfer.path_probe import PathProber, log_path
 from kv_transfer.plan import TransferPlan
 from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
@@ -76,6 +75,13 @@ class AgentIdentity:
         return f"{self.worker_id}.{self.incarnation:016x}"
 
 
+@dataclass(slots=True)
+class _Connection:
+    address: AgentAddress
+    plan: TransferPlan | None = None  # of reads from the peer
+    read_ended_at: float = 0.0  # the newest
+
+
 class TransferAgent:
     def __init__(
         self,
@@ -95,11 +101,9 @@ class TransferAgent:
         self._address: AgentAddress | None = None
         self._commands: deque[AgentAction] = deque()
         self._events: list[AgentEvent] = []
-        self._peers: dict[str, AgentAddress] = {}  # connected
-        self._plans: dict[str, TransferPlan] = {}  # of reads from them
+        self._peers: dict[str, _Connection] = {}
         self._reads = Reads(ReadDigests(pool, config.verify_digests))
         self._prober = PathProber(pool)
-        self._speeds = PathSpeeds()
         self._active = False
         self._closing = False
         self._failure = ""
@@ -193,7 +197,7 @@ class TransferAgent:
                 os.sched_yield()  # others may want the interpreter; a sleep of 0 takes as long as two blocks
                 continue
             active = self._active or self._reads or self._prober.probes
-            longest_s = self.config.active_pump_s if active else self.config.idle_pump_s
+            longest_s = self.config.active_poll_interval_s if active else self.config.idle_poll_interval_s
             pause_s = PAUSE_SHARE * (time.monotonic() - quiet_since)
             if self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s)):
                 self._wake.clear()
@@ -245,7 +249,7 @@ class TransferAgent:
             case Connect(peer):
                 try:
                     transport.connect(peer)
-                    self._peers[peer.name] = peer
+                    self._peers[peer.name] = _Connection(peer)
                 except TransportError as error:
                     self._events.append(PeerLost(peer.name, str(error)))
             case Disconnect(peer):
@@ -257,15 +261,16 @@ class TransferAgent:
             case ComputeDigests(blocks):
                 self._offered_digests.compute(blocks)
             case ProbePath(peer):
-                self._events += self._prober.start(transport, self._peers.get(peer), action)
-            case TellPath(path):
-                tell(self.identity.name, path)
+                connection = self._peers.get(peer)
+                self._events += self._prober.start(transport, connection and connection.address, action)
+            case LogPath(path):
+                log_path(self.identity.name, path)
 
     def _end_probe(self, transport: Transport, end: ReadDone | ReadBroken) -> None:
-        for event in self._prober.end(end):
-            self._events.append(event)
-            if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
-                self._lose(transport, event.peer, str(end.error))
+        event = self._prober.end(end)
+        self._events.append(event)
+        if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
+            self._lose(transport, event.peer, str(end.error))
 
     def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
         if isinstance(message, Ready) and peer in self._peers:
@@ -274,7 +279,7 @@ class TransferAgent:
                 blocks = replace(message.blocks, digests=digests) if digests else message.blocks
                 self._notify(transport, peer, replace(message, blocks=blocks))
 
-            self._offered_digests.when_ready(message, self._peers[peer].layout, with_digests)
+            self._offered_digests.when_ready(message, self._peers[peer].address.layout, with_digests)
         else:
             self._notify(transport, peer, message)
 
@@ -287,23 +292,24 @@ class TransferAgent:
             self._lose(transport, peer, str(error))
 
     def _start_read(self, transport: Transport, action: StartRead) -> None:
-        # The clock starts first: over shared memory the copy happens inside start_read.
-        deadline = time.monotonic() + action.timeout_s
+        began_at = time.monotonic()  # now: over shared memory the copy happens inside start_read
         peer = self._peers.get(action.peer)
         if peer is None:
             self._events.append(ReadFailed(action.read_id, AbortReason.PEER_LOST, f"not connected to {action.peer}"))
             return
-        self._speeds.begin(action.peer)
-        if action.peer not in self._plans:
-            self._plans[action.peer] = TransferPlan(peer.layout, self.pool.layout)
-        self._end_read(transport, self._reads.start(transport, action, self._plans[action.peer], deadline))
+        if peer.plan is None:
+            peer.plan = TransferPlan(peer.address.layout, self.pool.layout)
+        self._end_read(transport, self._reads.start(transport, action, peer.plan, began_at))
 
     def _end_read(self, transport: Transport, read: Read | None) -> None:
         """Report a read that has ended."""
         if read is None:
             return
-        self._events += self._speeds.end(read.action.peer, 0 if read.error else read.num_bytes)
-        self._events.append(read.result())
+        now, began_at = time.monotonic(), read.began_at
+        peer = self._peers.get(read.action.peer)
+        if peer is not None:
+            began_at, peer.read_ended_at = max(began_at, peer.read_ended_at), now
+        self._events.append(read.result(now - began_at))
         if read.peer_is_gone:
             self._lose(transport, read.action.peer, str(read.error))
 
@@ -315,9 +321,6 @@ class TransferAgent:
 
     def _disconnect(self, transport: Transport, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._plans.pop(peer, None)
-        self._speeds.forget(peer)
-        self._prober.forget(peer)
         transport.disconnect(peer)  # its reads come back broken from the next poll
 
     def _receive(self, peer: str, payload: bytes) -> None:

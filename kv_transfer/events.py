@@ -13,7 +13,7 @@ Whoever performs the actions (the agent, or the simulator) owes this:
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
     nothing writes into the target blocks any more; one `ReadTimedOut` before it where `timeout_s` was not enough;
   - `Connect` or `SendMessage` that fails for good: one `PeerLost`;
-  - `ProbePath`: at most one `PathProbed` or `ProbeFailed`; none after `PeerLost` and `Disconnect`.
+  - `ProbePath`: exactly one `PathProbed` or `ProbeFailed`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, TransferId
 from core.machine import Tick
-from core.paths import Lane, PathStatus, PeerDismissed, PeerIntroduced
+from core.paths import Lane, PathStatus, PeerJoined, PeerLeft
 
 # ---- events: from the agent
 
@@ -35,10 +35,11 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class ReadFinished:
-    """All blocks of a read are in place. `digests` are those of the target blocks, in the order of the read."""
+    """All blocks of a read are in place."""
 
     read_id: int
-    digests: tuple[int, ...]  # empty where digests are off
+    digests: tuple[int, ...]  # of the target blocks, in the order of the read; empty where digests are off
+    seconds: float  # since the read began, or since the read before it from this peer ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,7 @@ class ProbeFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class PathSeen:
-    """How fast the reads of transfers have run lately."""
-
-    peer: str
-    bytes_per_s: float
-
-
-PathEvent = PeerIntroduced | PeerDismissed | PathProbed | ProbeFailed | PathSeen
+PathEvent = PeerJoined | PeerLeft | PathProbed | ProbeFailed
 TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathEvent | Tick
 
 
@@ -103,15 +96,7 @@ class AgentFailed:
 
 
 AgentEvent = (
-    MessageReceived
-    | ReadFinished
-    | ReadTimedOut
-    | ReadFailed
-    | PeerLost
-    | PathProbed
-    | ProbeFailed
-    | PathSeen
-    | AgentFailed
+    MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathProbed | ProbeFailed | AgentFailed
 )
 
 # ---- actions: for the agent
@@ -166,13 +151,13 @@ class ProbePath:
 
 
 @dataclass(frozen=True, slots=True)
-class TellPath:
-    """What is known of a path has changed: for the log."""
+class LogPath:
+    """The state of a path has changed."""
 
     path: PathStatus
 
 
-AgentAction = Connect | Disconnect | SendMessage | StartRead | ComputeDigests | ProbePath | TellPath
+AgentAction = Connect | Disconnect | SendMessage | StartRead | ComputeDigests | ProbePath | LogPath
 
 # ---- results: for the worker machine around it
 
@@ -184,7 +169,7 @@ class PullStats:
     num_reads: int
     num_blocks_reread: int  # whose digest did not match at first
     total_s: float  # from reserve_pull
-    read_s: float  # in which at least one read was in flight
+    read_s: float  # in which reads from this peer were in flight, as the agent measured
     exposed_s: float  # after the owner's last READY: what was not hidden behind its computing
 
 

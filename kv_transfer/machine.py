@@ -31,12 +31,11 @@ from core.handoff import (
 )
 from core.ledger import Claim
 from core.machine import Tick
-from core.paths import PathStatus, PeerDismissed, PeerIntroduced
+from core.paths import PathStatus, PeerJoined, PeerLeft
 from kv_transfer.events import (
     Disconnect,
     MessageReceived,
     PathProbed,
-    PathSeen,
     PeerLost,
     ProbeFailed,
     ReadFailed,
@@ -56,8 +55,8 @@ class TransferMachine:
         self.address = address
         self._peers = Peers(address)
         self._owner = Owner(config, pool, self._peers)
-        self._puller = Puller(config, pool, self._peers)
         self._paths = Paths(config, self._peers)
+        self._puller = Puller(config, pool, self._peers, self._paths)
 
     # ---- offering
 
@@ -134,23 +133,25 @@ class TransferMachine:
                 self._puller.on_read_failed(event, now)
             case PeerLost(peer, detail, died):
                 self._lose(peer, detail, died, now)
-            case PeerIntroduced(peer):
+            case PeerJoined(peer, is_owner=True):
                 self._forget_old(peer, now)
-                self._paths.introduce(event, now)
-            case PeerDismissed(name):
-                self._paths.dismiss(name, self._in_use())
+                self._act(self._paths.watch(peer, self._in_use(), now))
+            case PeerJoined(peer):
+                self._meet(peer, now)
+            case PeerLeft(name):
+                self._act(self._paths.forget(name, self._in_use()))
             case PathProbed():
-                self._paths.on_probed(event, now)
+                self._act(self._paths.on_probed(event, now))
             case ProbeFailed():
-                self._paths.on_probe_failed(event, now)
-            case PathSeen():
-                self._paths.on_seen(event, now)
+                self._act(self._paths.on_probe_failed(event, now))
             case Tick():
                 self._owner.on_tick(now)
                 self._puller.on_tick(now)
-                for name in self._paths.on_tick(now, self._in_use()):
+                actions, silent = self._paths.on_tick(now, self._in_use())
+                self._act(actions)
+                for name in silent:
                     self._peers.act(Disconnect(name))
-                    self._lose(name, "it gives no sign of life", False, now)
+                    self._lose(name, "no PING was answered", False, now)
         return self._peers.take_actions()
 
     def next_deadline(self) -> float | None:
@@ -182,13 +183,8 @@ class TransferMachine:
 
     @property
     def paths(self) -> tuple[PathStatus, ...]:
-        """Those over which we read, and the others where something is wrong."""
+        """Over which we read, as each was when it last changed."""
         return self._paths.statuses()
-
-    @property
-    def paths_settled(self) -> list[str]:
-        """Names of introduced peers with whom nothing is under way: measured, or found wanting."""
-        return self._paths.settled()
 
     @property
     def counters(self) -> TransferCounters:
@@ -231,11 +227,14 @@ class TransferMachine:
 
     # ---- inside
 
+    def _act(self, actions: Iterable[TransferAction]) -> None:
+        for action in actions:
+            self._peers.act(action)
+
     def _on_message(self, sender: str, message: HandoffMessage, now: float) -> None:
-        self._paths.on_message(sender, message, now)
         match message:
             case Ping():
-                self._paths.on_ping(sender, message, now)
+                self._act(self._paths.on_ping(sender, message, self._in_use(), now))
             case Want():
                 self._owner.on_want(sender, message, now)
             case Release():
@@ -253,7 +252,7 @@ class TransferMachine:
 
     def _meet(self, peer: AgentAddress, now: float) -> None:
         self._forget_old(peer, now)
-        self._peers.meet(peer, self._in_use())
+        self._act(self._peers.meet(peer, self._in_use()))
 
     def _forget_old(self, peer: AgentAddress, now: float) -> None:
         known = self._peers.address_of(peer.name)
@@ -269,6 +268,6 @@ class TransferMachine:
 
     def _lose(self, name: str, detail: str, died: bool, now: float) -> None:
         self._peers.forget(name)
-        self._paths.on_peer_lost(name, detail, now)
+        self._act(self._paths.on_peer_lost(name, detail, now))
         self._owner.on_peer_lost(name, died)
         self._puller.on_peer_lost(name, detail, now)

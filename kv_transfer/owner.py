@@ -158,7 +158,7 @@ class Owner:
                 offer.renew(heartbeat.counter, now)
                 renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
                 self._repeat_lost(offer, entry.num_ready, now)
-        self._peers.send(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
+        self._peers.post(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
 
     def on_release(self, sender: str, release: Release, now: float) -> None:
         offer = self._offer_for(sender, release, now)
@@ -250,7 +250,7 @@ class Owner:
         while start == first_block or start < total:
             end = min(start + count, total)
             last = offer.last and end == total
-            self._peers.send(
+            self._peers.post(
                 offer.peer,
                 Ready(
                     offer.transfer_id,
@@ -278,7 +278,7 @@ class Owner:
             self._announce(offer, min(num_heard, offer.num_announced), now)
 
     def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
-        self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+        self._peers.post(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
         self.pool.unlease([offer.leased.pop(position) for position in positions])

@@ -53,11 +53,12 @@ def seen(before: Traffic, after: Traffic, num_bytes: int) -> Lane:
     return Lane.UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Probe:
     action: ProbePath
     before: Traffic
-    began: float
+    began_at: float
+    is_cancelled: bool = False
 
 
 class PathProber:
@@ -66,54 +67,41 @@ class PathProber:
     def __init__(self, pool: PoolMemory, count: Callable[[], Traffic] = traffic) -> None:
         self._pool = pool
         self._count = count
-        self.probes: dict[int, _Probe | None] = {}  # by the transport's handle; None: its peer is gone
-        self._cancelled: set[int] = set()
+        self.probes: dict[int, _Probe] = {}  # by the transport's handle
 
     def start(self, transport: Transport, peer: AgentAddress | None, action: ProbePath) -> list[ProbeFailed]:
-        """Returns the failure, where it cannot even begin."""
+        """Returns the failure of a probe that cannot start."""
         if peer is None:
             return [ProbeFailed(action.peer, "not connected")]
         source = peer.num_blocks * peer.layout.block_bytes
         target = self._pool.num_blocks * self._pool.layout.block_bytes
-        before, began = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
+        before, began_at = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
         try:
             handle = transport.start_read(peer.name, [Run(source, target, action.num_bytes)])
         except TransportError as error:
             return [ProbeFailed(action.peer, str(error))]
-        self.probes[handle] = _Probe(action, before, began)
+        self.probes[handle] = _Probe(action, before, began_at)
         return []
 
     def owns(self, handle: int) -> bool:
         return handle in self.probes
 
-    def end(self, end: ReadDone | ReadBroken) -> list[PathProbed | ProbeFailed]:
-        """One event, or none where nobody waits for it any more."""
-        ended = time.perf_counter()
+    def end(self, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
+        ended_at = time.perf_counter()
         probe = self.probes.pop(end.handle)
-        self._cancelled.discard(end.handle)
-        if probe is None:
-            return []
-        peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended - probe.began
+        peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended_at - probe.began_at
         if isinstance(end, ReadBroken):
-            return [ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")]
-        return [PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))]
+            return ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")
+        return PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))
 
     def time_out(self, transport: Transport) -> None:
         now = time.perf_counter()
         for handle, probe in self.probes.items():
-            if probe is not None and now >= probe.began + probe.action.timeout_s and handle not in self._cancelled:
-                self._cancelled.add(handle)
+            if not probe.is_cancelled and now >= probe.began_at + probe.action.timeout_s:
+                probe.is_cancelled = True
                 transport.cancel(handle)
 
-    def forget(self, peer: str) -> None:
-        """It was disconnected: its probes come back broken, and say nothing."""
-        for handle, probe in self.probes.items():
-            if probe is not None and probe.action.peer == peer:
-                self.probes[handle] = None
 
-
-def tell(us: str, path: PathStatus) -> None:
-    """Put what is known of a path into the log."""
-    level = logging.WARNING if path.state in BROKEN else logging.INFO
-    hint = ": `tandem doctor` may tell why" if path.state in BROKEN else ""
+def log_path(us: str, path: PathStatus) -> None:
+    level, hint = (logging.WARNING, ": `tandem doctor` may say why") if path.state in BROKEN else (logging.INFO, "")
     logger.log(level, "path %s -> %s is %s%s", path.peer, us, path, hint)

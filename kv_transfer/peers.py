@@ -75,11 +75,15 @@ class Peers:
         self._counter += 1
         return self.address.incarnation, self._counter
 
-    def send(self, peer: AgentAddress, message: HandoffMessage) -> None:
+    def send(self, peer: AgentAddress, message: HandoffMessage) -> list[SendMessage]:
+        """Empty where the peer is gone."""
         if self.knows(peer.name, peer.incarnation):
-            self.act(SendMessage(peer.name, message))
-        else:
-            self.drop(Drop.UNSENT)
+            return [SendMessage(peer.name, message)]
+        self.drop(Drop.UNSENT)
+        return []
+
+    def post(self, peer: AgentAddress, message: HandoffMessage) -> None:
+        self._actions += self.send(peer, message)
 
     # ---- receiving
 
@@ -120,27 +124,19 @@ class Peers:
         peer = self._peers.get(name)
         return None if peer is None else peer.address
 
-    def meet(self, address: AgentAddress, in_use: Container[str]) -> None:
-        """Be connected to this peer. Above the limit, the peer met longest ago that is not `in_use` is let go."""
+    def meet(self, address: AgentAddress, in_use: Container[str]) -> list[Connect | Disconnect]:
+        """Be connected to this peer. Above the limit, the least recently met peers that are not `in_use` are
+        disconnected."""
         if address.name in self._peers:
             assert self.knows(address.name, address.incarnation), f"{address.name}: forget its old incarnation first"
             self._peers.move_to_end(address.name)
-            return
+            return []
         idle = [name for name in self._peers if name not in in_use]
-        for name in idle[: max(0, len(idle) + 1 - MAX_IDLE_PEERS)]:
-            self.act(Disconnect(name))
+        evicted = idle[: max(0, len(idle) + 1 - MAX_IDLE_PEERS)]
+        for name in evicted:
             self.forget(name)
         self._peers[address.name] = _Peer(address)
-        self.act(Connect(address))
-
-    def meet_ahead(self, address: AgentAddress) -> bool:
-        """Be connected to a peer that no transfer needs yet, if nobody has to be let go for it."""
-        if not self.knows(address.name, address.incarnation):
-            if len(self._peers) >= MAX_IDLE_PEERS or address.name in self._peers:
-                return False
-            self._peers[address.name] = _Peer(address)
-            self.act(Connect(address))
-        return True
+        return [*map(Disconnect, evicted), Connect(address)]
 
     def forget(self, name: str) -> None:
         self._peers.pop(name, None)

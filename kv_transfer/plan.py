@@ -148,6 +148,14 @@ def _spans(plan: TransferPlan, layout: KVLayout, part: int) -> tuple[Span, ...]:
     return tuple((first, num_bytes) for first, _, num_bytes in _merged((row, row, plan._row_bytes) for row in rows))
 
 
+def plan_from(source: KVLayout, ours: KVLayout) -> TransferPlan:
+    """The plan of a read into our pool. Raises `LayoutMismatch`, whose differences are (ours, theirs)."""
+    try:
+        return TransferPlan(source, ours)
+    except LayoutMismatch as mismatch:
+        raise LayoutMismatch({name: (here, there) for name, (there, here) in mismatch.differences.items()}) from None
+
+
 def runs_of_blocks(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
     """Runs for (source block, target block) pairs of two equal layouts."""
     return _merged((source * block_bytes, target * block_bytes, block_bytes) for source, target in pairs)

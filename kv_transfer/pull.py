@@ -48,8 +48,7 @@ class Pull:
     read_ended_at: float = -math.inf  # the latest
     # for the record
     num_reads: int = 0
-    reading_since: float = 0.0
-    read_s: float = 0.0
+    read_s: float = 0.0  # of reads that have finished
 
     @property
     def everything_verified(self) -> bool:
@@ -93,17 +92,13 @@ class Pull:
         self.lease_until = max(self.lease_until, sent_at + self.owner.lease_s)
         self.sent = {counter: at for counter, at in self.sent.items() if counter > ack}
 
-    def begin_read(self, read_id: int, blocks: OfferedBlocks, now: float) -> None:
-        if not self.reads:
-            self.reading_since = now
+    def begin_read(self, read_id: int, blocks: OfferedBlocks) -> None:
         self.reads[read_id] = blocks
         self.num_reads += 1
 
     def end_read(self, read_id: int, now: float) -> OfferedBlocks:
         blocks = self.reads.pop(read_id)
         self.read_ended_at = now
-        if not self.reads:
-            self.read_s += now - self.reading_since
         return blocks
 
     def verify(self, blocks: OfferedBlocks, digests: tuple[int, ...]) -> list[int]:

@@ -21,7 +21,7 @@ from itertools import combinations
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig, heartbeat_s
-from core.errors import LayoutMismatch, QueueFull, TransferFailed
+from core.errors import QueueFull, TransferFailed
 from core.handoff import (
     Abort,
     AbortReason,
@@ -35,8 +35,9 @@ from core.handoff import (
     Want,
 )
 from kv_transfer.events import PullCompleted, PullFailed, PullGivenUp, ReadFailed, ReadFinished, ReadTimedOut, StartRead
+from kv_transfer.paths import Paths
 from kv_transfer.peers import Drop, Peers, TransferMessage, transfer_name
-from kv_transfer.plan import TransferPlan
+from kv_transfer.plan import TransferPlan, plan_from
 from kv_transfer.pull import Pull
 from protos.handoff_codec import MAX_POSITIONS
 
@@ -53,11 +54,12 @@ class _Pulse:
 
 
 class Puller:
-    def __init__(self, config: TransferConfig, pool: BlockPool, peers: Peers) -> None:
+    def __init__(self, config: TransferConfig, pool: BlockPool, peers: Peers, paths: Paths) -> None:
         self.config = config
         self.pool = pool
         self.pulls: dict[TransferId, Pull] = {}  # alive
         self._peers = peers
+        self._paths = paths
         self._pull_of_read: dict[int, Pull] = {}
         self._pulses: dict[str, _Pulse] = {}  # by owner's name
         self._ended: OrderedDict[TransferId, None] = OrderedDict()
@@ -67,14 +69,15 @@ class Puller:
 
     def refuse_pull(self, transfer_id: TransferId, owner: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
-        self._plan_from(owner)
+        plan_from(owner.layout, self._peers.address.layout)
         if transfer_id in self.pulls or transfer_id in self._ended:
             raise TransferFailed(f"{transfer_name(transfer_id)} was pulled before")
         if len(self.pulls) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.pulls)} transfers are pulled already (max_transfers)")
 
     def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> None:
-        self.pulls[transfer_id] = Pull(transfer_id, owner, self._plan_from(owner), created_at=now)
+        plan = plan_from(owner.layout, self._peers.address.layout)
+        self.pulls[transfer_id] = Pull(transfer_id, owner, plan, created_at=now)
         self._pulses.setdefault(owner.name, _Pulse(now + heartbeat_s(owner.lease_s)))
 
     def start(
@@ -165,6 +168,7 @@ class Puller:
     def on_read_finished(self, event: ReadFinished, now: float) -> None:
         pull = self._pull_of_read.pop(event.read_id)
         blocks = pull.end_read(event.read_id, now)
+        pull.read_s += event.seconds
         assert len(event.digests) in (0, len(blocks))
         self._peers.counters.num_bytes_read += len(blocks) * pull.plan.piece_bytes
         wrong = pull.verify(blocks, event.digests)
@@ -204,14 +208,6 @@ class Puller:
 
     # ---- inside
 
-    def _plan_from(self, owner: AgentAddress) -> TransferPlan:
-        """Raises `LayoutMismatch`."""
-        try:
-            return TransferPlan(owner.layout, self._peers.address.layout)
-        except LayoutMismatch as mismatch:
-            swapped = {name: (ours, theirs) for name, (theirs, ours) in mismatch.differences.items()}
-            raise LayoutMismatch(swapped) from None
-
     def _pulls_from(self, name: str) -> list[Pull]:
         return [pull for pull in self.pulls.values() if pull.owner.name == name]
 
@@ -226,7 +222,7 @@ class Puller:
         incarnation, counter = self._peers.stamp()
         pull.sent[counter] = now
         fingerprint = self._peers.address.layout.fingerprint()
-        self._peers.send(
+        self._peers.post(
             pull.owner, Want(pull.transfer_id, incarnation, counter, fingerprint, tuple(sorted(pull.wanted)))
         )
 
@@ -246,7 +242,7 @@ class Puller:
             if pull.first_heartbeat is None:
                 pull.first_heartbeat = counter
         entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.heard)) for pull in alive)
-        self._peers.send(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
+        self._peers.post(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
         pulse.unanswered += 1
 
     def _missing_from_answer(self, pull: Pull, now: float) -> None:
@@ -261,7 +257,7 @@ class Puller:
                 self._end(pull, pull.ending.state, pull.ending)
             return
         while pull.to_read and len(pull.reads) < self.config.max_reads_in_flight:
-            self._start_read(pull, now)
+            self._start_read(pull)
         if pull.reads:
             pull.step(PullerState.READING)
         elif not pull.everything_verified:
@@ -274,10 +270,10 @@ class Puller:
             elif first_look:
                 self._beat(pull.owner.name, now)  # its answer will tell
 
-    def _start_read(self, pull: Pull, now: float) -> None:
+    def _start_read(self, pull: Pull) -> None:
         blocks = pull.to_read.popleft()
         read_id, self._next_read_id = self._next_read_id, self._next_read_id + 1
-        pull.begin_read(read_id, blocks, now)
+        pull.begin_read(read_id, blocks)
         self._pull_of_read[read_id] = pull
         self._peers.counters.num_reads += 1
         num_bytes = len(blocks) * pull.plan.piece_bytes
@@ -288,8 +284,10 @@ class Puller:
         self._peers.act(StartRead(read_id, pull.transfer_id, pull.owner.name, blocks.blocks, into, timeout_s, pieces))
 
     def _complete(self, pull: Pull, now: float) -> None:
-        result = PullCompleted(pull.transfer_id, pull.first_token_id, pull.stats(now))
-        self._end(pull, PullerState.COMPLETE, result)
+        stats = pull.stats(now)
+        self._end(pull, PullerState.COMPLETE, PullCompleted(pull.transfer_id, pull.first_token_id, stats))
+        for action in self._paths.on_hand_off(pull.owner, stats.num_bytes, stats.read_s, now):
+            self._peers.act(action)
 
     def _fail(
         self, pull: Pull, reason: AbortReason, detail: str, now: float, state: PullerState = PullerState.FAILED
@@ -312,7 +310,7 @@ class Puller:
         while len(self._ended) > self.config.max_transfers:
             self._ended.popitem(last=False)
         reason = result.reason if isinstance(result, PullFailed) else None
-        self._peers.send(pull.owner, Release(pull.transfer_id, *self._peers.stamp(), reason))
+        self._peers.post(pull.owner, Release(pull.transfer_id, *self._peers.stamp(), reason))
         self._peers.counters.pulls[state.value] += 1
         self._peers.act(result)
 

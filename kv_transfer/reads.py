@@ -33,7 +33,7 @@ Slice = tuple[int, int]  # first pair of the read, and end
 class Read:
     action: StartRead
     plan: TransferPlan
-    deadline: float
+    began_at: float
     slices: Iterator[Slice]  # not started
     digests: list[int]  # by pair; filled in as slices land
     in_flight: dict[int, Slice] = field(default_factory=dict)  # by the transport's handle
@@ -41,17 +41,17 @@ class Read:
     timed_out: str = ""  # what is said of it
 
     @property
-    def num_bytes(self) -> int:
-        return len(self.action.sources) * self.plan.piece_bytes
+    def deadline(self) -> float:
+        return self.began_at + self.action.timeout_s
 
     @property
     def peer_is_gone(self) -> bool:
         return isinstance(self.error, PeerDisconnected)
 
-    def result(self) -> ReadFinished | ReadFailed:
-        """Of a read that has ended."""
+    def result(self, seconds: float) -> ReadFinished | ReadFailed:
+        """Of a read that has ended and took so long."""
         if self.error is None:
-            return ReadFinished(self.action.read_id, tuple(self.digests))
+            return ReadFinished(self.action.read_id, tuple(self.digests), seconds)
         reason = AbortReason.PEER_LOST if self.peer_is_gone else AbortReason.READ_FAILED
         return ReadFailed(self.action.read_id, reason, self.timed_out or str(self.error))
 
@@ -66,12 +66,12 @@ class Reads:
     def __bool__(self) -> bool:
         return bool(self._read_of)
 
-    def start(self, transport: Transport, action: StartRead, plan: TransferPlan, deadline: float) -> Read | None:
+    def start(self, transport: Transport, action: StartRead, plan: TransferPlan, began_at: float) -> Read | None:
         num_pairs = len(action.sources)
         digests = [0] * num_pairs if self._digests.enabled else []
         size = max(1, SLICE_BYTES // plan.piece_bytes) if digests else num_pairs
         slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
-        return self._go_on(transport, Read(action, plan, deadline, slices, digests))
+        return self._go_on(transport, Read(action, plan, began_at, slices, digests))
 
     def landed(self, transport: Transport, handle: int) -> Read | None:
         read = self._read_of.pop(handle)

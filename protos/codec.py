@@ -14,7 +14,7 @@ from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, HolderState, SequenceState
 from core.lifecycle import FinishReason, Path, ServiceRole, WorkerState
-from core.paths import PeerDismissed, PeerIntroduced
+from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from core.worker_load import WorkerLoad
@@ -125,24 +125,24 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
     )
 
 
-def encode_change(change: PeerIntroduced | PeerDismissed) -> worker_pb2.PeerChange:
+def encode_change(change: PeerJoined | PeerLeft) -> worker_pb2.PeerChange:
     match change:
-        case PeerDismissed(name):
-            return worker_pb2.PeerChange(gone=name)
-        case PeerIntroduced(peer, is_owner):
+        case PeerLeft(name):
+            return worker_pb2.PeerChange(left=name)
+        case PeerJoined(peer, is_owner):
             agent = encode_agent(peer)
             return worker_pb2.PeerChange(owner=agent) if is_owner else worker_pb2.PeerChange(reader=agent)
 
 
-def decode_change(wire: worker_pb2.PeerChange) -> PeerIntroduced | PeerDismissed:
+def decode_change(wire: worker_pb2.PeerChange) -> PeerJoined | PeerLeft:
     match wire.WhichOneof("change"):
-        case "gone":
-            return PeerDismissed(wire.gone)
+        case "left":
+            return PeerLeft(wire.left)
         case "owner":
-            return PeerIntroduced(decode_agent(wire.owner), is_owner=True)
+            return PeerJoined(decode_agent(wire.owner), is_owner=True)
         case "reader":
-            return PeerIntroduced(decode_agent(wire.reader), is_owner=False)
-    raise InvalidRequest("changes", "one of owner, reader and gone must be set")
+            return PeerJoined(decode_agent(wire.reader), is_owner=False)
+    raise InvalidRequest("changes", "one of owner, reader and left must be set")
 
 
 def encode_transfer_id(transfer_id: TransferId) -> bytes:
@@ -264,12 +264,13 @@ def encode_holder(holder: BlockHolder) -> worker_pb2.BlockHolder:
     )
 
 
-def encode_load(load: WorkerLoad) -> worker_pb2.LoadReport:
+def encode_load(load: WorkerLoad, *, with_paths: bool = True) -> worker_pb2.LoadReport:
     return worker_pb2.LoadReport(
         state=STATE_TO_WIRE[load.state],
         ledger=encode_ledger(load.ledger),
         transfers=worker_pb2.TransferCounts(**{state.value: count for state, count in load.transfers.items()}),
-        paths=map(encode_path, load.paths),
+        paths=map(encode_path, load.paths if with_paths else ()),
+        has_paths=with_paths,
         **{name: getattr(load, name) for name in _LOAD_COUNTS},
     )
 

@@ -118,7 +118,7 @@ METRICS: dict[Metric, Description] = {
         Kind.TOTAL, "Late, doubled and foreign messages to a worker", WORKER
     ),
     Metric.WORKER_CORRUPT_BLOCKS: Description(
-        Kind.TOTAL, "Blocks whose bytes were not those of their digest, as a worker read them or in its prefix cache",
+        Kind.TOTAL, "Blocks a worker read whose bytes did not fit their digest",
         WORKER,
     ),
 }  # fmt: skip

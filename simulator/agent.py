@@ -19,6 +19,7 @@ from kv_transfer.events import (
     ComputeDigests,
     Connect,
     Disconnect,
+    LogPath,
     MessageReceived,
     PathProbed,
     PeerLost,
@@ -29,7 +30,6 @@ from kv_transfer.events import (
     ReadTimedOut,
     SendMessage,
     StartRead,
-    TellPath,
 )
 from simulator.memory import Memory
 from simulator.network import Network
@@ -95,7 +95,7 @@ class SimulatedAgent:
                 self._digests.update((block, self.memory.digest(block)) for block in blocks)
             case ProbePath():
                 self._probe(action)
-            case TellPath(path):
+            case LogPath(path):
                 self._world.counts[f"path {path.state.value}"] += 1
                 self._world.note(f"{self.name}: path from {path.peer} is {path}")
 
@@ -161,7 +161,7 @@ class SimulatedAgent:
             failed = ReadFailed(read.read_id, AbortReason.READ_FAILED, "no end in time")
             world.after(duration, lambda: self._report(failed))
         else:
-            world.after(duration, lambda: self._finish_read(read, half))
+            world.after(duration, lambda: self._finish_read(read, half, duration))
 
     def _copy(self, read: StartRead, pairs: tuple[tuple[int, int], ...]) -> None:
         """Nothing moves where one of the two is gone; the read's end will tell."""
@@ -179,7 +179,7 @@ class SimulatedAgent:
                 slots[0] ^= 1
             self.memory.overwrite(target_block, slots)
 
-    def _finish_read(self, read: StartRead, half: int) -> None:
+    def _finish_read(self, read: StartRead, half: int, seconds: float) -> None:
         if not self.alive:
             return
         if read.peer not in self._peers:
@@ -190,4 +190,5 @@ class SimulatedAgent:
         else:
             self._copy(read, read.pairs[half:])
             targets = [target for _, target in read.pairs] if self._config.verify_digests else []
-            self._report(ReadFinished(read.read_id, tuple(self.memory.digest(block) for block in targets)))
+            digests = tuple(self.memory.digest(block) for block in targets)
+            self._report(ReadFinished(read.read_id, digests, seconds))

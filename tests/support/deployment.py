@@ -18,6 +18,7 @@ import grpc.aio
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.block_pool import Column
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
+from core.paths import PathState
 from core.service import Endpoint
 from fleet.service_host import Placement
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -201,12 +202,11 @@ async def wait_until_met(deployment: Deployment) -> None:
     """Until each pair of workers is connected and measured, so that nothing moves that a test has not asked for."""
 
     def met(worker: WorkerService) -> bool:
-        machine = _machine(worker)
-        others = deployment.prefill if worker in deployment.decode else deployment.decode
-        return len(machine.transfers.paths_settled) == len(others)
+        measured = [path for path in _machine(worker).transfers.paths if path.state is not PathState.CONNECTING]
+        return len(measured) == len(deployment.prefill)
 
     async with asyncio.timeout(SETTLE_TIMEOUT_S):
-        while not all(met(worker) for worker in deployment.workers):
+        while not all(met(worker) for worker in deployment.decode):
             await asyncio.sleep(0.005)
 
 

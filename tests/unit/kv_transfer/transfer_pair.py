@@ -19,6 +19,7 @@ from kv_transfer.events import (
     ComputeDigests,
     Connect,
     Disconnect,
+    LogPath,
     MessageReceived,
     OfferEnded,
     PullCompleted,
@@ -91,6 +92,7 @@ class Pair:
     def __init__(self, config: TransferConfig = CONFIG, digests: bool = True, num_blocks: int = 32) -> None:
         self.time = 0.0
         self.digests = digests
+        self.read_seconds = 0.01
         self.owner = Side(address("owner", 11, num_blocks, lease_s=config.lease_s), 0.0, config)
         self.puller = Side(address("puller", 22, num_blocks, lease_s=config.lease_s), 1000.0, config)
         self.sides = {"owner": self.owner, "puller": self.puller}
@@ -151,7 +153,7 @@ class Pair:
             assert side.pool.column_of(target) is Column.INCOMING, "a read writes into a block that is somebody else's"
             side.content[target] = source.content[source_block]
         digests = tuple(digest(side.content[target]) for _, target in read.pairs) if self.digests else ()
-        self.event(side, ReadFinished(read_id, digests))
+        self.event(side, ReadFinished(read_id, digests, self.read_seconds))
 
     def fail_read(self, side: Side, read_id: int, reason: AbortReason = AbortReason.READ_FAILED) -> None:
         del side.reads[read_id]
@@ -215,6 +217,8 @@ class Pair:
                     side.digests.update((block, digest(side.content[block])) for block in blocks)
                 case Connect() | Disconnect():
                     side.links.append(action)
+                case LogPath():
+                    pass
                 case PullGivenUp():
                     side.given_up.append(action)
                 case _:

@@ -15,7 +15,7 @@ from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, L
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
 from core.lifecycle import WorkerState
-from core.paths import Lane, PathState, PathStatus, PeerDismissed, PeerIntroduced
+from core.paths import Lane, PathState, PathStatus, PeerJoined, PeerLeft
 from core.worker_load import WorkerLoad
 from protos import codec, worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
@@ -23,11 +23,11 @@ from worker.reports import MAX_HOLDERS, ReportFeed
 NOBODY: Any = None  # the call's context, which is not used
 
 
-def feed_of(num_holders: int, met: list[PeerIntroduced | PeerDismissed]) -> ReportFeed:
+def feed_of(num_holders: int, met: list[PeerJoined | PeerLeft]) -> ReportFeed:
     holders = [worker_pb2.BlockHolder(name=str(number)) for number in range(num_holders)]
     return ReportFeed(
         WorkerConfig(),
-        worker_pb2.WorkerSnapshot,
+        lambda: worker_pb2.WorkerReport(snapshot=worker_pb2.WorkerSnapshot()),
         worker_pb2.WorkerReport,
         lambda: worker_pb2.DescribeLedgerResponse(worker_id="w", holders=holders),
         met.append,
@@ -74,12 +74,12 @@ def test_a_holder_s_state_says_its_kind() -> None:
 
 
 async def test_news_of_the_fleet_arrives_in_order() -> None:
-    met: list[PeerIntroduced | PeerDismissed] = []
-    news = [PeerIntroduced(agent("p"), True), PeerIntroduced(agent("d"), False), PeerDismissed("p")]
-    request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, news))
-    await feed_of(0, met).MeetPeers(request, NOBODY)
+    met: list[PeerJoined | PeerLeft] = []
+    news = [PeerJoined(agent("p"), True), PeerJoined(agent("d"), False), PeerLeft("p")]
+    request = worker_pb2.UpdatePeersRequest(changes=map(codec.encode_change, news))
+    await feed_of(0, met).UpdatePeers(request, NOBODY)
     assert met == news
-    with pytest.raises(InvalidRequest, match="one of owner, reader and gone"):
+    with pytest.raises(InvalidRequest, match="one of owner, reader and left"):
         codec.decode_change(worker_pb2.PeerChange())
 
 
