@@ -37,6 +37,7 @@ from kv_transfer.events import (
     LogPath,
     MessageReceived,
     PeerLost,
+    ProbeFailed,
     ProbePath,
     ReadFailed,
     ReadTimedOut,
@@ -261,8 +262,10 @@ class TransferAgent:
             case ComputeDigests(blocks):
                 self._offered_digests.compute(blocks)
             case ProbePath(peer):
-                connection = self._peers.get(peer)
-                self._events += self._prober.start(transport, connection and connection.address, action)
+                if peer in self._peers:
+                    self._events += self._prober.start(transport, self._peers[peer].address, action)
+                else:
+                    self._events.append(ProbeFailed(peer, "not connected"))
             case LogPath(path):
                 log_path(self.identity.name, path)
 

@@ -215,3 +215,4 @@ class OfferEnded:
 
 TransferResult = PullEnded | PullGivenUp | OfferEnded
 TransferAction = AgentAction | TransferResult
+Actions = list[TransferAction]

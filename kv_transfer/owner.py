@@ -36,7 +36,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from kv_transfer.events import ComputeDigests, OfferEnded
+from kv_transfer.events import Actions, ComputeDigests, OfferEnded
 from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
@@ -62,10 +62,10 @@ class Owner:
         self.pool = pool
         self.offers: dict[TransferId, Offer] = {}  # alive
         self._peers = peers
-        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # what to tell a puller that asks on
+        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # how, for a puller that still asks
         self._early: dict[TransferId, _Early] = {}
 
-    # ---- told by the worker
+    # ---- from the worker
 
     def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
@@ -75,15 +75,15 @@ class Owner:
         if len(self.offers) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> None:
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
         plan = TransferPlan(self._peers.address.layout, peer.layout)
         self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, heard_at=now)
         early = self._early.pop(transfer_id, None)
-        match early:
-            case _Early(sender, Want() as want):
-                self.on_want(sender, want, now)
-            case _Early(sender, Release() as release):
-                self.on_release(sender, release, now)
+        if early is None:
+            return []
+        if isinstance(early.message, Want):
+            return self.on_want(early.sender, early.message, now)
+        return self.on_release(early.sender, early.message, now)
 
     def add_ready(
         self,
@@ -92,10 +92,10 @@ class Owner:
         last: bool,
         first_token_id: int | None,
         now: float,
-    ) -> None:
+    ) -> Actions:
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
-            return
+            return []
         wanted = {
             position: block
             for position, block in blocks
@@ -103,104 +103,110 @@ class Owner:
         }
         self.pool.lease(wanted.values())
         offer.leased |= wanted
-        if wanted and offer.moves_whole_blocks and self.config.verify_digests:
-            self._peers.act(ComputeDigests(tuple(wanted.values())))
         if wanted and offer.state is OwnerState.COMPUTING:
             offer.step(OwnerState.OFFERED)
         if last:
             offer.last, offer.first_token_id = True, first_token_id
+        actions: Actions = []
+        if wanted and offer.moves_whole_blocks and self.config.verify_digests:
+            actions.append(ComputeDigests(tuple(wanted.values())))
         if offer.wanted is not None and (wanted or last):
             num_announced = offer.num_announced
             offer.announce(wanted)
-            self._announce(offer, num_announced, now)
+            actions += self._announce(offer, num_announced, now)
+        return actions
 
-    def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
+    def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> Actions:
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None:
-            return
+            return []
         offer.aborting, offer.detail = reason, detail
-        self._send_abort(offer.peer, transfer_id, reason, detail)
+        actions = self._send_abort(offer.peer, transfer_id, reason, detail)
         if not offer.may_be_read:
-            self._end(offer, OwnerState.ABORTED, reason)
+            actions += self._end(offer, OwnerState.ABORTED, reason)
+        return actions
 
-    # ---- told by the puller
+    # ---- from the puller
 
-    def on_want(self, sender: str, want: Want, now: float) -> None:
-        offer = self._offer_for(sender, want, now)
+    def on_want(self, sender: str, want: Want, now: float) -> Actions:
+        offer, actions = self._offer_for(sender, want, now)
         if offer is None:
-            return
+            return actions
         offer.renew(want.counter, now)
         if offer.aborting is not None:
-            self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
-        elif want.layout_fingerprint != offer.peer.layout.fingerprint():
-            self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
-        else:
-            if offer.wanted is None:
-                wanted = offer.want(want.positions)
-                self._unlease(offer, [position for position in offer.leased if position not in wanted])
-                offer.announce(offer.leased)
-            self._announce(offer, 0, now)  # a repeated WANT has heard nothing yet
+            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        if want.layout_fingerprint != offer.peer.layout.fingerprint():
+            return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
+        if offer.wanted is None:
+            wanted = offer.want(want.positions)
+            self._unlease(offer, [position for position in offer.leased if position not in wanted])
+            offer.announce(offer.leased)
+        return self._announce(offer, 0, now)  # a puller that repeats its WANT has received nothing
 
-    def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> None:
+    def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> Actions:
         if not self._peers.accept_heartbeat(sender, heartbeat):
-            return
+            return []
         peer = self._peers.address_of(sender)
         assert peer is not None
+        actions: Actions = []
         renewed = []
         for entry in heartbeat.entries:
             offer = self.offers.get(entry.transfer_id)
             if offer is None:
                 if entry.transfer_id in self._ended:
-                    self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
+                    actions += self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
             elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
                 self._peers.drop(Drop.FOREIGN)
             else:
                 offer.renew(heartbeat.counter, now)
                 renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
-                self._repeat_lost(offer, entry.num_ready, now)
-        self._peers.post(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
+                actions += self._repeat_lost(offer, entry.num_ready, now)
+        answer = Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed))
+        return actions + self._peers.send(peer, answer)
 
-    def on_release(self, sender: str, release: Release, now: float) -> None:
-        offer = self._offer_for(sender, release, now)
+    def on_release(self, sender: str, release: Release, now: float) -> Actions:
+        offer, actions = self._offer_for(sender, release, now)
         if offer is None:
-            return
+            return actions
         if release.reason is AbortReason.DIGEST_MISMATCH:
             self.pool.invalidate(offer.leased.values())  # the prefix cache must not serve them again
         if offer.aborting is not None:
-            self._end(offer, OwnerState.ABORTED, offer.aborting)
-        else:
-            self._end(offer, OwnerState.RELEASED, release.reason)
+            return self._end(offer, OwnerState.ABORTED, offer.aborting)
+        return self._end(offer, OwnerState.RELEASED, release.reason)
 
-    def on_abort(self, sender: str, abort: Abort) -> None:
+    def on_abort(self, sender: str, abort: Abort) -> Actions:
         """The puller of a live offer gives up; its RELEASE follows when its reads have ended."""
         offer = self.offers[abort.transfer_id]
         if not self._accept(offer, sender, abort) or offer.aborting is not None:
-            return
+            return []
         offer.aborting, offer.detail = abort.reason, abort.detail
-        if not offer.may_be_read:
-            self._end(offer, OwnerState.ABORTED, abort.reason)
+        return [] if offer.may_be_read else self._end(offer, OwnerState.ABORTED, abort.reason)
 
-    def on_peer_lost(self, name: str, died: bool) -> None:
+    def on_peer_lost(self, name: str, died: bool) -> Actions:
+        actions: Actions = []
         for offer in [offer for offer in self.offers.values() if offer.peer.name == name]:
             offer.aborting = offer.aborting or AbortReason.PEER_LOST
             if died or not offer.may_be_read:
-                self._end(offer, OwnerState.ABORTED, offer.aborting)
+                actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
+        return actions
 
     # ---- time
 
-    def on_tick(self, now: float) -> None:
+    def on_tick(self, now: float) -> Actions:
+        actions: Actions = []
         for offer in [offer for offer in self.offers.values() if now >= offer.heard_at + self.config.lease_s]:
             if offer.aborting is not None:
-                self._end(offer, OwnerState.ABORTED, offer.aborting)
+                actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
-                self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
+                actions += self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
         for transfer_id, early in list(self._early.items()):
             if now >= early.arrived_at + self._early_kept_s:
                 del self._early[transfer_id]
                 self._peers.drop(Drop.UNKNOWN_TRANSFER)
                 peer = self._peers.address_of(early.sender)
                 if peer is not None and isinstance(early.message, Want):
-                    self._send_abort(peer, transfer_id, AbortReason.UNKNOWN_TRANSFER)
+                    actions += self._send_abort(peer, transfer_id, AbortReason.UNKNOWN_TRANSFER)
+        return actions
 
     def deadlines(self) -> list[float]:
         leases = [offer.heard_at + self.config.lease_s for offer in self.offers.values()]
@@ -208,18 +214,17 @@ class Owner:
 
     @property
     def _early_kept_s(self) -> float:
-        # The router calls both workers at once; what has not arrived after half a lease will not come.
+        # The router calls both workers at once: an offer that was not made within half a lease will not be made.
         return self.config.lease_s / 2
 
     # ---- inside
 
-    def _offer_for(self, sender: str, message: Want | Release, now: float) -> Offer | None:
-        """The live offer a message is for; where there is none, the message is answered, kept or dropped."""
+    def _offer_for(self, sender: str, message: Want | Release, now: float) -> tuple[Offer | None, Actions]:
+        """The live offer a message is for. Without one, the message is kept, answered by the actions, or dropped."""
         offer = self.offers.get(message.transfer_id)
         if offer is None:
-            self._without_offer(sender, message, now)
-            return None
-        return offer if self._accept(offer, sender, message) else None
+            return None, self._without_offer(sender, message, now)
+        return (offer if self._accept(offer, sender, message) else None), []
 
     def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort) -> bool:
         accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
@@ -227,22 +232,24 @@ class Owner:
             offer.newest = message.counter
         return accepted
 
-    def _without_offer(self, sender: str, message: Want | Release, now: float) -> None:
+    def _without_offer(self, sender: str, message: Want | Release, now: float) -> Actions:
         ended_by = self._ended.get(message.transfer_id)
         if ended_by is not None:
             self._peers.drop(Drop.LATE)
             peer = self._peers.address_of(sender)
-            if isinstance(message, Want) and peer is not None:
-                self._send_abort(peer, message.transfer_id, ended_by)
-            return
+            if peer is None or not isinstance(message, Want):
+                return []
+            return self._send_abort(peer, message.transfer_id, ended_by)
         kept = self._early.get(message.transfer_id)
         if kept is None and len(self._early) >= self.config.max_transfers:
             self._peers.drop(Drop.TABLE_FULL)
         elif kept is None or message.counter > kept.message.counter:
             self._early[message.transfer_id] = _Early(sender, message, now if kept is None else kept.arrived_at)
+        return []
 
-    def _announce(self, offer: Offer, first_block: int, now: float) -> None:
-        """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
+    def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
+        """READYs for all announced blocks from `first_block` on. At least one READY: it also acknowledges the WANT."""
+        actions: Actions = []
         total, start = offer.num_announced, first_block
         count = MAX_BLOCKS_PER_READY
         if self.config.verify_digests:
@@ -250,41 +257,43 @@ class Owner:
         while start == first_block or start < total:
             end = min(start + count, total)
             last = offer.last and end == total
-            self._peers.post(
-                offer.peer,
-                Ready(
-                    offer.transfer_id,
-                    *self._peers.stamp(),
-                    ack=offer.renewed_by,
-                    first_block=start,
-                    blocks=offer.announced(start, end),
-                    last=last,
-                    first_token_id=offer.first_token_id if last else None,
-                ),
+            ready = Ready(
+                offer.transfer_id,
+                *self._peers.stamp(),
+                ack=offer.renewed_by,
+                first_block=start,
+                blocks=offer.announced(start, end),
+                last=last,
+                first_token_id=offer.first_token_id if last else None,
             )
+            actions += self._peers.send(offer.peer, ready)
             start, count = start + count, min(READY_GROWTH * count, MAX_BLOCKS_PER_READY)
         offer.ready_sent_at = now
+        return actions
 
-    def _repeat_lost(self, offer: Offer, num_heard: int, now: float) -> None:
-        """A puller that lists the transfer has not heard the end of it, or is still reading."""
+    def _repeat_lost(self, offer: Offer, num_received: int, now: float) -> Actions:
+        """A puller that lists the transfer has not received its end, or is still reading."""
         if offer.aborting is not None:
-            self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
-        elif (
-            offer.wanted is not None
-            and (num_heard < offer.num_announced or offer.last)
-            and now - offer.ready_sent_at >= self.config.heartbeat_s / 2
+            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        if (
+            offer.wanted is None
+            or (num_received >= offer.num_announced and not offer.last)
+            or now - offer.ready_sent_at < self.config.heartbeat_s / 2
         ):
-            self._peers.counters.num_ready_repeated += 1
-            self._announce(offer, min(num_heard, offer.num_announced), now)
+            return []
+        self._peers.counters.num_ready_repeated += 1
+        return self._announce(offer, min(num_received, offer.num_announced), now)
 
-    def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
-        self._peers.post(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+    def _send_abort(
+        self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = ""
+    ) -> Actions:
+        return self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
         self.pool.unlease([offer.leased.pop(position) for position in positions])
 
-    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> None:
-        """The only way out: frees the blocks, and the offer cannot come back."""
+    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> Actions:
+        """The only way out: frees the blocks. An ended offer never comes back."""
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
@@ -292,7 +301,7 @@ class Owner:
         while len(self._ended) > self.config.max_transfers:
             self._ended.popitem(last=False)
         self._peers.counters.offers[state.value] += 1
-        self._peers.act(OfferEnded(offer.transfer_id, state, reason))
+        return [OfferEnded(offer.transfer_id, state, reason)]
 
     def check(self) -> None:
         """Leases here are the leases of the pool, block for block; tables are bounded."""

@@ -69,10 +69,8 @@ class PathProber:
         self._count = count
         self.probes: dict[int, _Probe] = {}  # by the transport's handle
 
-    def start(self, transport: Transport, peer: AgentAddress | None, action: ProbePath) -> list[ProbeFailed]:
+    def start(self, transport: Transport, peer: AgentAddress, action: ProbePath) -> list[ProbeFailed]:
         """Returns the failure of a probe that cannot start."""
-        if peer is None:
-            return [ProbeFailed(action.peer, "not connected")]
         source = peer.num_blocks * peer.layout.block_bytes
         target = self._pool.num_blocks * self._pool.layout.block_bytes
         before, began_at = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read

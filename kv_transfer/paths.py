@@ -24,7 +24,7 @@ from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import AgentAddress, Ping
 from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of
-from kv_transfer.events import AgentAction, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
+from kv_transfer.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
 from kv_transfer.peers import MAX_IDLE_PEERS, Drop, Peers
 from kv_transfer.plan import plan_from
 
@@ -96,7 +96,7 @@ class Paths:
         self._peers = peers
         self._paths: dict[str, _Path] = {}  # by the peer's name; least recently used first
 
-    def watch(self, peer: AgentAddress, in_use: Container[str], now: float) -> list[AgentAction]:
+    def watch(self, peer: AgentAddress, in_use: Container[str], now: float) -> Actions:
         """Connect to a peer we will read from, and measure the path."""
         path = self._paths.get(peer.name)
         if path is not None:
@@ -123,7 +123,7 @@ class Paths:
         self._paths[peer.name] = path
         return path
 
-    def forget(self, name: str, in_use: Container[str]) -> list[AgentAction]:
+    def forget(self, name: str, in_use: Container[str]) -> Actions:
         """The peer has left the fleet."""
         self._paths.pop(name, None)
         if self._peers.address_of(name) is None or name in in_use:
@@ -131,7 +131,7 @@ class Paths:
         self._peers.forget(name)
         return [Disconnect(name)]
 
-    def on_hand_off(self, owner: AgentAddress, num_bytes: int, seconds: float, now: float) -> list[AgentAction]:
+    def on_hand_off(self, owner: AgentAddress, num_bytes: int, seconds: float, now: float) -> Actions:
         """A pull from `owner` has completed; its reads took so many seconds."""
         path = self._paths.pop(owner.name, None)
         if path is None:
@@ -151,7 +151,7 @@ class Paths:
 
     # ---- PINGs
 
-    def on_ping(self, sender: str, ping: Ping, in_use: Container[str], now: float) -> list[AgentAction]:
+    def on_ping(self, sender: str, ping: Ping, in_use: Container[str], now: float) -> Actions:
         peer = self._peers.address_of(sender)
         if peer is None:
             if ping.ack is not None:
@@ -161,7 +161,7 @@ class Paths:
             self._peers.drop(Drop.FOREIGN)
             return []
         if ping.ack is None:
-            return [*self._peers.send(peer, Ping(*self._peers.stamp(), ping.counter))]
+            return self._peers.send(peer, Ping(*self._peers.stamp(), ping.counter))
         path = self._paths.get(sender)
         if path is None or path.step is not _Step.PINGING or ping.ack != path.ping:
             return []
@@ -178,20 +178,20 @@ class Paths:
         path.probe_bytes, path.num_probes = min(FIRST_PROBE_BYTES, path.max_probe_bytes), 0
         return self._probe(path, now)
 
-    def _connect(self, path: _Path, in_use: Container[str], now: float) -> list[AgentAction]:
+    def _connect(self, path: _Path, in_use: Container[str], now: float) -> Actions:
         path.num_answers = 0
         path.give_up_at = now + self._config.connect_timeout_s
-        return [*self._peers.meet(path.peer, in_use), *self._ping(path, now)]
+        return self._peers.meet(path.peer, in_use) + self._ping(path, now)
 
-    def _ping(self, path: _Path, now: float) -> list[AgentAction]:
+    def _ping(self, path: _Path, now: float) -> Actions:
         incarnation, path.ping = self._peers.stamp()
         path.pinged_at = now
         path.next_step(_Step.PINGING, min(now + PING_INTERVAL_S, path.give_up_at))
-        return [*self._peers.send(path.peer, Ping(incarnation, path.ping, None))]
+        return self._peers.send(path.peer, Ping(incarnation, path.ping, None))
 
     # ---- probes
 
-    def on_probed(self, event: PathProbed, now: float) -> list[AgentAction]:
+    def on_probed(self, event: PathProbed, now: float) -> Actions:
         path = self._paths.get(event.peer)
         if path is None or path.step is not _Step.PROBING:
             return []
@@ -206,20 +206,20 @@ class Paths:
         path.lane = lane_of(path.seen, self._peers.address.location, path.peer.location)
         return self._conclude(path, self._judged(path), now)
 
-    def on_probe_failed(self, event: ProbeFailed, now: float) -> list[AgentAction]:
+    def on_probe_failed(self, event: ProbeFailed, now: float) -> Actions:
         path = self._paths.get(event.peer)
         if path is None or path.step is not _Step.PROBING:
             return []
         return self._conclude(path, PathState.SLOW, now, f"a probe failed: {event.detail}")
 
-    def _probe(self, path: _Path, now: float) -> list[AgentAction]:
+    def _probe(self, path: _Path, now: float) -> Actions:
         timeout_s = path.probe_bytes / self._config.min_bytes_per_s + self._config.read_grace_s
         path.next_step(_Step.PROBING, now + 2 * timeout_s)  # the agent ends the probe before
         return [ProbePath(path.peer.name, path.probe_bytes, timeout_s)]
 
     # ---- verdicts
 
-    def on_peer_lost(self, name: str, detail: str, now: float) -> list[AgentAction]:
+    def on_peer_lost(self, name: str, detail: str, now: float) -> Actions:
         path = self._paths.get(name)
         if path is None or path.state is PathState.REFUSED:
             return []
@@ -228,7 +228,7 @@ class Paths:
     def _judged(self, path: _Path) -> PathState:
         return judge(path.status(), self._peers.address.location, path.peer.location, self._config.slow_path_share)
 
-    def _conclude(self, path: _Path, state: PathState, now: float, detail: str = "") -> list[AgentAction]:
+    def _conclude(self, path: _Path, state: PathState, now: float, detail: str = "") -> Actions:
         if state in (PathState.FINE, PathState.REFUSED):
             path.next_step(_Step.DONE, None)
         else:
@@ -239,9 +239,9 @@ class Paths:
 
     # ---- time
 
-    def on_tick(self, now: float, in_use: Container[str]) -> tuple[list[AgentAction], list[str]]:
+    def on_tick(self, now: float, in_use: Container[str]) -> tuple[Actions, list[str]]:
         """Actions, and the names of peers that answer no PING."""
-        actions: list[AgentAction] = []
+        actions: Actions = []
         silent = []
         for name, path in list(self._paths.items()):
             if path.due is None or now < path.due:

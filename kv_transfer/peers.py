@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
-from kv_transfer.events import Connect, Disconnect, SendMessage, TransferAction
+from kv_transfer.events import Actions, Connect, Disconnect, SendMessage
 
 MAX_IDLE_PEERS = 64  # connections kept open to peers that no live transfer needs
 
@@ -59,31 +59,20 @@ class Peers:
         self.counters = TransferCounters()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently met first
         self._counter = 0
-        self._actions: list[TransferAction] = []
 
     # ---- sending
-
-    def act(self, action: TransferAction) -> None:
-        self._actions.append(action)
-
-    def take_actions(self) -> list[TransferAction]:
-        actions, self._actions = self._actions, []
-        return actions
 
     def stamp(self) -> tuple[int, int]:
         """(incarnation, counter) of the next message."""
         self._counter += 1
         return self.address.incarnation, self._counter
 
-    def send(self, peer: AgentAddress, message: HandoffMessage) -> list[SendMessage]:
+    def send(self, peer: AgentAddress, message: HandoffMessage) -> Actions:
         """Empty where the peer is gone."""
         if self.knows(peer.name, peer.incarnation):
             return [SendMessage(peer.name, message)]
         self.drop(Drop.UNSENT)
         return []
-
-    def post(self, peer: AgentAddress, message: HandoffMessage) -> None:
-        self._actions += self.send(peer, message)
 
     # ---- receiving
 
@@ -124,7 +113,7 @@ class Peers:
         peer = self._peers.get(name)
         return None if peer is None else peer.address
 
-    def meet(self, address: AgentAddress, in_use: Container[str]) -> list[Connect | Disconnect]:
+    def meet(self, address: AgentAddress, in_use: Container[str]) -> Actions:
         """Be connected to this peer. Above the limit, the least recently met peers that are not `in_use` are
         disconnected."""
         if address.name in self._peers:

@@ -31,9 +31,9 @@ class Pull:
     ending: PullFailed | None = None  # decided; waits for our reads to end
     newest: int = 0  # counter of the owner's newest READY or ABORT
     # what the owner announced
-    heard: set[int] = field(default_factory=set)  # positions
-    last_heard: bool = False  # the list is complete
-    last_heard_at: float = 0.0
+    announced: set[int] = field(default_factory=set)  # positions
+    all_announced: bool = False  # the list is complete
+    all_announced_at: float = 0.0
     first_token_id: int | None = None
     # where the blocks are
     to_read: deque[OfferedBlocks] = field(default_factory=deque)  # each is one read, rising by block
@@ -52,7 +52,7 @@ class Pull:
 
     @property
     def everything_verified(self) -> bool:
-        return self.last_heard and len(self.verified) == len(self.wanted)
+        return self.all_announced and len(self.verified) == len(self.wanted)
 
     @property
     def want_arrived(self) -> bool:
@@ -73,13 +73,13 @@ class Pull:
         return (
             len(positions) == len(offered)
             and positions <= self.wanted
-            and positions.isdisjoint(self.heard)
+            and positions.isdisjoint(self.announced)
             and min(offered.blocks, default=0) >= 0
             and max(offered.blocks, default=0) < self.owner.num_blocks
         )
 
-    def hear(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
-        self.heard.update(offered.positions)
+    def record_ready(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
+        self.announced.update(offered.positions)
         starts = range(0, len(offered), blocks_per_read)
         self.to_read += [offered.cut(first, first + blocks_per_read).by_block() for first in starts]
 
@@ -124,7 +124,7 @@ class Pull:
             num_blocks_reread=self.mismatches.total(),
             total_s=now - self.created_at,
             read_s=self.read_s,
-            exposed_s=now - self.last_heard_at,
+            exposed_s=now - self.all_announced_at,
         )
 
     def check(self) -> None:
@@ -133,4 +133,4 @@ class Pull:
         assert self.ending is None or self.reads, "an ending pull waits for its reads alone"
         if self.ending is None:
             unread = [position for blocks in (*self.reads.values(), *self.to_read) for position in blocks.positions]
-            assert sorted(unread + list(self.verified)) == sorted(self.heard)
+            assert sorted(unread + list(self.verified)) == sorted(self.announced)
