@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
@@ -240,6 +241,8 @@ class TransferAgent:
                     self._end_read(transport, self._reads.broke(transport, handle, error))
                 case Notification(peer, payload):
                     self._receive(peer, payload)
+                case _:
+                    assert_never(event)
         events, self._events = self._events, []
         if events:
             self._on_events(events)
@@ -268,6 +271,8 @@ class TransferAgent:
                     self._events.append(ProbeFailed(peer, "not connected"))
             case LogPath(path):
                 log_path(self.identity.name, path)
+            case _:
+                assert_never(action)
 
     def _end_probe(self, transport: Transport, end: ReadDone | ReadBroken) -> None:
         event = self._prober.end(end)

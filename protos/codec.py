@@ -18,7 +18,7 @@ from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from core.worker_load import WorkerLoad
-from protos import inference_pb2, worker_pb2
+from protos import handoff_codec, inference_pb2, worker_pb2
 from protos.path_codec import decode_path, encode_path
 
 ROLE_TO_WIRE = {
@@ -145,14 +145,11 @@ def decode_change(wire: worker_pb2.PeerChange) -> PeerJoined | PeerLeft:
     raise InvalidRequest("changes", "one of owner, reader and left must be set")
 
 
-def encode_transfer_id(transfer_id: TransferId) -> bytes:
-    return transfer_id.to_bytes(16, "little")
-
-
 def decode_transfer_id(wire: bytes) -> TransferId:
-    if len(wire) != 16:
-        raise InvalidRequest("transfer_id", f"must be 16 bytes, is {len(wire)}")
-    return int.from_bytes(wire, "little")
+    try:
+        return handoff_codec.decode_transfer_id(wire)
+    except handoff_codec.MalformedMessage as error:
+        raise InvalidRequest("transfer_id", str(error)) from error
 
 
 def encode_sequence(request: Request) -> worker_pb2.SequenceRequest:

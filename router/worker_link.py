@@ -18,6 +18,7 @@ from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnav
 from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.service import Endpoint
 from protos import codec, worker_pb2, worker_pb2_grpc
+from protos.handoff_codec import encode_transfer_id
 from router import events
 from router.events import RouterEvent
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
@@ -199,7 +200,7 @@ class WorkerLink:
         try:
             request = worker_pb2.PrefillRequest(
                 sequence=codec.encode_sequence(action.request),
-                transfer_id=codec.encode_transfer_id(action.transfer_id),
+                transfer_id=encode_transfer_id(action.transfer_id),
                 reader=codec.encode_agent(action.reader),
             )
             answer = await self._prefill.Prefill(request, timeout=action.timeout_s, metadata=metadata)
@@ -215,7 +216,7 @@ class WorkerLink:
             request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
             if action.source is not None:
                 transfer_id, agent = action.source
-                request.transfer_id = codec.encode_transfer_id(transfer_id)
+                request.transfer_id = encode_transfer_id(transfer_id)
                 request.source.CopyFrom(codec.encode_agent(agent))
             async for response in self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata):
                 if response.HasField("finished"):

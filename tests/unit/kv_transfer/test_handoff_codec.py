@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import MAX_TRANSFERS
+from core.errors import InvalidRequest
 from core.handoff import (
     PROTOCOL_VERSION,
     Abort,
@@ -20,7 +21,7 @@ from core.handoff import (
     Release,
     Want,
 )
-from protos import handoff_pb2
+from protos import codec, handoff_pb2
 from protos.handoff_codec import MAX_DETAIL_CHARS, MAX_MESSAGE_BYTES, MalformedMessage, decode, encode
 
 ids = st.integers(0, 2**128 - 1)
@@ -154,3 +155,12 @@ def test_a_long_detail_is_cut() -> None:
 def test_every_reason_has_its_number_on_the_wire() -> None:
     numbers = {decode(encode(Release(1, 1, 1, reason))) for reason in AbortReason}
     assert len(numbers) == len(AbortReason) == len(handoff_pb2.HandoffAbortReason.keys()) - 1
+
+
+def test_a_transfer_id_has_the_same_bytes_in_a_notification_and_in_a_call_to_a_worker() -> None:
+    transfer_id = 0x0102
+    notified = handoff_pb2.HandoffEnvelope.FromString(encode(Release(transfer_id, 1, 1, None))).transfer_id
+    assert notified == bytes(14) + b"\1\2"
+    assert codec.decode_transfer_id(notified) == transfer_id
+    with pytest.raises(InvalidRequest, match="transfer_id"):
+        codec.decode_transfer_id(bytes(15))

@@ -1,6 +1,7 @@
 """Hand-offs where all goes well, and what the machine refuses."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -252,3 +253,8 @@ def test_a_puller_beats_and_trusts_by_the_lease_of_its_owner() -> None:
     pair.end_read(pair.puller, read_id)
     assert targets
     assert pair.puller.machine.pull_state(ID) is PullerState.VERIFYING
+
+
+def test_an_event_that_no_case_handles_is_an_error() -> None:
+    with pytest.raises(AssertionError):
+        Pair().owner.machine.handle(cast(Any, object()), 0.0)
