@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core.config import MAX_TRANSFERS
@@ -47,27 +47,6 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
 @given(messages)
 def test_every_message_comes_back_as_it_was(message: HandoffMessage) -> None:
     assert decode(encode(message)) == message
-
-
-@settings(max_examples=300)
-@given(st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_refused(payload: bytes) -> None:
-    try:
-        message = decode(payload)
-    except MalformedMessage:
-        return
-    assert decode(encode(message)) == message
-
-
-@given(messages, st.data())
-def test_a_damaged_message_never_crashes_the_decoder(message: HandoffMessage, data: st.DataObject) -> None:
-    payload = bytearray(encode(message))
-    payload[data.draw(st.integers(0, len(payload) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        damaged = decode(bytes(payload))
-    except MalformedMessage:
-        return
-    assert isinstance(damaged, HandoffMessage)  # a flipped digest, say: well-formed, and for the machine to judge
 
 
 def envelope(**fields: object) -> handoff_pb2.HandoffEnvelope:
