@@ -27,7 +27,7 @@ from typing import assert_never
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
-from kv_transfer.digests import Digests, ReadDigests
+from kv_transfer.digests import Digests
 from kv_transfer.events import (
     AgentAction,
     AgentEvent,
@@ -104,7 +104,7 @@ class TransferAgent:
         self._commands: deque[AgentAction] = deque()
         self._events: list[AgentEvent] = []
         self._peers: dict[str, _Connection] = {}
-        self._reads = Reads(ReadDigests(pool, config.verify_digests))
+        self._reads = Reads(pool, config.verify_digests)
         self._prober = PathProber(pool)
         self._active = False
         self._closing = False

@@ -11,33 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from kv_transfer.events import StartRead
-from kv_transfer.plan import Span, TransferPlan
-from kv_transfer.transports.transport import PoolMemory
+from kv_transfer.plan import Span
 
 Digests = tuple[int, ...]
-
-
-class ReadDigests:
-    """Of what reads have brought into our pool."""
-
-    def __init__(self, pool: PoolMemory, enabled: bool) -> None:
-        self._view = pool.view if enabled else None
-        self._block_bytes = pool.layout.block_bytes
-
-    @property
-    def enabled(self) -> bool:
-        """Device memory has no digests."""
-        return self._view is not None
-
-    def of_read(self, read: StartRead, plan: TransferPlan, first: int, end: int) -> Digests:
-        """Of the targets of pairs [first, end)."""
-        assert self._view is not None
-        targets = read.targets[first:end]
-        if not read.pieces:
-            return of_blocks(self._view, targets, self._block_bytes)
-        moved = zip(read.pieces[first:end], targets, strict=True)
-        return of_pieces(self._view, (plan.target_spans(piece, target) for piece, target in moved))
 
 
 def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Digests:

@@ -178,11 +178,6 @@ class TransferMachine:
     def counters(self) -> TransferCounters:
         return self._peers.counters
 
-    def offer_state(self, transfer_id: TransferId) -> OwnerState | None:
-        """None where there is no such offer, or none any more."""
-        offer = self._owner.offers.get(transfer_id)
-        return None if offer is None else offer.state
-
     def is_wanted(self, transfer_id: TransferId) -> bool:
         """Whether a puller has asked for this offer: it has reserved the blocks to pull into."""
         offer = self._owner.offers.get(transfer_id)
@@ -196,10 +191,6 @@ class TransferMachine:
     def unwanted_offers(self) -> list[TransferId]:
         """Offers with leased blocks that no puller has asked for, oldest first; aborting one frees them at once."""
         return [offer.transfer_id for offer in self._owner.offers.values() if offer.leased and offer.wanted is None]
-
-    def pull_state(self, transfer_id: TransferId) -> PullerState | None:
-        pull = self._puller.pulls.get(transfer_id)
-        return None if pull is None else pull.state
 
     def claims(self) -> list[Claim]:
         """The leased blocks of every live offer, then the target blocks of every live pull, oldest first."""

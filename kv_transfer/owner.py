@@ -77,7 +77,7 @@ class Owner:
 
     def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
         plan = TransferPlan(self._peers.address.layout, peer.layout)
-        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, heard_at=now)
+        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, renewed_at=now)
         early = self._early.pop(transfer_id, None)
         if early is None:
             return []
@@ -108,7 +108,7 @@ class Owner:
         if last:
             offer.last, offer.first_token_id = True, first_token_id
         actions: Actions = []
-        if wanted and offer.moves_whole_blocks and self.config.verify_digests:
+        if wanted and offer.plan.moves_whole_blocks and self.config.verify_digests:
             actions.append(ComputeDigests(tuple(wanted.values())))
         if offer.wanted is not None and (wanted or last):
             num_announced = offer.num_announced
@@ -194,7 +194,7 @@ class Owner:
 
     def on_tick(self, now: float) -> Actions:
         actions: Actions = []
-        for offer in [offer for offer in self.offers.values() if now >= offer.heard_at + self.config.lease_s]:
+        for offer in [offer for offer in self.offers.values() if now >= offer.renewed_at + self.config.lease_s]:
             if offer.aborting is not None:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
@@ -209,7 +209,7 @@ class Owner:
         return actions
 
     def deadlines(self) -> list[float]:
-        leases = [offer.heard_at + self.config.lease_s for offer in self.offers.values()]
+        leases = [offer.renewed_at + self.config.lease_s for offer in self.offers.values()]
         return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
 
     @property
@@ -315,7 +315,7 @@ class Owner:
             else:
                 assert offer.leased.keys() <= offer.wanted
                 announced = zip(offer.announced_pieces, offer.announced_blocks, strict=True)
-                assert {piece // offer.parts: block for piece, block in announced} == offer.leased
+                assert {piece // offer.plan.source_parts: block for piece, block in announced} == offer.leased
         for block in range(self.pool.num_blocks):
             assert self.pool.num_leases(block) == leases[block], f"block {block}"
         assert not self.offers.keys() & self._ended.keys()

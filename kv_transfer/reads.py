@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason
-from kv_transfer.digests import ReadDigests
+from kv_transfer.digests import Digests, of_blocks, of_pieces
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.plan import TransferPlan
-from kv_transfer.transports.transport import Transport
+from kv_transfer.transports.transport import PoolMemory, Transport
 
 SLICE_BYTES = 1 << 21
 MAX_SLICES_IN_FLIGHT = 4
@@ -59,8 +59,10 @@ class Read:
 class Reads:
     """Every method returns the read that has ended by it, once: then nothing writes into its targets any more."""
 
-    def __init__(self, digests: ReadDigests) -> None:
-        self._digests = digests
+    def __init__(self, pool: PoolMemory, verify_digests: bool) -> None:
+        """Device memory has no digests."""
+        self._view = pool.view if verify_digests else None
+        self._block_bytes = pool.layout.block_bytes
         self._read_of: dict[int, Read] = {}  # by handle
 
     def __bool__(self) -> bool:
@@ -68,7 +70,7 @@ class Reads:
 
     def start(self, transport: Transport, action: StartRead, plan: TransferPlan, began_at: float) -> Read | None:
         num_pairs = len(action.sources)
-        digests = [0] * num_pairs if self._digests.enabled else []
+        digests = [] if self._view is None else [0] * num_pairs
         size = max(1, SLICE_BYTES // plan.piece_bytes) if digests else num_pairs
         slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
         return self._go_on(transport, Read(action, plan, began_at, slices, digests))
@@ -105,7 +107,7 @@ class Reads:
             except TransportError as error:
                 self._break(transport, read, error)
                 break
-            if transport.take_ended(handle):
+            if transport.try_complete(handle):
                 self._hash(read, part)
             else:
                 read.in_flight[handle] = part
@@ -115,7 +117,16 @@ class Reads:
     def _hash(self, read: Read, part: Slice) -> None:
         first, end = part
         if read.digests and read.error is None:
-            read.digests[first:end] = self._digests.of_read(read.action, read.plan, first, end)
+            read.digests[first:end] = self._digests_of(read, first, end)
+
+    def _digests_of(self, read: Read, first: int, end: int) -> Digests:
+        """Of the targets of pairs [first, end)."""
+        assert self._view is not None
+        targets = read.action.targets[first:end]
+        if not read.action.pieces:
+            return of_blocks(self._view, targets, self._block_bytes)
+        moved = zip(read.action.pieces[first:end], targets, strict=True)
+        return of_pieces(self._view, (read.plan.target_spans(piece, target) for piece, target in moved))
 
     def _break(self, transport: Transport, read: Read, error: TransportError) -> None:
         if read.error is None or isinstance(error, PeerDisconnected):

@@ -150,7 +150,7 @@ class MemoryTransport:
         assert self._pool is not None
         return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         assert handle in self._reads
         return False  # all of it happens in `poll`
 

@@ -140,7 +140,7 @@ class NixlTransport:
                 peer, self._agent.make_prepped_xfer("READ", self._blocks, targets, known.blocks, sources)
             )
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]
         if not read.done or read.broken is not None or not _release(read):
             return False

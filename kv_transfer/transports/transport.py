@@ -3,7 +3,7 @@
 All calls come from one thread, the owner of the transport. Nothing blocks for longer than one read takes. The laws,
 which tests/integration/test_transports.py holds every transport to:
 
-  - each handle of a read comes back exactly once, from `take_ended` or, done or broken, from `poll`, also after
+  - each handle of a read comes back exactly once, from `try_complete` or, done or broken, from `poll`, also after
     `cancel`, and also after `disconnect` of its peer; from then on nothing writes into the target;
   - a call that cannot be carried out raises `PeerDisconnected` where the peer is gone, else `TransportError`;
   - the owner of the memory takes no part in a read, but both sides must `poll` for anything to get on.
@@ -92,7 +92,7 @@ class Transport(Protocol):
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         """The same for whole blocks, where they are as large in both pools. Neighbours on both sides move as one."""
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         """Whether a read has ended well before `start_read` returned; then `poll` says nothing of it."""
 
     def cancel(self, handle: int) -> None:

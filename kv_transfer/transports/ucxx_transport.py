@@ -176,7 +176,7 @@ class UcxxTransport:
         assert self._pool is not None
         return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]
         if not self._has_ended(read) or read.broken is not None:
             return False

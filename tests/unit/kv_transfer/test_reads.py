@@ -10,7 +10,6 @@ import xxhash
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress
 from core.kv_layout import KVLayout
-from kv_transfer.digests import ReadDigests
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
@@ -50,7 +49,7 @@ class Copier:
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), LAYOUT.block_bytes))
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         return self.waiting.pop(handle, None) is not None if self.at_once else False
 
     def copy(self, handle: int) -> None:
@@ -74,7 +73,7 @@ class Copier:
 
 def reads_into(copier: Copier, verify: bool = True) -> Reads:
     pool = PoolMemory(copier.target.ctypes.data, NUM_BLOCKS, LAYOUT, copier.target.reshape(-1).data)
-    return Reads(ReadDigests(pool, verify))
+    return Reads(pool, verify)
 
 
 def start_of(num_blocks: int) -> StartRead:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
-from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, Ready, TransferId
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from kv_transfer.events import (
@@ -66,6 +66,12 @@ class Side:
     @property
     def address(self) -> AgentAddress:
         return self.machine.address
+
+    def offer_state(self, transfer_id: TransferId) -> OwnerState:
+        return self.machine._owner.offers[transfer_id].state
+
+    def pull_state(self, transfer_id: TransferId) -> PullerState:
+        return self.machine._puller.pulls[transfer_id].state
 
     def computed_blocks(self, positions: list[int]) -> list[tuple[int, int]]:
         """Blocks of a sequence that has been prefilled: (position, block), each holding 100 + position."""
