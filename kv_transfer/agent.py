@@ -1,12 +1,12 @@
-"""TransferAgent: the shell of a TransferMachine. One thread owns the transport; nobody else touches it.
+"""TransferAgent: the shell of a TransferMachine. One thread owns the transport; no other thread touches it.
 
     any thread --perform(actions)--> [ agent thread: transport ] --on_events(events)--> the caller
 
-The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
-moves it goes round without a pause; else it waits for a command, longer the longer it was quiet, up to a limit that is
-shorter when transfers are alive. A second thread computes the digests of what is offered. Both give way to the event
-loop of their worker. The agent decides nothing: which block goes where, what is repeated and given up is the business
-of the machine.
+The thread performs actions, polls the transport, cancels late reads and reports events. While bytes or messages move,
+it polls without a pause. Otherwise it waits for a command, longer the longer nothing has moved, up to a limit that is
+shorter while transfers are alive. A second thread computes the digests of offered blocks. Both threads run at a lower
+priority than the worker's event loop. The agent decides nothing: the machine decides which block goes where, and what
+is repeated or given up.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -53,12 +53,12 @@ from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, decode, encode
 
-# The shortest sleep takes half as long, and where this thread copies for a reader, the reader waits for its end.
+# The shortest sleep takes half as long. Over TCP this thread copies for a reader, and the reader waits for that sleep.
 SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
-PAUSE_SHARE = 1 / 16  # of the time since something happened: so much later, at most, is the next thing seen
-NICENESS = 5  # an event loop that wakes beside a copy need not wait for the end of its slice, 3 to 4 ms
-MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
+PAUSE_SHARE = 1 / 16  # of the time since the last event: the most by which the next event is seen late
+NICENESS = 5  # an event loop that wakes during a copy need not wait for the end of a time slice, 3 to 4 ms
+MAX_COMMANDS = 65_536  # more than all transfers need at once: beyond it the agent hangs, and fails
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ OnEvents = Callable[[list[AgentEvent]], None]
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Who a transfer agent is. A restart makes another one, so nothing old can match."""
+    """Identifies a transfer agent. A restarted worker has another incarnation, so old messages do not match."""
 
     worker_id: str
     incarnation: int  # random 64 bits, not 0
@@ -97,7 +97,7 @@ class TransferAgent:
         self.config = config
         self.identity = identity
         self.pool = pool
-        self.num_malformed = 0  # notifications that were no message; written by the agent's thread alone
+        self.num_malformed = 0  # notifications that could not be decoded; written by the agent's thread alone
         self._open_transport = open_transport
         self._on_events = on_events
         self._address: AgentAddress | None = None
@@ -117,9 +117,9 @@ class TransferAgent:
     # ---- for any thread
 
     def start(self, timeout_s: float = 30.0) -> AgentAddress:
-        """Open the transport and register the pool; returns our address. Blocks: call it from a thread.
+        """Open the transport, register the pool and return our address. Blocks: call it from a thread.
 
-        Raises `TransportError` where that fails or takes longer than `timeout_s`.
+        Raises `TransportError` on a failure and after `timeout_s`.
         """
         self._thread.start()
         if not self._started.wait(timeout_s):
@@ -128,7 +128,7 @@ class TransferAgent:
 
     @property
     def address(self) -> AgentAddress:
-        """Raises `TransportError` before `start` and after a failure."""
+        """Our own. Raises `TransportError` before `start` and after a failure."""
         if self._address is None:
             raise TransportError(self._failure or "the transfer agent was not started")
         return self._address
@@ -136,7 +136,7 @@ class TransferAgent:
     def perform(self, actions: Sequence[AgentAction], active: bool) -> None:
         """Queue actions of the machine. `active`: whether it has live transfers (`TransferMachine.alive`).
 
-        Once the agent was closed or has failed, they are dropped.
+        An agent that was closed or has failed drops them.
         """
         if self._closing or self._failure:
             return
@@ -164,7 +164,7 @@ class TransferAgent:
     def _run(self) -> None:
         transport: Transport | None = None
         try:
-            if sys.platform == "linux":  # where it is this thread's alone, and of those that it starts
+            if sys.platform == "linux":  # where niceness belongs to a thread and to the threads that it starts
                 os.nice(NICENESS)
             transport = self._open_transport(self.identity.name)
             transport.register(self.pool)
@@ -182,7 +182,7 @@ class TransferAgent:
             self._started.set()
             self._pump(transport)
         except Exception as error:
-            # The thread's boundary: whatever it is, the worker must hear of it, since its pool cannot be read any more.
+            # The thread's boundary: the worker must learn of any failure, as its pool can no longer be read.
             logger.exception("transfer agent %s failed", self.identity.name)
             self._failure, self._address = f"{type(error).__name__}: {error}", None
             self._on_events([AgentFailed(self._failure)])
@@ -196,7 +196,7 @@ class TransferAgent:
             if self._round(transport):
                 quiet_since = time.monotonic()
             if time.monotonic() - quiet_since < SPIN_S:
-                os.sched_yield()  # others may want the interpreter; a sleep of 0 takes as long as two blocks
+                os.sched_yield()  # for other Python threads; a sleep of 0 takes as long as two blocks
                 continue
             active = self._active or self._reads or self._prober.probes
             longest_s = self.config.active_poll_interval_s if active else self.config.idle_poll_interval_s
@@ -215,18 +215,18 @@ class TransferAgent:
             try:
                 transport.close()
             except TransportError as error:
-                logger.error("transfer agent %s did not close well: %s", self.identity.name, error)
+                logger.error("transfer agent %s could not close its transport: %s", self.identity.name, error)
 
     def _round(self, transport: Transport) -> bool:
-        """Perform, poll, report. Whether anything happened, or is about to."""
+        """Perform actions, poll, report events. Returns whether anything moved or is about to."""
         num_commands = len(self._commands)
         if num_commands > MAX_COMMANDS:
-            raise TransportError(f"{num_commands} actions wait for the transfer agent")
+            raise TransportError(f"{num_commands} actions wait for the transfer agent, more than {MAX_COMMANDS}")
         for _ in range(num_commands):
             action = self._commands.popleft()
             self._perform(transport, action)
             if isinstance(action, StartRead):
-                break  # it may have taken as long as the copy; look at the others first
+                break  # a read over shared memory has taken as long as its copy: poll before the next one
         for late in self._reads.time_out(transport, time.monotonic()):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
@@ -310,7 +310,7 @@ class TransferAgent:
         self._end_read(transport, self._reads.start(transport, action, peer.plan, began_at))
 
     def _end_read(self, transport: Transport, read: Read | None) -> None:
-        """Report a read that has ended."""
+        """Report a read where it has ended."""
         if read is None:
             return
         now, began_at = time.monotonic(), read.began_at
@@ -322,7 +322,7 @@ class TransferAgent:
             self._lose(transport, read.action.peer, str(read.error))
 
     def _lose(self, transport: Transport, peer: str, detail: str) -> None:
-        """Once per connection, however many operations find out."""
+        """Report the loss once for each connection, however many operations fail."""
         if peer in self._peers:
             self._disconnect(transport, peer)
             self._events.append(PeerLost(peer, detail))
@@ -336,5 +336,5 @@ class TransferAgent:
             self._events.append(MessageReceived(peer, decode(payload)))
         except MalformedMessage as error:
             self.num_malformed += 1
-            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever sends them shall not fill the log
+            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a bad peer must not fill the log
                 logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)

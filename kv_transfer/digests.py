@@ -1,8 +1,8 @@
-"""Digests of what moves: XXH3_64 over the bytes of a block, or over the spans of a piece where two layouts differ.
+"""Digests: XXH3_64 over the bytes of a block, or over the spans of a piece where two layouts differ.
 
-Owner and puller go through the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
-whatever the layouts. Those of what a read has brought are computed where it landed, while the bytes are in the cache
-(kv_transfer/reads.py). Digests of the blocks we offer are computed beside the agent (kv_transfer/offered_digests.py).
+Owner and puller hash the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
+whatever the layouts. The puller hashes what it has read while the bytes are in the CPU's cache (kv_transfer/reads.py).
+The owner hashes the blocks it offers on a thread beside the agent (kv_transfer/offered_digests.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Di
 
 
 def of_pieces(memory: memoryview, pieces: Iterable[Sequence[Span]]) -> Digests:
-    """Of the spans of each, as if they lay one behind the other: how they are torn apart does not matter."""
+    """Of pieces, each given by its spans. The digest does not depend on how a piece is cut into spans."""
     return tuple(_digest(memory, spans) for spans in pieces)
 
 

@@ -4,10 +4,10 @@
     agent          --events-------------------------------> TransferMachine --AgentAction-> agent
 
 A worker machine calls the TransferMachine synchronously and gets a list of actions. It keeps the results (`PullEnded`,
-`OfferEnded`) for itself and passes the rest on to its shell, which gives them to the agent. What the agent reports
-comes back through `TransferMachine.handle`.
+`OfferEnded`) for itself and passes the rest on to its shell, which gives them to the agent. The agent's events come
+back through `TransferMachine.handle`.
 
-Whoever performs the actions (the agent, or the simulator) owes this:
+The agent, and the simulator in its place, guarantee:
   - `ComputeDigests`: compute the digest of each block before the block's lease ends;
   - `SendMessage` of a READY: fill in the digest of every block, unless digests are off; keep the order of the READYs;
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
@@ -44,7 +44,7 @@ class ReadFinished:
 
 @dataclass(frozen=True, slots=True)
 class ReadTimedOut:
-    """A read is cancelled, and may still write: how long that lasts is for the transport, the peer and the link."""
+    """A read was cancelled, and may still write. Transport, peer and link decide for how long."""
 
     read_id: int
     detail: str
@@ -52,7 +52,7 @@ class ReadTimedOut:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """A read ended without its bytes, and writes nothing any more."""
+    """A read has ended without all its bytes. Nothing of it writes any more."""
 
     read_id: int
     reason: AbortReason  # READ_FAILED or PEER_LOST
@@ -61,7 +61,7 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection to a peer is gone. `died` only where it is known that the peer's process has ended."""
+    """The connection to a peer is gone. `died`: the peer's process is known to have ended."""
 
     peer: str
     detail: str = ""
@@ -70,7 +70,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PathProbed:
-    """A probe has read its bytes. `seen` is TCP or RDMA where a device of that kind has counted them."""
+    """A probe has read its bytes. `seen`: TCP or RDMA where a device of that kind has counted the bytes."""
 
     peer: str
     num_bytes: int
@@ -90,7 +90,7 @@ TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | Pee
 
 @dataclass(frozen=True, slots=True)
 class AgentFailed:
-    """The agent itself cannot go on; not for the machine. The worker must stop: its pool can no longer be read."""
+    """The agent has failed. For the worker, not for the machine: its pool can no longer be read, so it must stop."""
 
     detail: str
 
@@ -126,7 +126,7 @@ class StartRead:
     sources: tuple[int, ...]  # blocks of the peer, rising
     targets: tuple[int, ...]  # a block of ours for each
     timeout_s: float
-    pieces: tuple[int, ...] = ()  # where the pools' layouts differ: which piece (kv_transfer/plan.py) each pair moves
+    pieces: tuple[int, ...] = ()  # where layouts differ: the piece (kv_transfer/plan.py) that each pair moves
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -143,7 +143,7 @@ class ComputeDigests:
 
 @dataclass(frozen=True, slots=True)
 class ProbePath:
-    """Read so many of the bytes that the peer keeps for it."""
+    """Read this many of the bytes that the peer keeps for probes, and time the read."""
 
     peer: str
     num_bytes: int
@@ -167,15 +167,15 @@ class PullStats:
     num_blocks: int
     num_bytes: int
     num_reads: int
-    num_blocks_reread: int  # whose digest did not match at first
+    num_blocks_reread: int  # after a digest that did not match
     total_s: float  # from reserve_pull
     read_s: float  # in which reads from this peer were in flight, as the agent measured
-    exposed_s: float  # after the owner's last READY: what was not hidden behind its computing
+    exposed_s: float  # after the owner's last READY: not hidden behind the prefill
 
 
 @dataclass(frozen=True, slots=True)
 class PullCompleted:
-    """Every target block holds the owner's bytes, verified under a lease that was still our own."""
+    """Every target block holds the owner's bytes, verified under a lease that covered all reads."""
 
     transfer_id: TransferId
     first_token_id: int | None
@@ -184,7 +184,7 @@ class PullCompleted:
 
 @dataclass(frozen=True, slots=True)
 class PullGivenUp:
-    """The pull will fail: `PullFailed` follows once its reads, which may still write into their targets, have ended."""
+    """The pull will fail. Its reads may still write into their targets; `PullFailed` follows when they have ended."""
 
     transfer_id: TransferId
     reason: AbortReason
@@ -206,7 +206,7 @@ PullEnded = PullCompleted | PullFailed  # exactly one for each reserve_pull
 
 @dataclass(frozen=True, slots=True)
 class OfferEnded:
-    """No block of the offer is leased any more; exactly one for each offer. `reason` is None where all went well."""
+    """No block of the offer is leased any more; exactly one for each offer. `reason` is None after a complete pull."""
 
     transfer_id: TransferId
     state: OwnerState  # RELEASED, EXPIRED or ABORTED

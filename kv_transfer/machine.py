@@ -1,11 +1,12 @@
-"""TransferMachine: one worker's hand-offs, offered and pulled, decided in one place.
+"""TransferMachine: all hand-offs of one worker, offered and pulled.
 
-It lives inside a worker machine, which calls it synchronously: any worker can offer, any worker can pull. Every method
-returns actions (kv_transfer/events.py). The worker keeps `PullEnded` and `OfferEnded`; the rest goes to the agent.
+It lives inside a worker machine, which calls it synchronously. Any worker can offer, and any worker can pull. Every
+method returns actions (kv_transfer/events.py). The worker machine handles `PullEnded` and `OfferEnded`; the rest goes
+to the agent.
 
 Target blocks belong to the worker: it reserves them in the BlockPool before `start_pull`, and after `PullEnded` (never
-before) it makes them HELD or gives them back. Leases belong to this machine: `add_ready` takes them, and only the end
-of the offer returns them, whatever happens to the sequence that held the blocks.
+before) it makes them HELD or frees them. Leases belong to this machine: `add_ready` takes them, and only the end of the
+offer returns them, whatever happens to the sequence that held the blocks.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class TransferMachine:
 
     @property
     def alive(self) -> bool:
-        """Whether any transfer is under way, so that the agent should look for messages often."""
+        """Whether any transfer is alive, so that the agent polls often."""
         return bool(self._owner.offers or self._puller.pulls)
 
     @property
@@ -171,7 +172,7 @@ class TransferMachine:
 
     @property
     def paths(self) -> tuple[PathStatus, ...]:
-        """Over which we read, as each was when it last changed."""
+        """Paths over which we read, each as it was when it last changed."""
         return self._paths.statuses()
 
     @property
@@ -179,17 +180,17 @@ class TransferMachine:
         return self._peers.counters
 
     def is_wanted(self, transfer_id: TransferId) -> bool:
-        """Whether a puller has asked for this offer: it has reserved the blocks to pull into."""
+        """Whether the WANT for this offer has come: the puller has reserved its target blocks."""
         offer = self._owner.offers.get(transfer_id)
         return offer is not None and offer.wanted is not None
 
     def num_leased(self, transfer_id: TransferId) -> int:
-        """Blocks that this offer keeps from being used again."""
+        """Blocks that this offer leases."""
         offer = self._owner.offers.get(transfer_id)
         return 0 if offer is None else len(offer.leased)
 
     def unwanted_offers(self) -> list[TransferId]:
-        """Offers with leased blocks that no puller has asked for, oldest first; aborting one frees them at once."""
+        """Offers with leased blocks and no WANT yet, oldest first; aborting one frees its blocks at once."""
         return [offer.transfer_id for offer in self._owner.offers.values() if offer.leased and offer.wanted is None]
 
     def claims(self) -> list[Claim]:
@@ -242,7 +243,7 @@ class TransferMachine:
         known = self._peers.address_of(peer.name)
         if known is None or known.incarnation == peer.incarnation:
             return []
-        # Restarted under its old name. Which of the two is newer we cannot tell, so no lease is cut short.
+        # Restarted under its old name. Nothing says which of the two is newer, so no lease ends early.
         return [Disconnect(peer.name), *self._lose(peer.name, "restarted as another incarnation", False, now)]
 
     def _in_use(self) -> set[str]:

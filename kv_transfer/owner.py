@@ -1,17 +1,17 @@
-"""The owner's half of a hand-off: offer blocks under a lease, announce them, free them exactly once.
+"""The owner's half of a hand-off: lease blocks, announce them, free them exactly once.
 
     COMPUTING --first block--> OFFERED --RELEASE--> RELEASED
         `----------------------------+--lease_s without a sign of the puller--> EXPIRED
                                      `--abort, then RELEASE or end of lease--> ABORTED
 
-A block is leased when it is offered. Positions the puller turns out not to want are unleased when its WANT comes. The
-rest is unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
-waits for the RELEASE, or for the lease to end. A peer whose connection broke may still be reading, so that does not end
-a lease either; only the proven death of its process does.
+A block is leased when it is offered. Positions that the puller does not want are unleased when its WANT comes. All
+others are unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
+waits for the RELEASE or for the end of the lease. A peer whose connection broke may still read, so a broken connection
+does not end a lease; only the proven death of the peer's process does.
 
-Messages get lost. A READY says how many blocks were announced before it and a heartbeat how many arrived, so the
-missing ones are repeated. A message for an offer that is not made yet waits for it a while; one for an offer that ended
-is answered with how it ended.
+Messages get lost. A READY counts the blocks announced before it, a heartbeat counts those that arrived, and the owner
+repeats the missing ones. A message that comes before its offer is kept for half a lease. A WANT for an ended offer is
+answered with the reason of its end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
 
-# The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
-# reads begin; each one after it is four times as large, since every READY and every read costs the puller time. Where
-# digests are off, one has all.
+# The puller reads the blocks of one READY while the digests of the next are computed. The first READY is small, so that
+# reads begin early. Each READY after it is four times as large, since each READY and each read costs the puller time.
+# Without digests, one READY has all blocks.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
 MAX_BLOCKS_PER_READY = 2048
@@ -51,6 +51,8 @@ MAX_BLOCKS_PER_READY = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Early:
+    """A message that came before its offer."""
+
     sender: str
     message: Want | Release
     arrived_at: float
@@ -304,7 +306,7 @@ class Owner:
         return [OfferEnded(offer.transfer_id, state, reason)]
 
     def check(self) -> None:
-        """Leases here are the leases of the pool, block for block; tables are bounded."""
+        """The leases of the offers are the leases of the pool, block for block; tables are bounded."""
         leases: Counter[int] = Counter()
         for transfer_id, offer in self.offers.items():
             assert transfer_id == offer.transfer_id

@@ -1,7 +1,7 @@
-"""Probes of paths: one read each, timed, of bytes that the peer keeps for nothing else.
+"""Probes of paths: timed reads of bytes that the peer keeps for this alone.
 
-What carried the bytes is seen from outside, whatever the transport: a network device that counted as many bytes
-meanwhile means TCP, an InfiniBand or RoCE port that did means RDMA. Memory is counted by none.
+The devices' counters tell the lane, whatever the transport: TCP where a network device received as many bytes
+meanwhile, RDMA where an InfiniBand or RoCE port did. No device counts bytes that move through memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, T
 
 MAX_PROBE_BYTES = 4_194_304
 MAX_POOL_SHARE = 1 / 64
-SEEN_SHARE = 0.9  # of a probe's bytes; others use the devices as well, so more may have been counted
+SEEN_SHARE = 0.9  # of a probe's bytes; devices also count other traffic
 NET_DEVICES = Path("/proc/self/net/dev")
 RDMA_PORTS = Path("/sys/class/infiniband")
 
@@ -32,13 +32,13 @@ Traffic = dict[Lane, int]
 
 
 def keep_for_probes(num_blocks: int, layout: KVLayout) -> tuple[int, int]:
-    """(blocks that are left to use, bytes behind them for probes) of a pool; a very small one keeps nothing."""
+    """(usable blocks, bytes behind them for probes) of a pool; a very small pool keeps no bytes for probes."""
     kept = min(max(1, MAX_PROBE_BYTES // layout.block_bytes), int(MAX_POOL_SHARE * num_blocks))
     return num_blocks - kept, kept * layout.block_bytes
 
 
 def traffic(net_devices: Path = NET_DEVICES, rdma_ports: Path = RDMA_PORTS) -> Traffic:
-    """Bytes that the devices of this machine, in this network namespace, have received so far."""
+    """Bytes received so far by the devices of this machine, in this network namespace."""
     lines = net_devices.read_text().splitlines()[2:] if net_devices.exists() else []
     by_tcp = sum(int(line.partition(":")[2].split()[0]) for line in lines)
     words = [int(counter.read_text()) for counter in rdma_ports.glob("*/ports/*/counters/port_rcv_data")]
@@ -46,7 +46,7 @@ def traffic(net_devices: Path = NET_DEVICES, rdma_ports: Path = RDMA_PORTS) -> T
 
 
 def seen(before: Traffic, after: Traffic, num_bytes: int) -> Lane:
-    """TCP, RDMA, or UNKNOWN where no device has counted that many bytes."""
+    """RDMA or TCP where a device of that kind has counted the bytes, else UNKNOWN."""
     for lane in (Lane.RDMA, Lane.TCP):
         if after[lane] - before[lane] >= SEEN_SHARE * num_bytes:
             return lane
@@ -62,7 +62,7 @@ class _Probe:
 
 
 class PathProber:
-    """On the agent's thread, which polls the transport and asks here whose a read is."""
+    """Runs on the agent's thread, which gives it the ends of its reads (`owns`)."""
 
     def __init__(self, pool: PoolMemory, count: Callable[[], Traffic] = traffic) -> None:
         self._pool = pool

@@ -1,7 +1,7 @@
-"""What the owner and the puller of one agent share: known peers, the counter of messages, actions under way, counts.
+"""Known peers, the counter of our messages, and totals: shared by the owner, the puller and the paths of one agent.
 
-Every message that leaves carries our incarnation and a counter that only rises, so a receiver can tell late, doubled
-and foreign messages from good ones. `accept` is the receiving half of that law.
+Every message carries our incarnation and a counter that only rises, so a receiver recognises late, doubled and foreign
+messages. `accept` is the receiving half of this law.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from enum import Enum
 from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
 from kv_transfer.events import Actions, Connect, Disconnect, SendMessage
 
-MAX_IDLE_PEERS = 64  # connections kept open to peers that no live transfer needs
+MAX_IDLE_PEERS = 64  # connections to peers without a live transfer
 
 TransferMessage = Want | Ready | Release | Abort
 
 
 class Drop(Enum):
-    """Why a message was not used."""
+    """Why a message was dropped."""
 
-    FOREIGN = "foreign"  # not from the transfer's peer, or from another incarnation of it
+    FOREIGN = "foreign"  # not from the transfer's peer, or from another incarnation of that peer
     OLD = "old"  # doubled, or overtaken by a newer one
     LATE = "late"  # the transfer has ended
     UNKNOWN_PEER = "unknown_peer"
     UNKNOWN_TRANSFER = "unknown_transfer"
-    GAP = "gap"  # a READY before it is missing; the owner will repeat both
-    UNEXPECTED = "unexpected"  # fits no state the transfer can be in
-    TABLE_FULL = "table_full"  # no room to keep a message that came before its offer
-    UNSENT = "unsent"  # ours, to a peer that is gone
+    GAP = "gap"  # an earlier READY is missing; the owner repeats both
+    UNEXPECTED = "unexpected"  # impossible in the transfer's state
+    TABLE_FULL = "table_full"  # no room for a message that came before its offer
+    UNSENT = "unsent"  # our own, to a peer that is gone
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class TransferCounters:
     pulls: Counter[str] = field(default_factory=Counter)  # ended, by PullerState.value
     num_reads: int = 0
     num_bytes_read: int = 0
-    read_seconds: float = 0.0  # in which pulls that have ended had reads in flight
+    read_seconds: float = 0.0  # of finished reads, of pulls that have ended
     num_digest_mismatches: int = 0
     num_ready_repeated: int = 0
 
@@ -80,7 +80,7 @@ class Peers:
         self.counters.dropped[why] += 1
 
     def accept(self, peer: AgentAddress, newest: int, sender: str, message: TransferMessage) -> bool:
-        """Whether `message` is from `peer` and newer than counter `newest`; if not, it is counted as dropped."""
+        """Whether `message` is from `peer` and newer than counter `newest`; counts a message that is not."""
         if (sender, message.incarnation) != (peer.name, peer.incarnation):
             self.drop(Drop.FOREIGN)
             return False
@@ -90,7 +90,7 @@ class Peers:
         return True
 
     def accept_heartbeat(self, sender: str, heartbeat: Heartbeat) -> bool:
-        """The same for the heartbeat of a puller."""
+        """`accept`, for the heartbeat of a puller."""
         peer = self._peers.get(sender)
         if peer is None:
             self.drop(Drop.UNKNOWN_PEER)

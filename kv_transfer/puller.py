@@ -1,15 +1,15 @@
-"""The puller's half of a hand-off: ask, read what is ready, verify, and be sure the lease was ours all the while.
+"""The puller's half of a hand-off: ask, read the ready blocks, verify them, and prove that the lease covered all reads.
 
-    RESERVED --targets, WANT--> WANTING <--READY, reads--> READING --all read--> VERIFYING --lease sure--> COMPLETE
+    RESERVED --targets, WANT--> WANTING <--READY, reads--> READING --all read--> VERIFYING --lease proven--> COMPLETE
         `---------------------------+--------------------------+---------------------+--> FAILED | CANCELLED
 
-Whatever ends a pull early, its own reads end first: only then does the RELEASE go to the owner and the result to the
-worker, which may use the target blocks again. How long a read that was cancelled can still write is not ours to say, so
-the worker hears at once that the pull is given up, and answers its caller.
+Whatever ends a pull early, its reads end first. Only then does the RELEASE go to the owner and the result to the
+worker, which may use the target blocks again. A cancelled read can still write for an unknown time, so `PullGivenUp`
+tells the worker at once, which then answers its caller.
 
-What we know of the lease is in kv_transfer/pull.py. One heartbeat per owner renews all pulls from it that are not given
-up; three without an answer mean that the owner is lost. A WANT is repeated with the heartbeat until its first READY has
-come.
+kv_transfer/pull.py has the law of the lease. One heartbeat to each owner renews all pulls from that owner that are not
+ending; three heartbeats without an answer mean that the owner is lost. A WANT is repeated with the heartbeat until its
+first READY has come.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ class Puller:
         return [*self._peers.send(pull.owner, Release(pull.transfer_id, *self._peers.stamp(), reason)), result]
 
     def check(self) -> None:
-        """No two pulls share a byte of a target, targets stay reserved until the end, every read is accounted for."""
+        """No two pulls write the same byte, targets stay reserved until the end, every read belongs to a pull."""
         targets: dict[int, list[TransferPlan]] = {}
         for transfer_id, pull in self.pulls.items():
             assert transfer_id == pull.transfer_id

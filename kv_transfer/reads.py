@@ -1,12 +1,12 @@
-"""Reads under way: each StartRead of the machine, cut into slices, read, and hashed while its bytes are in the cache.
+"""Reads in flight: each StartRead of the machine is cut into slices, read, and hashed while its bytes are in the cache.
 
     StartRead --slices--> transport --landed--> digests of the slice --all landed--> ended, with a digest for each pair
                               `--broken, cancelled--> no more slices --none in flight--> ended, with an error
 
-Where digests are on, a slice is about as large as a core's second cache: hashing what was just copied costs a third of
-hashing it from memory. On a lane that copies before the start of a read returns, as shared memory does, each slice has
-landed at once. One that works by itself has a few slices in flight, so that it need not wait for the hashing; were they
-many, a slice would have left the cache before its turn came. Where digests are off, a read is one slice.
+With digests, a slice is about as large as a core's second-level cache: hashing bytes that were just copied costs a
+third of hashing them from memory. Over shared memory a read copies before its start returns, so each slice lands at
+once. Other lanes have a few slices in flight, so that they need not wait for the hashing; with many, a slice would
+leave the cache before it is hashed. Without digests, a read is one slice.
 
 All of this runs on the agent's thread.
 """
@@ -38,7 +38,7 @@ class Read:
     digests: list[int]  # by pair; filled in as slices land
     in_flight: dict[int, Slice] = field(default_factory=dict)  # by the transport's handle
     error: TransportError | None = None
-    timed_out: str = ""  # what is said of it
+    timed_out: str = ""  # the detail of its ReadTimedOut
 
     @property
     def deadline(self) -> float:
@@ -57,7 +57,7 @@ class Read:
 
 
 class Reads:
-    """Every method returns the read that has ended by it, once: then nothing writes into its targets any more."""
+    """Each read is returned once, by the call that ended it: from then on nothing writes into its targets."""
 
     def __init__(self, pool: PoolMemory, verify_digests: bool) -> None:
         """Device memory has no digests."""
@@ -87,17 +87,17 @@ class Reads:
         return self._go_on(transport, read)
 
     def time_out(self, transport: Transport, now: float) -> list[Read]:
-        """Cancel the reads that are late; they end when the transport says so. Returns each once."""
+        """Cancel late reads; they end when the transport reports their end. Returns each late read once."""
         late = [read for read in dict.fromkeys(self._read_of.values()) if now >= read.deadline and not read.timed_out]
         for read in late:
-            read.timed_out = f"no end after {read.action.timeout_s:.1f} s"
+            read.timed_out = f"a read did not end within {read.action.timeout_s:.1f} s"
             self._break(transport, read, TransportError(read.timed_out))
         return late
 
     # ---- inside
 
     def _go_on(self, transport: Transport, read: Read) -> Read | None:
-        """Start the slices for which there is room. The read, where nothing of it is left to do."""
+        """Start slices while there is room. Returns the read where all its slices have ended."""
         while read.error is None and len(read.in_flight) < MAX_SLICES_IN_FLIGHT:
             part = next(read.slices, None)
             if part is None:

@@ -151,9 +151,9 @@ def test_a_late_read_is_cancelled_once_and_says_how_long_it_took() -> None:
     assert reads.start(copier, start_of(1), PLAN, began_at=4.0) is None
     assert not reads.time_out(copier, 4.9)
     assert not copier.cancelled
-    assert [late.timed_out for late in reads.time_out(copier, 5.0)] == ["no end after 1.0 s"]
+    assert [late.timed_out for late in reads.time_out(copier, 5.0)] == ["a read did not end within 1.0 s"]
     assert not reads.time_out(copier, 6.0)
     assert copier.cancelled == [0]
     read = reads.broke(copier, 0, TransportError("cancelled"))
     assert read is not None
-    assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "no end after 1.0 s")
+    assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "a read did not end within 1.0 s")
