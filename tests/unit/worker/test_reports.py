@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from core.block_pool import Column
+from core.block_pool import BlockPool, Column
 from core.config import WorkerConfig
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, Location, OwnerState, PullerState
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
-from core.lifecycle import WorkerState
+from core.lifecycle import ServiceRole, WorkerState
 from core.paths import Lane, PathState, PathStatus, PeerJoined, PeerLeft
 from core.worker_load import WorkerLoad
 from protos import codec, worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
+from worker.service import WorkerService
 
 NOBODY: Any = None  # the call's context, which is not used
 
@@ -111,6 +114,21 @@ async def test_a_feed_that_is_closed_ends_its_streams_and_begins_no_other() -> N
     with pytest.raises(Refused, match="UNAVAILABLE"):
         await feed.Watch(request, context)  # type: ignore[arg-type]
     assert context.written.empty()
+
+
+def test_a_worker_reports_its_paths_in_a_snapshot_and_when_one_of_them_has_changed() -> None:
+    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), paths=(PathStatus("p", PathState.FINE),))
+    machine = SimpleNamespace(load=lambda: load, core=SimpleNamespace(pool=BlockPool(4)))
+    service = WorkerService(ServiceRole.DECODE, WorkerConfig(), NOBODY, NOBODY, NOBODY)
+    parts: Any = SimpleNamespace(
+        worker_id="w", machine=machine, agent=SimpleNamespace(num_malformed=0, address=agent("w"))
+    )
+    service._parts = parts
+    assert service._snapshot().load.has_paths
+    assert [service._changes().load.has_paths for _ in range(2)] == [True, False]
+    load = replace(load, paths=(PathStatus("p", PathState.SLOW),))
+    assert [service._changes().load.has_paths for _ in range(2)] == [True, False]
+    assert len(service._snapshot().load.paths) == 1
 
 
 def agent(name: str) -> AgentAddress:
