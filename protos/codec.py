@@ -13,7 +13,7 @@ from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, HolderState, SequenceState
-from core.lifecycle import FinishReason, Path, ServiceRole, WorkerState
+from core.lifecycle import FinishReason, RequestPath, ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams
 from core.step import SampledToken
@@ -43,10 +43,10 @@ FINISH_TO_WIRE = {
 FINISH_FROM_WIRE: dict[int, FinishReason | None] = {wire: reason for reason, wire in FINISH_TO_WIRE.items()}
 
 PATH_TO_WIRE = {
-    Path.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
-    Path.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
-    Path.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
-    Path.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
+    RequestPath.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
+    RequestPath.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
+    RequestPath.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
+    RequestPath.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
 }
 
 # What a holder of blocks is, by the column its blocks are counted in.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, Path, ServiceRole, Timeline
+from core.lifecycle import FinishReason, RequestPath, ServiceRole, Timeline
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request
@@ -168,7 +168,7 @@ class Outcome:
     num_prompt_tokens: int
     num_output_tokens: int
     cached_tokens: int
-    path: Path
+    path: RequestPath
     attempts: int
     timeline: Timeline
     candidate: Candidate
