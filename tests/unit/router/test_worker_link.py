@@ -105,7 +105,7 @@ async def test_an_unexpected_exception_in_a_call_ends_the_call_with_an_error_tha
         assert str(event.result) == "a call to a worker failed in the router: ZeroDivisionError"
 
 
-async def test_an_unexpected_exception_in_an_introduction_does_not_stop_the_next_one(worker: Worker) -> None:
+async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_next_one(worker: Worker) -> None:
     assert worker.link is not None
     nonsense: Any = "no change of a peer"
     worker.link.update_peers([nonsense])
