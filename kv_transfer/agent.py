@@ -145,11 +145,6 @@ class TransferAgent:
             self._active = active
             self._wake.set()
 
-    @property
-    def idle(self) -> bool:
-        """No action is queued, and no digest is being computed."""
-        return not self._commands and not self._offered_digests.busy
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Perform what is queued, end all reads and leave. Raises `TransportError` after `timeout_s`."""
         self._closing = True
@@ -204,7 +199,7 @@ class TransferAgent:
             if self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s)):
                 self._wake.clear()
                 quiet_since = time.monotonic()
-        while not self.idle:
+        while self._commands or self._offered_digests.busy:
             if not self._round(transport):
                 self._wake.wait(FIRST_PAUSE_S)
 

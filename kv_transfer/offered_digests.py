@@ -82,7 +82,8 @@ class OfferedDigests:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting) or any(not job.done() for job in self._jobs)
+        """Whether a READY waits for its digests."""
+        return bool(self._waiting)
 
     def close(self) -> None:
         """End the thread. Digests not computed yet are dropped."""

@@ -135,7 +135,7 @@ def measured(bytes_per_s: float, seen: Lane = Lane.UNKNOWN, location: Location =
     return reader
 
 
-def test_an_introduced_owner_is_connected_to_and_asked_for_a_sign_of_life() -> None:
+def test_an_owner_that_joins_is_connected_to_and_sent_a_ping() -> None:
     reader = Reader()
     reader.join(agent("owner"))
     assert reader.of(Connect) == [Connect(agent("owner"))]
