@@ -82,7 +82,6 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 1, is {num_blocks}")
         self.num_blocks = num_blocks
         self._claims = [_FREE] * num_blocks
-        self._num_uses = [0] * num_blocks  # how often each was handed out to be written
         self._known: list[PrefixBlock | None] = [None] * num_blocks  # by block: its place in the prefix cache
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack, the lowest on top
         self._freed: list[int] = []  # free, too; sorted into the stack when that is used up, not one by one
@@ -108,10 +107,6 @@ class BlockPool:
     def num_leases(self, block: int) -> int:
         """How many peers may read this block now."""
         return self._claims[block].num_leases
-
-    def content_of(self, block: int) -> int:
-        """Rises when the block is handed out to be written anew: while it stays, leased or cached bytes do, too."""
-        return self._num_uses[block]
 
     def match_prefix(self, blocks: Sequence[FullBlock], cache_salt: str) -> list[PrefixBlock]:
         """The longest cached prefix of `blocks`. `share` its blocks before anything else happens."""
@@ -179,8 +174,8 @@ class BlockPool:
         self._events.append(BlockStored(full.sequence_hash))
         return known
 
-    def distrust(self, blocks: Iterable[int]) -> None:
-        """Their bytes are not what was computed: nobody new may find them. Who holds or reads them still does."""
+    def invalidate(self, blocks: Iterable[int]) -> None:
+        """Take corrupt blocks out of the prefix cache. Sequences and readers that have them keep them."""
         for block in blocks:
             if self._known[block] is not None:
                 self._remove(block)
@@ -224,10 +219,7 @@ class BlockPool:
                 self._forget(next(iter(self._cached)))
             self._free = sorted(self._free + self._freed, reverse=True)
             self._freed = []
-        blocks = self._free[: -count - 1 : -1]
-        for block in blocks:
-            self._num_uses[block] += 1
-        return blocks
+        return self._free[: -count - 1 : -1]
 
     def _forget(self, block: int) -> None:
         """CACHED -> FREE: the content may be overwritten from here on."""

@@ -115,8 +115,8 @@ class TransferConfig:
     verify_digests: bool = True
     slow_path_share: float = 0.25  # a path below this share of what the hardware promises is slow: log, status, metric
     expected_path_bytes_per_s: float = 0.0  # what it promises; 0 = find out (docs/paths.md says how)
-    idle_pump_s: float = 0.02  # how often the transport is polled while no transfer is alive
-    active_pump_s: float = 0.001  # ... and while some are, but nothing moves
+    idle_poll_interval_s: float = 0.02  # between polls of the transport while no transfer is alive
+    active_poll_interval_s: float = 0.001  # between polls while transfers are alive and nothing moves
 
     def __post_init__(self) -> None:
         transports = ("nixl", "ucxx", "memory")
@@ -124,7 +124,7 @@ class TransferConfig:
         _require_positive(
             self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
             "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",
-            "idle_pump_s", "active_pump_s",
+            "idle_poll_interval_s", "active_poll_interval_s",
         )  # fmt: skip
         _require_finite_floats(self)
         _require(

@@ -227,7 +227,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Either side, before any transfer: are you there? With `ack`, the counter of a PING: I am."""
+    """Puller, outside any transfer: are you there? With `ack`, the counter of a PING: the owner's answer."""
 
     incarnation: int
     counter: int

@@ -38,7 +38,7 @@ class FinishReason(Enum):
     HANDOFF = "handoff"  # a prefill worker's sequence ended with its first token; never seen by a client
 
 
-class Path(Enum):
+class RequestPath(Enum):
     """Which way a request took through the pools."""
 
     DISAGGREGATED = "disaggregated"  # prefill on one worker, decode on another

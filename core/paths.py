@@ -1,7 +1,7 @@
-"""The path between two transfer agents: what carries its bytes, how fast it is, and whether that is what it should be.
+"""The path between two transfer agents: its lane, its speed, and the verdict on both.
 
-What the hardware promises comes from where the two agents say they are (`Location`): on one machine the speed of a copy
-in memory, between machines the slower of their two links. What the path does is measured. `judge` compares them.
+The expected speed follows from the two agents' `Location`: on one machine the speed of a copy in memory, between
+machines the speed of the slower link. `judge` compares it with the measured speed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BROKEN = frozenset({PathState.SLOW, PathState.FALLBACK, PathState.UNREACHABLE, P
 
 @dataclass(frozen=True, slots=True)
 class PathStatus:
-    """One path, as the worker that reads over it sees it. 0 stands for what is not known."""
+    """One path, as measured by the worker that reads over it. 0 = not known."""
 
     peer: str  # name of the agent that is read from
     state: PathState
@@ -58,15 +58,15 @@ class PathStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerIntroduced:
-    """There is a worker that will read from us, or that we shall read from."""
+class PeerJoined:
+    """A worker of the other pool that we will read from, or that will read from us."""
 
     peer: AgentAddress
-    is_owner: bool  # we shall read from it
+    is_owner: bool  # we will read from it
 
 
 @dataclass(frozen=True, slots=True)
-class PeerDismissed:
+class PeerLeft:
     """A worker has left the fleet."""
 
     name: str
@@ -76,14 +76,14 @@ class PeerDismissed:
 
 
 def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
-    """`seen` is TCP or RDMA where a device has counted the bytes. Else memory has carried them, on one machine."""
+    """`seen`: TCP or RDMA where a device counted the bytes. Other bytes within one machine moved through memory."""
     if seen is not Lane.UNKNOWN or ours.machine != theirs.machine:
         return seen
     return Lane.CUDA_IPC if ours.on_gpu and theirs.on_gpu else Lane.SHARED_MEMORY
 
 
 def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) -> float:
-    """What the hardware promises; 0 = nobody knows. What is `configured` (not 0) wins."""
+    """What the hardware promises, or `configured` where that is not 0; 0 = not known."""
     if configured:
         return configured
     if ours.machine == theirs.machine:
@@ -94,7 +94,7 @@ def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) ->
 
 
 def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: float) -> PathState:
-    """Of a path that was measured: fine, or what is wrong with it."""
+    """The state of a path that was measured: FINE, SLOW or FALLBACK."""
     if status.lane is Lane.TCP and (ours.machine == theirs.machine or (ours.on_gpu and theirs.on_gpu)):
         return PathState.FALLBACK
     if status.bytes_per_s and status.bytes_per_s < slow_share * status.expected_bytes_per_s:

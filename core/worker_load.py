@@ -31,5 +31,5 @@ class WorkerLoad:
     transfers: Mapping[OwnerState | PullerState, int] = field(default_factory=dict)  # alive; sums to num_transfers
     num_malformed_messages: int = 0  # notifications of peers that were no message; dropped
     num_dropped_messages: int = 0  # messages of peers that were late, doubled, foreign or for no transfer here
-    num_corrupt_blocks: int = 0  # whose bytes were not those of their digest: read by it, or in its prefix cache
+    num_corrupt_blocks: int = 0  # read from peers with bytes that did not fit the digest of the block
     paths: tuple[PathStatus, ...] = ()

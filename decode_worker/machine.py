@@ -25,7 +25,6 @@ from core.step import SampledToken, StepOutput
 from core.worker_load import WorkerLoad
 from kv_transfer.events import (
     AgentAction,
-    CacheChecked,
     OfferEnded,
     PullCompleted,
     PullFailed,
@@ -232,7 +231,7 @@ class DecodeMachine:
                     mine += self._on_pull_given_up(action)
                 case PullFailed():
                     mine += self._on_pull_failed(action)
-                case OfferEnded() | CacheChecked():
+                case OfferEnded():
                     pass  # only a prefill worker offers
                 case _:
                     mine.append(action)

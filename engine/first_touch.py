@@ -44,7 +44,7 @@ def touch_meanwhile(memory: torch.Tensor) -> threading.Thread:
 def _touch_rest(memory: torch.Tensor) -> None:
     with contextlib.suppress(OSError):  # a normal priority only slows the threads that compute
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    # The last pieces first: peers read them when they are introduced (kv_transfer/path_probe.py).
+    # The last pieces first: peers probe them when they connect (kv_transfer/path_probe.py).
     pieces = memory.split(_STEP_BYTES)
     for piece in (*pieces[-2:], *pieces[:-2]):
         if not _populate(piece):

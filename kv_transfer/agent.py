@@ -1,12 +1,12 @@
-"""TransferAgent: the shell of a TransferMachine. One thread owns the transport; nobody else touches it.
+"""TransferAgent: the shell of a TransferMachine. One thread owns the transport; no other thread touches it.
 
     any thread --perform(actions)--> [ agent thread: transport ] --on_events(events)--> the caller
 
-The thread performs commands, polls the transport, times reads out, and hands over what happened. While something
-moves it goes round without a pause; else it waits for a command, longer the longer it was quiet, up to a limit that is
-shorter when transfers are alive. A second thread computes the digests of what is offered. Both give way to the event
-loop of their worker. The agent decides nothing: which block goes where, what is repeated and given up is the business
-of the machine.
+The thread performs actions, polls the transport, cancels late reads and reports events. While bytes or messages move,
+it polls without a pause. Otherwise it waits for a command, longer the longer nothing has moved, up to a limit that is
+shorter while transfers are alive. A second thread computes the digests of offered blocks. Both threads run at a lower
+priority than the worker's event loop. The agent decides nothing: the machine decides which block goes where, and what
+is repeated or given up.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -22,43 +22,43 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
-from kv_transfer.digests import Digests, ReadDigests
+from kv_transfer.digests import Digests
 from kv_transfer.events import (
     AgentAction,
     AgentEvent,
     AgentFailed,
-    CheckBlocks,
+    ComputeDigests,
     Connect,
     Disconnect,
-    KeepDigests,
+    LogPath,
     MessageReceived,
     PeerLost,
+    ProbeFailed,
     ProbePath,
     ReadFailed,
     ReadTimedOut,
     SendMessage,
     StartRead,
-    TellPath,
 )
-from kv_transfer.kept_digests import KeptDigests
 from kv_transfer.location import locate
-from kv_transfer.path_probe import PathProber, tell
-from kv_transfer.path_speed import PathSpeeds
+from kv_transfer.offered_digests import OfferedDigests
+from kv_transfer.path_probe import PathProber, log_path
 from kv_transfer.plan import TransferPlan
 from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, decode, encode
 
-# The shortest sleep takes half as long, and where this thread copies for a reader, the reader waits for its end.
+# The shortest sleep takes half as long. Over TCP this thread copies for a reader, and the reader waits for that sleep.
 SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
-PAUSE_SHARE = 1 / 16  # of the time since something happened: so much later, at most, is the next thing seen
-NICENESS = 5  # an event loop that wakes beside a copy need not wait for the end of its slice, 3 to 4 ms
-MAX_COMMANDS = 65_536  # more than all transfers can need at once; beyond it the agent is stuck and fails
+PAUSE_SHARE = 1 / 16  # of the time since the last event: the most by which the next event is seen late
+NICENESS = 5  # an event loop that wakes during a copy need not wait for the end of a time slice, 3 to 4 ms
+MAX_COMMANDS = 65_536  # more than all transfers need at once: beyond it the agent hangs, and fails
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ OnEvents = Callable[[list[AgentEvent]], None]
 
 @dataclass(frozen=True, slots=True)
 class AgentIdentity:
-    """Who a transfer agent is. A restart makes another one, so nothing old can match."""
+    """Identifies a transfer agent. A restarted worker has another incarnation, so old messages do not match."""
 
     worker_id: str
     incarnation: int  # random 64 bits, not 0
@@ -75,6 +75,13 @@ class AgentIdentity:
     @property
     def name(self) -> str:
         return f"{self.worker_id}.{self.incarnation:016x}"
+
+
+@dataclass(slots=True)
+class _Connection:
+    address: AgentAddress
+    plan: TransferPlan | None = None  # of reads from the peer
+    read_ended_at: float = 0.0  # the newest
 
 
 class TransferAgent:
@@ -90,31 +97,29 @@ class TransferAgent:
         self.config = config
         self.identity = identity
         self.pool = pool
-        self.num_malformed = 0  # notifications that were no message; written by the agent's thread alone
+        self.num_malformed = 0  # notifications that could not be decoded; written by the agent's thread alone
         self._open_transport = open_transport
         self._on_events = on_events
         self._address: AgentAddress | None = None
         self._commands: deque[AgentAction] = deque()
         self._events: list[AgentEvent] = []
-        self._peers: dict[str, AgentAddress] = {}  # connected
-        self._plans: dict[str, TransferPlan] = {}  # of reads from them
-        self._reads = Reads(ReadDigests(pool, config.verify_digests))
+        self._peers: dict[str, _Connection] = {}
+        self._reads = Reads(pool, config.verify_digests)
         self._prober = PathProber(pool)
-        self._speeds = PathSpeeds()
         self._active = False
         self._closing = False
         self._failure = ""
         self._wake = threading.Event()
-        self._digester = KeptDigests(identity.name, pool, config.verify_digests, self._wake.set)
+        self._offered_digests = OfferedDigests(identity.name, pool, config.verify_digests, self._wake.set)
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{identity.name}", daemon=True)
 
     # ---- for any thread
 
     def start(self, timeout_s: float = 30.0) -> AgentAddress:
-        """Open the transport and register the pool; returns our address. Blocks: call it from a thread.
+        """Open the transport, register the pool and return our address. Blocks: call it from a thread.
 
-        Raises `TransportError` where that fails or takes longer than `timeout_s`.
+        Raises `TransportError` on a failure and after `timeout_s`.
         """
         self._thread.start()
         if not self._started.wait(timeout_s):
@@ -123,7 +128,7 @@ class TransferAgent:
 
     @property
     def address(self) -> AgentAddress:
-        """Raises `TransportError` before `start` and after a failure."""
+        """Our own. Raises `TransportError` before `start` and after a failure."""
         if self._address is None:
             raise TransportError(self._failure or "the transfer agent was not started")
         return self._address
@@ -131,7 +136,7 @@ class TransferAgent:
     def perform(self, actions: Sequence[AgentAction], active: bool) -> None:
         """Queue actions of the machine. `active`: whether it has live transfers (`TransferMachine.alive`).
 
-        Once the agent was closed or has failed, they are dropped.
+        An agent that was closed or has failed drops them.
         """
         if self._closing or self._failure:
             return
@@ -154,7 +159,7 @@ class TransferAgent:
     def _run(self) -> None:
         transport: Transport | None = None
         try:
-            if sys.platform == "linux":  # where it is this thread's alone, and of those that it starts
+            if sys.platform == "linux":  # where niceness belongs to a thread and to the threads that it starts
                 os.nice(NICENESS)
             transport = self._open_transport(self.identity.name)
             transport.register(self.pool)
@@ -172,7 +177,7 @@ class TransferAgent:
             self._started.set()
             self._pump(transport)
         except Exception as error:
-            # The thread's boundary: whatever it is, the worker must hear of it, since its pool cannot be read any more.
+            # The thread's boundary: the worker must learn of any failure, as its pool can no longer be read.
             logger.exception("transfer agent %s failed", self.identity.name)
             self._failure, self._address = f"{type(error).__name__}: {error}", None
             self._on_events([AgentFailed(self._failure)])
@@ -186,41 +191,41 @@ class TransferAgent:
             if self._round(transport):
                 quiet_since = time.monotonic()
             if time.monotonic() - quiet_since < SPIN_S:
-                os.sched_yield()  # others may want the interpreter; a sleep of 0 takes as long as two blocks
+                os.sched_yield()  # for other Python threads; a sleep of 0 takes as long as two blocks
                 continue
             active = self._active or self._reads or self._prober.probes
-            longest_s = self.config.active_pump_s if active else self.config.idle_pump_s
+            longest_s = self.config.active_poll_interval_s if active else self.config.idle_poll_interval_s
             pause_s = PAUSE_SHARE * (time.monotonic() - quiet_since)
             if self._wake.wait(min(max(pause_s, FIRST_PAUSE_S), longest_s)):
                 self._wake.clear()
                 quiet_since = time.monotonic()
-        while self._commands or self._digester.busy:
+        while self._commands or self._offered_digests.busy:
             if not self._round(transport):
                 self._wake.wait(FIRST_PAUSE_S)
 
     def _close(self, transport: Transport | None) -> None:
-        self._digester.close()
+        self._offered_digests.close()
         self._commands.clear()
         if transport is not None:
             try:
                 transport.close()
             except TransportError as error:
-                logger.error("transfer agent %s did not close well: %s", self.identity.name, error)
+                logger.error("transfer agent %s could not close its transport: %s", self.identity.name, error)
 
     def _round(self, transport: Transport) -> bool:
-        """Perform, poll, report. Whether anything happened, or is about to."""
+        """Perform actions, poll, report events. Returns whether anything moved or is about to."""
         num_commands = len(self._commands)
         if num_commands > MAX_COMMANDS:
-            raise TransportError(f"{num_commands} actions wait for the transfer agent")
+            raise TransportError(f"{num_commands} actions wait for the transfer agent, more than {MAX_COMMANDS}")
         for _ in range(num_commands):
             action = self._commands.popleft()
             self._perform(transport, action)
             if isinstance(action, StartRead):
-                break  # it may have taken as long as the copy; look at the others first
+                break  # a read over shared memory has taken as long as its copy: poll before the next one
         for late in self._reads.time_out(transport, time.monotonic()):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
-        self._digester.take()
+        self._offered_digests.send_ready()
         for event in transport.poll():
             match event:
                 case ReadDone(handle) | ReadBroken(handle) if self._prober.owns(handle):
@@ -231,6 +236,8 @@ class TransferAgent:
                     self._end_read(transport, self._reads.broke(transport, handle, error))
                 case Notification(peer, payload):
                     self._receive(peer, payload)
+                case _:
+                    assert_never(event)
         events, self._events = self._events, []
         if events:
             self._on_events(events)
@@ -241,7 +248,7 @@ class TransferAgent:
             case Connect(peer):
                 try:
                     transport.connect(peer)
-                    self._peers[peer.name] = peer
+                    self._peers[peer.name] = _Connection(peer)
                 except TransportError as error:
                     self._events.append(PeerLost(peer.name, str(error)))
             case Disconnect(peer):
@@ -250,20 +257,23 @@ class TransferAgent:
                 self._send(transport, peer, message)
             case StartRead():
                 self._start_read(transport, action)
-            case KeepDigests():
-                self._digester.keep(action)
-            case CheckBlocks():
-                self._digester.check(action, lambda checked: self._events.append(checked))
+            case ComputeDigests(blocks):
+                self._offered_digests.compute(blocks)
             case ProbePath(peer):
-                self._events += self._prober.start(transport, self._peers.get(peer), action)
-            case TellPath(path):
-                tell(self.identity.name, path)
+                if peer in self._peers:
+                    self._events += self._prober.start(transport, self._peers[peer].address, action)
+                else:
+                    self._events.append(ProbeFailed(peer, "not connected"))
+            case LogPath(path):
+                log_path(self.identity.name, path)
+            case _:
+                assert_never(action)
 
     def _end_probe(self, transport: Transport, end: ReadDone | ReadBroken) -> None:
-        for event in self._prober.end(end):
-            self._events.append(event)
-            if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
-                self._lose(transport, event.peer, str(end.error))
+        event = self._prober.end(end)
+        self._events.append(event)
+        if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
+            self._lose(transport, event.peer, str(end.error))
 
     def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
         if isinstance(message, Ready) and peer in self._peers:
@@ -272,7 +282,7 @@ class TransferAgent:
                 blocks = replace(message.blocks, digests=digests) if digests else message.blocks
                 self._notify(transport, peer, replace(message, blocks=blocks))
 
-            self._digester.of_offered(message, self._peers[peer].layout, with_digests)
+            self._offered_digests.when_ready(message, self._peers[peer].address.layout, with_digests)
         else:
             self._notify(transport, peer, message)
 
@@ -285,37 +295,35 @@ class TransferAgent:
             self._lose(transport, peer, str(error))
 
     def _start_read(self, transport: Transport, action: StartRead) -> None:
-        # The clock starts first: over shared memory the copy happens inside start_read.
-        deadline = time.monotonic() + action.timeout_s
+        began_at = time.monotonic()  # now: over shared memory the copy happens inside start_read
         peer = self._peers.get(action.peer)
         if peer is None:
             self._events.append(ReadFailed(action.read_id, AbortReason.PEER_LOST, f"not connected to {action.peer}"))
             return
-        self._speeds.begin(action.peer)
-        if action.peer not in self._plans:
-            self._plans[action.peer] = TransferPlan(peer.layout, self.pool.layout)
-        self._end_read(transport, self._reads.start(transport, action, self._plans[action.peer], deadline))
+        if peer.plan is None:
+            peer.plan = TransferPlan(peer.address.layout, self.pool.layout)
+        self._end_read(transport, self._reads.start(transport, action, peer.plan, began_at))
 
     def _end_read(self, transport: Transport, read: Read | None) -> None:
-        """Report a read that has ended."""
+        """Report a read where it has ended."""
         if read is None:
             return
-        self._events += self._speeds.end(read.action.peer, 0 if read.error else read.num_bytes)
-        self._events.append(read.result())
+        now, began_at = time.monotonic(), read.began_at
+        peer = self._peers.get(read.action.peer)
+        if peer is not None:
+            began_at, peer.read_ended_at = max(began_at, peer.read_ended_at), now
+        self._events.append(read.result(now - began_at))
         if read.peer_is_gone:
             self._lose(transport, read.action.peer, str(read.error))
 
     def _lose(self, transport: Transport, peer: str, detail: str) -> None:
-        """Once per connection, however many operations find out."""
+        """Report the loss once for each connection, however many operations fail."""
         if peer in self._peers:
             self._disconnect(transport, peer)
             self._events.append(PeerLost(peer, detail))
 
     def _disconnect(self, transport: Transport, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._plans.pop(peer, None)
-        self._speeds.forget(peer)
-        self._prober.forget(peer)
         transport.disconnect(peer)  # its reads come back broken from the next poll
 
     def _receive(self, peer: str, payload: bytes) -> None:
@@ -323,5 +331,5 @@ class TransferAgent:
             self._events.append(MessageReceived(peer, decode(payload)))
         except MalformedMessage as error:
             self.num_malformed += 1
-            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: whoever sends them shall not fill the log
+            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a bad peer must not fill the log
                 logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)

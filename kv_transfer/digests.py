@@ -1,8 +1,8 @@
-"""Digests of what moves: XXH3_64 over the bytes of a block, or over the spans of a piece where two layouts differ.
+"""Digests: XXH3_64 over the bytes of a block, or over the spans of a piece where two layouts differ.
 
-Owner and puller go through the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
-whatever the layouts. Those of what a read has brought are computed where it landed, while the bytes are in the cache
-(kv_transfer/reads.py). Those of what we offer are kept from the step that computed it (kv_transfer/kept_digests.py).
+Owner and puller hash the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
+whatever the layouts. The puller hashes what it has read while the bytes are in the CPU's cache (kv_transfer/reads.py).
+The owner hashes the blocks it offers on a thread beside the agent (kv_transfer/offered_digests.py).
 """
 
 from __future__ import annotations
@@ -11,33 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from kv_transfer.events import StartRead
-from kv_transfer.plan import Span, TransferPlan
-from kv_transfer.transports.transport import PoolMemory
+from kv_transfer.plan import Span
 
 Digests = tuple[int, ...]
-
-
-class ReadDigests:
-    """Of what reads have brought into our pool."""
-
-    def __init__(self, pool: PoolMemory, enabled: bool) -> None:
-        self._view = pool.view if enabled else None
-        self._block_bytes = pool.layout.block_bytes
-
-    @property
-    def enabled(self) -> bool:
-        """Device memory has no digests."""
-        return self._view is not None
-
-    def of_read(self, read: StartRead, plan: TransferPlan, first: int, end: int) -> Digests:
-        """Of the targets of pairs [first, end)."""
-        assert self._view is not None
-        targets = read.targets[first:end]
-        if not read.pieces:
-            return of_blocks(self._view, targets, self._block_bytes)
-        moved = zip(read.pieces[first:end], targets, strict=True)
-        return of_pieces(self._view, (plan.target_spans(piece, target) for piece, target in moved))
 
 
 def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Digests:
@@ -46,7 +22,7 @@ def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Di
 
 
 def of_pieces(memory: memoryview, pieces: Iterable[Sequence[Span]]) -> Digests:
-    """Of the spans of each, as if they lay one behind the other: how they are torn apart does not matter."""
+    """Of pieces, each given by its spans. The digest does not depend on how a piece is cut into spans."""
     return tuple(_digest(memory, spans) for spans in pieces)
 
 

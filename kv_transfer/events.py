@@ -4,18 +4,16 @@
     agent          --events-------------------------------> TransferMachine --AgentAction-> agent
 
 A worker machine calls the TransferMachine synchronously and gets a list of actions. It keeps the results (`PullEnded`,
-`OfferEnded`) for itself and passes the rest on to its shell, which gives them to the agent. What the agent reports
-comes back through `TransferMachine.handle`.
+`OfferEnded`) for itself and passes the rest on to its shell, which gives them to the agent. The agent's events come
+back through `TransferMachine.handle`.
 
-Whoever performs the actions (the agent, or the simulator) owes this:
-  - `KeepDigests`: compute the digest of every block, and keep it until the next one of that block;
-  - `CheckBlocks`: exactly one `BlocksChecked`;
-  - `SendMessage` of a READY: fill in the digest that was kept of every offered block, unless digests are off; send
-    it after the answer to all checks before it, and not at all where one of this transfer has found a spoilt block;
+The agent, and the simulator in its place, guarantee:
+  - `ComputeDigests`: compute the digest of each block before the block's lease ends;
+  - `SendMessage` of a READY: fill in the digest of every block, unless digests are off; keep the order of the READYs;
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
     nothing writes into the target blocks any more; one `ReadTimedOut` before it where `timeout_s` was not enough;
   - `Connect` or `SendMessage` that fails for good: one `PeerLost`;
-  - `ProbePath`: at most one `PathProbed` or `ProbeFailed`; none after `PeerLost` and `Disconnect`.
+  - `ProbePath`: exactly one `PathProbed` or `ProbeFailed`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, TransferId
 from core.machine import Tick
-from core.paths import Lane, PathStatus, PeerDismissed, PeerIntroduced
+from core.paths import Lane, PathStatus, PeerJoined, PeerLeft
 
 # ---- events: from the agent
 
@@ -37,15 +35,16 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class ReadFinished:
-    """All blocks of a read are in place. `digests` are those of the target blocks, in the order of the read."""
+    """All blocks of a read are in place."""
 
     read_id: int
-    digests: tuple[int, ...]  # empty where digests are off
+    digests: tuple[int, ...]  # of the target blocks, in the order of the read; empty where digests are off
+    seconds: float  # since the read began, or since the read before it from this peer ended
 
 
 @dataclass(frozen=True, slots=True)
 class ReadTimedOut:
-    """A read is cancelled, and may still write: how long that lasts is for the transport, the peer and the link."""
+    """A read was cancelled, and may still write. Transport, peer and link decide for how long."""
 
     read_id: int
     detail: str
@@ -53,7 +52,7 @@ class ReadTimedOut:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """A read ended without its bytes, and writes nothing any more."""
+    """A read has ended without all its bytes. Nothing of it writes any more."""
 
     read_id: int
     reason: AbortReason  # READ_FAILED or PEER_LOST
@@ -62,7 +61,7 @@ class ReadFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The connection to a peer is gone. `died` only where it is known that the peer's process has ended."""
+    """The connection to a peer is gone. `died`: the peer's process is known to have ended."""
 
     peer: str
     detail: str = ""
@@ -71,7 +70,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PathProbed:
-    """A probe has read its bytes. `seen` is TCP or RDMA where a device of that kind has counted them."""
+    """A probe has read its bytes. `seen`: TCP or RDMA where a device of that kind has counted the bytes."""
 
     peer: str
     num_bytes: int
@@ -85,42 +84,19 @@ class ProbeFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class PathSeen:
-    """How fast the reads of transfers have run lately."""
-
-    peer: str
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksChecked:
-    transfer_id: TransferId
-    spoilt: tuple[tuple[int, int], ...]  # those whose bytes no longer have the digest that was kept
-
-
-PathEvent = PeerIntroduced | PeerDismissed | PathProbed | ProbeFailed | PathSeen
-TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | BlocksChecked | PathEvent | Tick
+PathEvent = PeerJoined | PeerLeft | PathProbed | ProbeFailed
+TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathEvent | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class AgentFailed:
-    """The agent itself cannot go on; not for the machine. The worker must stop: its pool can no longer be read."""
+    """The agent has failed. For the worker, not for the machine: its pool can no longer be read, so it must stop."""
 
     detail: str
 
 
 AgentEvent = (
-    MessageReceived
-    | ReadFinished
-    | ReadTimedOut
-    | ReadFailed
-    | PeerLost
-    | BlocksChecked
-    | PathProbed
-    | ProbeFailed
-    | PathSeen
-    | AgentFailed
+    MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathProbed | ProbeFailed | AgentFailed
 )
 
 # ---- actions: for the agent
@@ -150,7 +126,7 @@ class StartRead:
     sources: tuple[int, ...]  # blocks of the peer, rising
     targets: tuple[int, ...]  # a block of ours for each
     timeout_s: float
-    pieces: tuple[int, ...] = ()  # where the pools' layouts differ: which piece (kv_transfer/plan.py) each pair moves
+    pieces: tuple[int, ...] = ()  # where layouts differ: the piece (kv_transfer/plan.py) that each pair moves
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -159,23 +135,15 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepDigests:
-    """These blocks have been computed, and nobody writes to them any more."""
+class ComputeDigests:
+    """These blocks are leased for an offer, and do not change until the lease ends."""
 
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckBlocks:
-    """These blocks come from the prefix cache: compare their bytes with the digests that were kept."""
-
-    transfer_id: TransferId
-    blocks: tuple[tuple[int, int], ...]  # (block, its content as the BlockPool counts it)
-
-
-@dataclass(frozen=True, slots=True)
 class ProbePath:
-    """Read so many of the bytes that the peer keeps for it."""
+    """Read this many of the bytes that the peer keeps for probes, and time the read."""
 
     peer: str
     num_bytes: int
@@ -183,13 +151,13 @@ class ProbePath:
 
 
 @dataclass(frozen=True, slots=True)
-class TellPath:
-    """What is known of a path has changed: for the log."""
+class LogPath:
+    """The state of a path has changed."""
 
     path: PathStatus
 
 
-AgentAction = Connect | Disconnect | SendMessage | StartRead | KeepDigests | CheckBlocks | ProbePath | TellPath
+AgentAction = Connect | Disconnect | SendMessage | StartRead | ComputeDigests | ProbePath | LogPath
 
 # ---- results: for the worker machine around it
 
@@ -199,15 +167,15 @@ class PullStats:
     num_blocks: int
     num_bytes: int
     num_reads: int
-    num_blocks_reread: int  # whose digest did not match at first
+    num_blocks_reread: int  # after a digest that did not match
     total_s: float  # from reserve_pull
-    read_s: float  # in which at least one read was in flight
-    exposed_s: float  # after the owner's last READY: what was not hidden behind its computing
+    read_s: float  # in which reads from this peer were in flight, as the agent measured
+    exposed_s: float  # after the owner's last READY: not hidden behind the prefill
 
 
 @dataclass(frozen=True, slots=True)
 class PullCompleted:
-    """Every target block holds the owner's bytes, verified under a lease that was still our own."""
+    """Every target block holds the owner's bytes, verified under a lease that covered all reads."""
 
     transfer_id: TransferId
     first_token_id: int | None
@@ -216,7 +184,7 @@ class PullCompleted:
 
 @dataclass(frozen=True, slots=True)
 class PullGivenUp:
-    """The pull will fail: `PullFailed` follows once its reads, which may still write into their targets, have ended."""
+    """The pull will fail. Its reads may still write into their targets; `PullFailed` follows when they have ended."""
 
     transfer_id: TransferId
     reason: AbortReason
@@ -238,21 +206,13 @@ PullEnded = PullCompleted | PullFailed  # exactly one for each reserve_pull
 
 @dataclass(frozen=True, slots=True)
 class OfferEnded:
-    """No block of the offer is leased any more; exactly one for each offer. `reason` is None where all went well."""
+    """No block of the offer is leased any more; exactly one for each offer. `reason` is None after a complete pull."""
 
     transfer_id: TransferId
     state: OwnerState  # RELEASED, EXPIRED or ABORTED
     reason: AbortReason | None
 
 
-@dataclass(frozen=True, slots=True)
-class CacheChecked:
-    """The answer to a `TransferMachine.check_cached`. Where blocks are spoilt, nobody finds them in the cache any more,
-    and the offer is being aborted."""
-
-    transfer_id: TransferId
-    num_spoilt: int
-
-
-TransferResult = PullEnded | PullGivenUp | OfferEnded | CacheChecked
+TransferResult = PullEnded | PullGivenUp | OfferEnded
 TransferAction = AgentAction | TransferResult
+Actions = list[TransferAction]

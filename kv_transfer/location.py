@@ -1,9 +1,9 @@
-"""Where a pool is, and what the hardware there promises: how fast memory is copied, how fast the network is.
+"""Where a pool is, and how fast its hardware should be: copies in memory, and the network.
 
-What shared memory promises is what the kernel copies from process to process (process_vm_readv), tried on ourselves:
-from the pool into the few bytes kept for probes, so it may be done at any time. A pool that may lie in the caches says
-nothing. A network device says how fast it is; where none does, as in many virtual machines, nothing is promised
-between machines.
+The speed of shared memory is that of the kernel's copy between processes (process_vm_readv), measured on ourselves:
+from the pool into the bytes kept for probes, so it disturbs no block. A pool small enough for the CPU's caches is not
+measured. The speed of the network is what its device states; many virtual machines state none, and then nothing is
+expected between machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_transfer.transports.host_address import machine_id
 from kv_transfer.transports.transport import PoolMemory
 
 COPIED_BYTES = 67_108_864
-NUM_PARTS = 4  # the fastest counts: somebody else may use the processor as well
+NUM_PARTS = 4  # the fastest counts: other processes may use the CPU meanwhile
 PIECE_BYTES = 262_144
 NET_DEVICES = Path("/sys/class/net")
 RDMA_PORTS = Path("/sys/class/infiniband")
@@ -39,7 +39,7 @@ class _Span(ctypes.Structure):
 
 
 def copy_speed(pool: PoolMemory, clock: Callable[[], float]) -> float:
-    """Bytes per second; 0 where the pool is too small, or on a device, or keeps nothing for probes."""
+    """Bytes per second; 0 where the pool is too small, is on a device, or keeps no bytes for probes."""
     end = pool.num_bytes - pool.probe_bytes
     if pool.view is None or not pool.probe_bytes or end < COPIED_BYTES:
         return 0.0
@@ -55,7 +55,7 @@ def copy_speed(pool: PoolMemory, clock: Callable[[], float]) -> float:
 
 
 def _copy(pool: PoolMemory, source: int, target: int, num_bytes: int) -> None:
-    """By the kernel, or by ourselves where it may not."""
+    """By the kernel, or in Python where the kernel refuses."""
     assert pool.view is not None
     read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
     spans = [ctypes.byref(_Span(pool.address + at, num_bytes)) for at in (target, source)]
@@ -65,10 +65,10 @@ def _copy(pool: PoolMemory, source: int, target: int, num_bytes: int) -> None:
 
 
 def link_speed(net_devices: Path = NET_DEVICES, rdma_ports: Path = RDMA_PORTS) -> float:
-    """Bytes per second of the fastest device that UCX may use; 0 where none says how fast it is."""
+    """Bytes per second of the fastest device that UCX may use; 0 where no device states its speed."""
     allowed = {name.partition(":")[0] for name in os.environ.get("UCX_NET_DEVICES", "").split(",")} - {"", "all"}
     stats = {name: found for name, found in psutil.net_if_stats().items() if found.isup and name != "lo"}
-    hardware = {name for name in stats if (net_devices / name / "device").exists()}  # bridges and the like exaggerate
+    hardware = {name for name in stats if (net_devices / name / "device").exists()}  # bridges overstate their speed
     usable = stats.keys() & allowed or hardware or stats.keys()
     bits = [stats[name].speed * 1e6 for name in usable]
     bits += [_rate(path) for path in rdma_ports.glob("*/ports/*/rate") if not allowed or path.parts[-4] in allowed]

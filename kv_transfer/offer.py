@@ -1,4 +1,4 @@
-"""One offer: which blocks are leased for it, what its puller wants, and what has been announced."""
+"""One offer: the blocks leased for it, the pieces its puller wants, and the pieces announced so far."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.handoff import OWNER_STEPS, AbortReason, AgentAddress, OfferedBlocks, OwnerState, TransferId
+from kv_transfer.plan import TransferPlan
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
     transfer_id: TransferId
     peer: AgentAddress
+    plan: TransferPlan
     created_at: float
-    heard_at: float  # last sign of life of the puller; the lease runs from here
+    renewed_at: float  # last sign of life of the puller; the lease runs from here
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
-    parts: int = 1  # pieces that each of our blocks has for the puller; a WANT and a READY count those
     wanted_pieces: frozenset[int] = frozenset()
     wanted: frozenset[int] | None = None  # positions; None until the WANT has come
-    # what is announced, wanted and readable, in this order
+    # announced: wanted and readable, in this order
     announced_pieces: list[int] = field(default_factory=list)
     announced_blocks: list[int] = field(default_factory=list)  # one for each piece
     last: bool = False  # nothing more will be offered
@@ -39,31 +40,32 @@ class Offer:
         return len(self.announced_pieces)
 
     def want(self, pieces: Sequence[int]) -> frozenset[int]:
-        """The puller has said which pieces it lacks. Returns the positions they are of."""
+        """Take the pieces that the puller lacks. Returns the positions of their blocks."""
+        parts = self.plan.source_parts
         self.wanted_pieces = wanted = frozenset(pieces)
-        self.wanted = wanted if self.parts == 1 else frozenset(piece // self.parts for piece in pieces)
+        self.wanted = wanted if parts == 1 else frozenset(piece // parts for piece in pieces)
         return self.wanted
 
     def announce(self, blocks: Mapping[int, int]) -> None:
-        """What the puller wants of blocks by position, in order of position."""
-        positions = sorted(blocks)
-        if self.parts == 1:  # each wanted position is a piece
+        """Announce the wanted pieces of blocks, given by position, in order of position."""
+        positions, parts = sorted(blocks), self.plan.source_parts
+        if parts == 1:  # each wanted position is a piece
             self.announced_pieces += positions
             self.announced_blocks += [blocks[position] for position in positions]
             return
         for position in positions:
-            pieces = range(position * self.parts, (position + 1) * self.parts)
+            pieces = range(position * parts, (position + 1) * parts)
             wanted = [piece for piece in pieces if piece in self.wanted_pieces]
             self.announced_pieces += wanted
             self.announced_blocks += [blocks[position]] * len(wanted)
 
     def announced(self, first: int, end: int) -> OfferedBlocks:
-        """Rows [first, end) of what is announced. The agent fills in the digests."""
+        """Announced pieces [first, end). The agent fills in the digests."""
         pieces = tuple(self.announced_pieces[first:end])
         return OfferedBlocks(pieces, tuple(self.announced_blocks[first:end]), (0,) * len(pieces))
 
     def renew(self, counter: int, now: float) -> None:
-        self.heard_at = now
+        self.renewed_at = now
         self.renewed_by = max(self.renewed_by, counter)
 
     def step(self, state: OwnerState) -> None:

@@ -1,17 +1,17 @@
-"""The owner's half of a hand-off: offer blocks under a lease, announce them, free them exactly once.
+"""The owner's half of a hand-off: lease blocks, announce them, free them exactly once.
 
     COMPUTING --first block--> OFFERED --RELEASE--> RELEASED
         `----------------------------+--lease_s without a sign of the puller--> EXPIRED
                                      `--abort, then RELEASE or end of lease--> ABORTED
 
-A block is leased when it is offered. Positions the puller turns out not to want are unleased when its WANT comes. The
-rest is unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
-waits for the RELEASE, or for the lease to end. A peer whose connection broke may still be reading, so that does not end
-a lease either; only the proven death of its process does.
+A block is leased when it is offered. Positions that the puller does not want are unleased when its WANT comes. All
+others are unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
+waits for the RELEASE or for the end of the lease. A peer whose connection broke may still read, so a broken connection
+does not end a lease; only the proven death of the peer's process does.
 
-Messages get lost. A READY says how many blocks were announced before it and a heartbeat how many arrived, so the
-missing ones are repeated. A message for an offer that is not made yet waits for it a while; one for an offer that ended
-is answered with how it ended.
+Messages get lost. A READY counts the blocks announced before it, a heartbeat counts those that arrived, and the owner
+repeats the missing ones. A message that comes before its offer is kept for half a lease. A WANT for an ended offer is
+answered with the reason of its end.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from kv_transfer.content import Contents
-from kv_transfer.events import BlocksChecked, CacheChecked, CheckBlocks, KeepDigests, OfferEnded
+from kv_transfer.events import Actions, ComputeDigests, OfferEnded
 from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
 from kv_transfer.plan import TransferPlan
 
-# The puller reads those of one READY while the digests of the next are computed. The first READY is small, so that the
-# reads begin; each one after it is four times as large, since every READY and every read costs the puller time. Where
-# digests are off, one has all.
+# The puller reads the blocks of one READY while the digests of the next are computed. The first READY is small, so that
+# reads begin early. Each READY after it is four times as large, since each READY and each read costs the puller time.
+# Without digests, one READY has all blocks.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
 MAX_BLOCKS_PER_READY = 2048
@@ -52,6 +51,8 @@ MAX_BLOCKS_PER_READY = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Early:
+    """A message that came before its offer."""
+
     sender: str
     message: Want | Release
     arrived_at: float
@@ -63,11 +64,10 @@ class Owner:
         self.pool = pool
         self.offers: dict[TransferId, Offer] = {}  # alive
         self._peers = peers
-        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # what to tell a puller that asks on
+        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # how, for a puller that still asks
         self._early: dict[TransferId, _Early] = {}
-        self._contents = Contents(pool)
 
-    # ---- told by the worker
+    # ---- from the worker
 
     def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
@@ -77,15 +77,15 @@ class Owner:
         if len(self.offers) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> None:
-        parts = TransferPlan(self._peers.address.layout, peer.layout).source_parts
-        self.offers[transfer_id] = Offer(transfer_id, peer, created_at=now, heard_at=now, parts=parts)
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
+        plan = TransferPlan(self._peers.address.layout, peer.layout)
+        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, renewed_at=now)
         early = self._early.pop(transfer_id, None)
-        match early:
-            case _Early(sender, Want() as want):
-                self.on_want(sender, want, now)
-            case _Early(sender, Release() as release):
-                self.on_release(sender, release, now)
+        if early is None:
+            return []
+        if isinstance(early.message, Want):
+            return self.on_want(early.sender, early.message, now)
+        return self.on_release(early.sender, early.message, now)
 
     def add_ready(
         self,
@@ -94,16 +94,13 @@ class Owner:
         last: bool,
         first_token_id: int | None,
         now: float,
-    ) -> None:
-        listed = list(blocks)
-        if self.config.verify_digests:
-            self._keep_digests(transfer_id, [block for _, block in listed])
+    ) -> Actions:
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
-            return
+            return []
         wanted = {
             position: block
-            for position, block in listed
+            for position, block in blocks
             if position not in offer.leased and (offer.wanted is None or position in offer.wanted)
         }
         self.pool.lease(wanted.values())
@@ -112,139 +109,124 @@ class Owner:
             offer.step(OwnerState.OFFERED)
         if last:
             offer.last, offer.first_token_id = True, first_token_id
+        actions: Actions = []
+        if wanted and offer.plan.moves_whole_blocks and self.config.verify_digests:
+            actions.append(ComputeDigests(tuple(wanted.values())))
         if offer.wanted is not None and (wanted or last):
             num_announced = offer.num_announced
             offer.announce(wanted)
-            self._announce(offer, num_announced, now)
+            actions += self._announce(offer, num_announced, now)
+        return actions
 
-    def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
+    def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> Actions:
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None:
-            return
+            return []
         offer.aborting, offer.detail = reason, detail
-        self._send_abort(offer.peer, transfer_id, reason, detail)
+        actions = self._send_abort(offer.peer, transfer_id, reason, detail)
         if not offer.may_be_read:
-            self._end(offer, OwnerState.ABORTED, reason)
+            actions += self._end(offer, OwnerState.ABORTED, reason)
+        return actions
 
-    def check_cached(self, transfer_id: TransferId, blocks: Iterable[int]) -> None:
-        """These blocks of the offer's sequence come from the prefix cache."""
-        known = self._contents.begin_check(transfer_id, blocks) if self.config.verify_digests else ()
-        if known:
-            self._peers.act(CheckBlocks(transfer_id, known))
+    # ---- from the puller
 
-    def is_checked(self, transfer_id: TransferId) -> bool:
-        return self._contents.is_checked(transfer_id)
-
-    # ---- told by the agent
-
-    def on_checked(self, event: BlocksChecked) -> None:
-        """What was computed from a spoilt block is as wrong as the block itself."""
-        spoilt = self._contents.end_check(event.transfer_id, event.spoilt)
-        if spoilt:
-            self._peers.counters.num_spoilt_blocks += len(spoilt)
-            self.pool.distrust(spoilt)
-            self.pool.distrust(self._contents.computed_for(event.transfer_id))
-            self.abort(event.transfer_id, AbortReason.DIGEST_MISMATCH, "cached blocks are not what was computed")
-        self._forget_computed(event.transfer_id)
-        self._peers.act(CacheChecked(event.transfer_id, len(spoilt)))
-
-    # ---- told by the puller
-
-    def on_want(self, sender: str, want: Want, now: float) -> None:
-        offer = self._offer_for(sender, want, now)
+    def on_want(self, sender: str, want: Want, now: float) -> Actions:
+        offer, actions = self._offer_for(sender, want, now)
         if offer is None:
-            return
+            return actions
         offer.renew(want.counter, now)
         if offer.aborting is not None:
-            self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
-        elif want.layout_fingerprint != offer.peer.layout.fingerprint():
-            self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
-        else:
-            if offer.wanted is None:
-                wanted = offer.want(want.positions)
-                self._unlease(offer, [position for position in offer.leased if position not in wanted])
-                offer.announce(offer.leased)
-            self._announce(offer, 0, now)  # a repeated WANT has heard nothing yet
+            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        if want.layout_fingerprint != offer.peer.layout.fingerprint():
+            return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
+        if offer.wanted is None:
+            wanted = offer.want(want.positions)
+            self._unlease(offer, [position for position in offer.leased if position not in wanted])
+            offer.announce(offer.leased)
+        return self._announce(offer, 0, now)  # a puller that repeats its WANT has received nothing
 
-    def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> None:
+    def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> Actions:
         if not self._peers.accept_heartbeat(sender, heartbeat):
-            return
+            return []
         peer = self._peers.address_of(sender)
         assert peer is not None
+        actions: Actions = []
         renewed = []
         for entry in heartbeat.entries:
             offer = self.offers.get(entry.transfer_id)
             if offer is None:
                 if entry.transfer_id in self._ended:
-                    self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
+                    actions += self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
             elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
                 self._peers.drop(Drop.FOREIGN)
             else:
                 offer.renew(heartbeat.counter, now)
                 renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
-                self._repeat_lost(offer, entry.num_ready, now)
-        self._peers.send(peer, Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed)))
+                actions += self._repeat_lost(offer, entry.num_ready, now)
+        answer = Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed))
+        return actions + self._peers.send(peer, answer)
 
-    def on_release(self, sender: str, release: Release, now: float) -> None:
-        offer = self._offer_for(sender, release, now)
+    def on_release(self, sender: str, release: Release, now: float) -> Actions:
+        offer, actions = self._offer_for(sender, release, now)
         if offer is None:
-            return
+            return actions
         if release.reason is AbortReason.DIGEST_MISMATCH:
-            self.pool.distrust(offer.leased.values())  # or the next request finds the same bytes in the prefix cache
+            self.pool.invalidate(offer.leased.values())  # the prefix cache must not serve them again
         if offer.aborting is not None:
-            self._end(offer, OwnerState.ABORTED, offer.aborting)
-        else:
-            self._end(offer, OwnerState.RELEASED, release.reason)
+            return self._end(offer, OwnerState.ABORTED, offer.aborting)
+        return self._end(offer, OwnerState.RELEASED, release.reason)
 
-    def on_abort(self, sender: str, abort: Abort) -> None:
+    def on_abort(self, sender: str, abort: Abort) -> Actions:
         """The puller of a live offer gives up; its RELEASE follows when its reads have ended."""
         offer = self.offers[abort.transfer_id]
         if not self._accept(offer, sender, abort) or offer.aborting is not None:
-            return
+            return []
         offer.aborting, offer.detail = abort.reason, abort.detail
-        if not offer.may_be_read:
-            self._end(offer, OwnerState.ABORTED, abort.reason)
+        return [] if offer.may_be_read else self._end(offer, OwnerState.ABORTED, abort.reason)
 
-    def on_peer_lost(self, name: str, died: bool) -> None:
+    def on_peer_lost(self, name: str, died: bool) -> Actions:
+        actions: Actions = []
         for offer in [offer for offer in self.offers.values() if offer.peer.name == name]:
             offer.aborting = offer.aborting or AbortReason.PEER_LOST
             if died or not offer.may_be_read:
-                self._end(offer, OwnerState.ABORTED, offer.aborting)
+                actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
+        return actions
 
     # ---- time
 
-    def on_tick(self, now: float) -> None:
-        for offer in [offer for offer in self.offers.values() if now >= offer.heard_at + self.config.lease_s]:
+    def on_tick(self, now: float) -> Actions:
+        actions: Actions = []
+        for offer in [offer for offer in self.offers.values() if now >= offer.renewed_at + self.config.lease_s]:
             if offer.aborting is not None:
-                self._end(offer, OwnerState.ABORTED, offer.aborting)
+                actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
-                self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
+                actions += self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
         for transfer_id, early in list(self._early.items()):
             if now >= early.arrived_at + self._early_kept_s:
                 del self._early[transfer_id]
                 self._peers.drop(Drop.UNKNOWN_TRANSFER)
                 peer = self._peers.address_of(early.sender)
                 if peer is not None and isinstance(early.message, Want):
-                    self._send_abort(peer, transfer_id, AbortReason.UNKNOWN_TRANSFER)
+                    actions += self._send_abort(peer, transfer_id, AbortReason.UNKNOWN_TRANSFER)
+        return actions
 
     def deadlines(self) -> list[float]:
-        leases = [offer.heard_at + self.config.lease_s for offer in self.offers.values()]
+        leases = [offer.renewed_at + self.config.lease_s for offer in self.offers.values()]
         return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
 
     @property
     def _early_kept_s(self) -> float:
-        # The router calls both workers at once; what has not arrived after half a lease will not come.
+        # The router calls both workers at once: an offer that was not made within half a lease will not be made.
         return self.config.lease_s / 2
 
     # ---- inside
 
-    def _offer_for(self, sender: str, message: Want | Release, now: float) -> Offer | None:
-        """The live offer a message is for; where there is none, the message is answered, kept or dropped."""
+    def _offer_for(self, sender: str, message: Want | Release, now: float) -> tuple[Offer | None, Actions]:
+        """The live offer a message is for. Without one, the message is kept, answered by the actions, or dropped."""
         offer = self.offers.get(message.transfer_id)
         if offer is None:
-            self._without_offer(sender, message, now)
-            return None
-        return offer if self._accept(offer, sender, message) else None
+            return None, self._without_offer(sender, message, now)
+        return (offer if self._accept(offer, sender, message) else None), []
 
     def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort) -> bool:
         accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
@@ -252,22 +234,24 @@ class Owner:
             offer.newest = message.counter
         return accepted
 
-    def _without_offer(self, sender: str, message: Want | Release, now: float) -> None:
+    def _without_offer(self, sender: str, message: Want | Release, now: float) -> Actions:
         ended_by = self._ended.get(message.transfer_id)
         if ended_by is not None:
             self._peers.drop(Drop.LATE)
             peer = self._peers.address_of(sender)
-            if isinstance(message, Want) and peer is not None:
-                self._send_abort(peer, message.transfer_id, ended_by)
-            return
+            if peer is None or not isinstance(message, Want):
+                return []
+            return self._send_abort(peer, message.transfer_id, ended_by)
         kept = self._early.get(message.transfer_id)
         if kept is None and len(self._early) >= self.config.max_transfers:
             self._peers.drop(Drop.TABLE_FULL)
         elif kept is None or message.counter > kept.message.counter:
             self._early[message.transfer_id] = _Early(sender, message, now if kept is None else kept.arrived_at)
+        return []
 
-    def _announce(self, offer: Offer, first_block: int, now: float) -> None:
-        """READYs for all that is announced from `first_block` on; at least one, since it acknowledges, too."""
+    def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
+        """READYs for all announced blocks from `first_block` on. At least one READY: it also acknowledges the WANT."""
+        actions: Actions = []
         total, start = offer.num_announced, first_block
         count = MAX_BLOCKS_PER_READY
         if self.config.verify_digests:
@@ -275,65 +259,54 @@ class Owner:
         while start == first_block or start < total:
             end = min(start + count, total)
             last = offer.last and end == total
-            self._peers.send(
-                offer.peer,
-                Ready(
-                    offer.transfer_id,
-                    *self._peers.stamp(),
-                    ack=offer.renewed_by,
-                    first_block=start,
-                    blocks=offer.announced(start, end),
-                    last=last,
-                    first_token_id=offer.first_token_id if last else None,
-                ),
+            ready = Ready(
+                offer.transfer_id,
+                *self._peers.stamp(),
+                ack=offer.renewed_by,
+                first_block=start,
+                blocks=offer.announced(start, end),
+                last=last,
+                first_token_id=offer.first_token_id if last else None,
             )
+            actions += self._peers.send(offer.peer, ready)
             start, count = start + count, min(READY_GROWTH * count, MAX_BLOCKS_PER_READY)
         offer.ready_sent_at = now
+        return actions
 
-    def _repeat_lost(self, offer: Offer, num_heard: int, now: float) -> None:
-        """A puller that lists the transfer has not heard the end of it, or is still reading."""
+    def _repeat_lost(self, offer: Offer, num_received: int, now: float) -> Actions:
+        """A puller that lists the transfer has not received its end, or is still reading."""
         if offer.aborting is not None:
-            self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
-        elif (
-            offer.wanted is not None
-            and (num_heard < offer.num_announced or offer.last)
-            and now - offer.ready_sent_at >= self.config.heartbeat_s / 2
+            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        if (
+            offer.wanted is None
+            or (num_received >= offer.num_announced and not offer.last)
+            or now - offer.ready_sent_at < self.config.heartbeat_s / 2
         ):
-            self._peers.counters.num_ready_repeated += 1
-            self._announce(offer, min(num_heard, offer.num_announced), now)
+            return []
+        self._peers.counters.num_ready_repeated += 1
+        return self._announce(offer, min(num_received, offer.num_announced), now)
 
-    def _keep_digests(self, transfer_id: TransferId, blocks: list[int]) -> None:
-        """Of all blocks of the sequence: those that no reader wants, or wants any more, may be cached for the next."""
-        fresh = self._contents.keep(transfer_id, blocks)
-        if fresh:
-            self._peers.act(KeepDigests(fresh))
-        self._forget_computed(transfer_id)
-
-    def _forget_computed(self, transfer_id: TransferId) -> None:
-        """Where the offer has ended, unless a check of what its sequence began with is still under way."""
-        if transfer_id not in self.offers and self._contents.is_checked(transfer_id):
-            self._contents.forget_computed(transfer_id)
-
-    def _send_abort(self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> None:
-        self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+    def _send_abort(
+        self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = ""
+    ) -> Actions:
+        return self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
         self.pool.unlease([offer.leased.pop(position) for position in positions])
 
-    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> None:
-        """The only way out: frees the blocks, and the offer cannot come back."""
+    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> Actions:
+        """The only way out: frees the blocks. An ended offer never comes back."""
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
-        self._forget_computed(offer.transfer_id)
         self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
         while len(self._ended) > self.config.max_transfers:
             self._ended.popitem(last=False)
         self._peers.counters.offers[state.value] += 1
-        self._peers.act(OfferEnded(offer.transfer_id, state, reason))
+        return [OfferEnded(offer.transfer_id, state, reason)]
 
     def check(self) -> None:
-        """Leases here are the leases of the pool, block for block; tables are bounded."""
+        """The leases of the offers are the leases of the pool, block for block; tables are bounded."""
         leases: Counter[int] = Counter()
         for transfer_id, offer in self.offers.items():
             assert transfer_id == offer.transfer_id
@@ -344,10 +317,9 @@ class Owner:
             else:
                 assert offer.leased.keys() <= offer.wanted
                 announced = zip(offer.announced_pieces, offer.announced_blocks, strict=True)
-                assert {piece // offer.parts: block for piece, block in announced} == offer.leased
+                assert {piece // offer.plan.source_parts: block for piece, block in announced} == offer.leased
         for block in range(self.pool.num_blocks):
             assert self.pool.num_leases(block) == leases[block], f"block {block}"
-        assert not any(self._contents.is_checked(other) for other in self._contents.followed - self.offers.keys())
         assert not self.offers.keys() & self._ended.keys()
         assert not self.offers.keys() & self._early.keys()
         assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers

@@ -1,7 +1,7 @@
-"""Probes of paths: one read each, timed, of bytes that the peer keeps for nothing else.
+"""Probes of paths: timed reads of bytes that the peer keeps for this alone.
 
-What carried the bytes is seen from outside, whatever the transport: a network device that counted as many bytes
-meanwhile means TCP, an InfiniBand or RoCE port that did means RDMA. Memory is counted by none.
+The devices' counters tell the lane, whatever the transport: TCP where a network device received as many bytes
+meanwhile, RDMA where an InfiniBand or RoCE port did. No device counts bytes that move through memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, T
 
 MAX_PROBE_BYTES = 4_194_304
 MAX_POOL_SHARE = 1 / 64
-SEEN_SHARE = 0.9  # of a probe's bytes; others use the devices as well, so more may have been counted
+SEEN_SHARE = 0.9  # of a probe's bytes; devices also count other traffic
 NET_DEVICES = Path("/proc/self/net/dev")
 RDMA_PORTS = Path("/sys/class/infiniband")
 
@@ -32,13 +32,13 @@ Traffic = dict[Lane, int]
 
 
 def keep_for_probes(num_blocks: int, layout: KVLayout) -> tuple[int, int]:
-    """(blocks that are left to use, bytes behind them for probes) of a pool; a very small one keeps nothing."""
+    """(usable blocks, bytes behind them for probes) of a pool; a very small pool keeps no bytes for probes."""
     kept = min(max(1, MAX_PROBE_BYTES // layout.block_bytes), int(MAX_POOL_SHARE * num_blocks))
     return num_blocks - kept, kept * layout.block_bytes
 
 
 def traffic(net_devices: Path = NET_DEVICES, rdma_ports: Path = RDMA_PORTS) -> Traffic:
-    """Bytes that the devices of this machine, in this network namespace, have received so far."""
+    """Bytes received so far by the devices of this machine, in this network namespace."""
     lines = net_devices.read_text().splitlines()[2:] if net_devices.exists() else []
     by_tcp = sum(int(line.partition(":")[2].split()[0]) for line in lines)
     words = [int(counter.read_text()) for counter in rdma_ports.glob("*/ports/*/counters/port_rcv_data")]
@@ -46,74 +46,60 @@ def traffic(net_devices: Path = NET_DEVICES, rdma_ports: Path = RDMA_PORTS) -> T
 
 
 def seen(before: Traffic, after: Traffic, num_bytes: int) -> Lane:
-    """TCP, RDMA, or UNKNOWN where no device has counted that many bytes."""
+    """RDMA or TCP where a device of that kind has counted the bytes, else UNKNOWN."""
     for lane in (Lane.RDMA, Lane.TCP):
         if after[lane] - before[lane] >= SEEN_SHARE * num_bytes:
             return lane
     return Lane.UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Probe:
     action: ProbePath
     before: Traffic
-    began: float
+    began_at: float
+    is_cancelled: bool = False
 
 
 class PathProber:
-    """On the agent's thread, which polls the transport and asks here whose a read is."""
+    """Runs on the agent's thread, which gives it the ends of its reads (`owns`)."""
 
     def __init__(self, pool: PoolMemory, count: Callable[[], Traffic] = traffic) -> None:
         self._pool = pool
         self._count = count
-        self.probes: dict[int, _Probe | None] = {}  # by the transport's handle; None: its peer is gone
-        self._cancelled: set[int] = set()
+        self.probes: dict[int, _Probe] = {}  # by the transport's handle
 
-    def start(self, transport: Transport, peer: AgentAddress | None, action: ProbePath) -> list[ProbeFailed]:
-        """Returns the failure, where it cannot even begin."""
-        if peer is None:
-            return [ProbeFailed(action.peer, "not connected")]
+    def start(self, transport: Transport, peer: AgentAddress, action: ProbePath) -> list[ProbeFailed]:
+        """Returns the failure of a probe that cannot start."""
         source = peer.num_blocks * peer.layout.block_bytes
         target = self._pool.num_blocks * self._pool.layout.block_bytes
-        before, began = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
+        before, began_at = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
         try:
             handle = transport.start_read(peer.name, [Run(source, target, action.num_bytes)])
         except TransportError as error:
             return [ProbeFailed(action.peer, str(error))]
-        self.probes[handle] = _Probe(action, before, began)
+        self.probes[handle] = _Probe(action, before, began_at)
         return []
 
     def owns(self, handle: int) -> bool:
         return handle in self.probes
 
-    def end(self, end: ReadDone | ReadBroken) -> list[PathProbed | ProbeFailed]:
-        """One event, or none where nobody waits for it any more."""
-        ended = time.perf_counter()
+    def end(self, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
+        ended_at = time.perf_counter()
         probe = self.probes.pop(end.handle)
-        self._cancelled.discard(end.handle)
-        if probe is None:
-            return []
-        peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended - probe.began
+        peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended_at - probe.began_at
         if isinstance(end, ReadBroken):
-            return [ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")]
-        return [PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))]
+            return ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")
+        return PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))
 
     def time_out(self, transport: Transport) -> None:
         now = time.perf_counter()
         for handle, probe in self.probes.items():
-            if probe is not None and now >= probe.began + probe.action.timeout_s and handle not in self._cancelled:
-                self._cancelled.add(handle)
+            if not probe.is_cancelled and now >= probe.began_at + probe.action.timeout_s:
+                probe.is_cancelled = True
                 transport.cancel(handle)
 
-    def forget(self, peer: str) -> None:
-        """It was disconnected: its probes come back broken, and say nothing."""
-        for handle, probe in self.probes.items():
-            if probe is not None and probe.action.peer == peer:
-                self.probes[handle] = None
 
-
-def tell(us: str, path: PathStatus) -> None:
-    """Put what is known of a path into the log."""
-    level = logging.WARNING if path.state in BROKEN else logging.INFO
-    hint = ": `tandem doctor` may tell why" if path.state in BROKEN else ""
+def log_path(us: str, path: PathStatus) -> None:
+    level, hint = (logging.WARNING, ": `tandem doctor` may say why") if path.state in BROKEN else (logging.INFO, "")
     logger.log(level, "path %s -> %s is %s%s", path.peer, us, path, hint)

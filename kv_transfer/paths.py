@@ -1,18 +1,16 @@
-"""The paths to peers that a router has introduced: connected ahead of the first hand-off, measured, judged, watched.
+"""The paths to the peers we read from: connected and measured ahead of the first hand-off, then judged and watched.
 
-    introduced --PING--> CONNECTING --PINGs answered, probes read--> FINE | SLOW | FALLBACK   (may change at any time)
-        |                    |   ^
-        |                    v   +------ a pause that doubles
-        |                UNREACHABLE <--- no answer within connect_timeout_s, or the connection broke
-        +--> REFUSED     layouts that cannot be translated
+    a peer joins, or hands off first --PING--> CONNECTING --answers, probes--> FINE | SLOW | FALLBACK
+                                                   |  ^
+                                 no answer in time v  | after RETRY_S
+                                               UNREACHABLE
+    KV layouts that cannot be translated: REFUSED
 
-Who will read measures; the other end only sees whether there is an answer, and asks again whenever somebody is
-introduced. A probe reads bytes that the peer keeps for nothing else, a few at first and more while that takes no time,
-and none while a pull is under way. The shortest round trip and the best of the last few speeds count: a busy moment is
-not a slow path. What is not fine is looked at again.
+The reading side measures: PINGs for the round trip, then probes, reads of bytes that hold no KV. No probe runs while a
+transfer with the peer is alive. Each later hand-off that moves enough bytes measures its own path. The best of the last
+few speeds counts: one busy moment does not make a path slow. A path that is not fine is measured again after RETRY_S.
 
-Nothing here is needed for a hand-off. A peer that is not introduced, or for which there is no room, is connected to by
-its first hand-off.
+No hand-off waits for any of this.
 """
 
 from __future__ import annotations
@@ -24,204 +22,241 @@ from enum import Enum, auto
 
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
-from core.handoff import AgentAddress, HandoffMessage, Ping
-from core.paths import (
-    BROKEN,
-    Lane,
-    PathState,
-    PathStatus,
-    PeerIntroduced,
-    expected_bytes_per_s,
-    judge,
-    lane_of,
-)
-from kv_transfer.events import Disconnect, PathProbed, PathSeen, ProbeFailed, ProbePath, TellPath
+from core.handoff import AgentAddress, Ping
+from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of
+from kv_transfer.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
 from kv_transfer.peers import MAX_IDLE_PEERS, Drop, Peers
-from kv_transfer.plan import TransferPlan
+from kv_transfer.plan import plan_from
 
 MAX_PATHS = MAX_IDLE_PEERS
-PINGS_PER_TIMEOUT = 5  # a PING may be lost
-NUM_PINGS = 4  # the first one wakes the peer up
+PING_INTERVAL_S = 0.2  # until the answer
+NUM_PINGS = 4  # the first PING wakes the peer up; the shortest round trip counts
 FIRST_PROBE_BYTES = 65_536
 PROBE_GROWTH = 4
-ENOUGH_S = 0.005  # a probe that took so long says enough of the speed
-NUM_PROBES = 3  # of the last size
-PAUSE_S, MAX_PAUSE_S = 5.0, 60.0  # until a path that is not fine is looked at again
-BUSY_PAUSE_S = 0.5  # ... and until a probe is tried again that gave way to a pull
+MIN_PROBE_S = 0.005  # shorter probes are followed by larger ones
+NUM_SPEEDS = 3  # probes of the last size, and the number of speeds that are kept
+MIN_HAND_OFF_BYTES = 8_388_608  # smaller hand-offs tell more of latency than of speed
+RETRY_S = 10.0
+BUSY_RETRY_S = 0.5
+REPORTED_CHANGE = 0.25  # a speed that differs by less from the reported one is not reported
 
 
-class _Wait(Enum):
-    NOTHING = auto()
-    ANSWER = auto()  # to a PING
-    PROBE = auto()  # for its end
-    TURN = auto()  # until it is time to connect or to probe
+class _Step(Enum):
+    DONE = auto()
+    PINGING = auto()  # until the answer
+    PROBING = auto()  # until the probe ends
+    PAUSED = auto()  # until it is time to measure again
 
 
 @dataclass(slots=True)
 class _Path:
     peer: AgentAddress
-    is_owner: bool  # we read from it
-    expected: float
-    most_bytes: int  # of one probe
+    expected_bytes_per_s: float
+    max_probe_bytes: int
     state: PathState = PathState.CONNECTING
     detail: str = ""
-    wait: _Wait = _Wait.NOTHING
-    due: float | None = None
-    pause_s: float = PAUSE_S
-    ping: int = 0  # counter of the newest
+    step: _Step = _Step.DONE
+    due: float | None = None  # when the step is over
+    give_up_at: float = 0.0  # on PINGs
+    ping: int = 0  # counter of the newest PING
     pinged_at: float = 0.0
     num_answers: int = 0
-    heard: bool = False  # a PING of its own, since we connected
-    give_up_at: float = 0.0
-    probe_bytes: int = 0  # of the probe in flight
-    num_probes: int = 0  # of the last size, done
     latency_s: float = 0.0
-    lane: Lane = Lane.UNKNOWN
+    probe_bytes: int = 0
+    num_probes: int = 0  # of the last size, ended
     seen: Lane = Lane.UNKNOWN  # by all probes of the last size
-    speeds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PROBES))
+    lane: Lane = Lane.UNKNOWN
+    speeds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SPEEDS))
+    reported: PathStatus | None = None
 
     def status(self) -> PathStatus:
         fastest = max(self.speeds, default=0.0)
         return PathStatus(
-            self.peer.name, self.state, self.lane, fastest, self.expected, self.latency_s, self.detail
-        )  # fmt: skip
+            self.peer.name, self.state, self.lane, fastest, self.expected_bytes_per_s, self.latency_s, self.detail
+        )
 
-    def wait_for(self, wait: _Wait, due: float | None) -> None:
-        self.wait, self.due = wait, due
+    def report(self) -> PathStatus:
+        """The status, as it was when the path last changed."""
+        now, before = self.status(), self.reported
+        if (
+            before is None
+            or (now.state, now.lane, now.detail) != (before.state, before.lane, before.detail)
+            or abs(now.bytes_per_s - before.bytes_per_s) > REPORTED_CHANGE * before.bytes_per_s
+        ):
+            self.reported = before = now
+        return before
+
+    def next_step(self, step: _Step, due: float | None) -> None:
+        self.step, self.due = step, due
 
 
 class Paths:
     def __init__(self, config: TransferConfig, peers: Peers) -> None:
         self._config = config
         self._peers = peers
-        self._paths: dict[str, _Path] = {}  # by the peer's name
+        self._paths: dict[str, _Path] = {}  # by the peer's name; least recently used first
 
-    # ---- told by a router
+    def watch(self, peer: AgentAddress, in_use: Container[str], now: float) -> Actions:
+        """Connect to a peer we will read from, and measure the path."""
+        path = self._paths.get(peer.name)
+        if path is not None:
+            return self._connect(path, in_use, now) if path.state is PathState.UNREACHABLE else []
+        path = self._add(peer)
+        if path is None:
+            return []
+        try:
+            plan_from(peer.layout, self._peers.address.layout)
+        except LayoutMismatch as mismatch:
+            return self._conclude(path, PathState.REFUSED, now, str(mismatch))
+        return self._connect(path, in_use, now)
 
-    def introduce(self, event: PeerIntroduced, now: float) -> None:
-        self._ask_silent_readers(now)
-        peer, ours = event.peer, self._peers.address
-        known = self._paths.get(peer.name)
-        if known is not None and known.peer.incarnation == peer.incarnation:
-            if known.state is PathState.UNREACHABLE:
-                known.wait_for(_Wait.TURN, now)
-            return
-        if known is None and len(self._paths) >= MAX_PATHS:
-            return
+    def _add(self, peer: AgentAddress) -> _Path | None:
+        """Above MAX_PATHS, a fine path is forgotten; None where no path is fine."""
+        if len(self._paths) >= MAX_PATHS:
+            fine = next((name for name, path in self._paths.items() if path.state is PathState.FINE), None)
+            if fine is None:
+                return None
+            del self._paths[fine]
+        ours = self._peers.address
         expected = expected_bytes_per_s(ours.location, peer.location, self._config.expected_path_bytes_per_s)
-        most_bytes = min(ours.probe_bytes, peer.probe_bytes)
-        self._paths[peer.name] = path = _Path(peer, event.is_owner, expected, most_bytes)
-        differences = _differences(ours, peer, event.is_owner)
-        if differences is not None:
-            self._change(path, PathState.REFUSED, str(differences))
-        else:
-            self._connect(path, now)
+        path = _Path(peer, expected, min(ours.probe_bytes, peer.probe_bytes))
+        self._paths[peer.name] = path
+        return path
 
-    def dismiss(self, name: str, in_use: Container[str]) -> None:
-        if self._paths.pop(name, None) is not None and self._peers.address_of(name) is not None and name not in in_use:
-            self._peers.act(Disconnect(name))
-            self._peers.forget(name)
+    def forget(self, name: str, in_use: Container[str]) -> Actions:
+        """The peer has left the fleet."""
+        self._paths.pop(name, None)
+        if self._peers.address_of(name) is None or name in in_use:
+            return []
+        self._peers.forget(name)
+        return [Disconnect(name)]
 
-    # ---- told by the peer
+    def on_hand_off(self, owner: AgentAddress, num_bytes: int, seconds: float, now: float) -> Actions:
+        """A pull from `owner` has completed; its reads took so many seconds."""
+        path = self._paths.pop(owner.name, None)
+        if path is None:
+            path = self._add(owner)
+            if path is None:
+                return []
+        self._paths[owner.name] = path  # the most recently used
+        if num_bytes >= MIN_HAND_OFF_BYTES:
+            path.speeds.append(num_bytes / max(seconds, 1e-9))
+        if path.step in (_Step.PINGING, _Step.PROBING):
+            return []
+        if path.max_probe_bytes and path.state in (PathState.CONNECTING, PathState.UNREACHABLE):
+            path.next_step(_Step.PAUSED, now)  # measure the path once no transfer needs the peer: the lane is unknown
+            return []
+        state = self._judged(path)
+        return [] if state is path.state else self._conclude(path, state, now)
 
-    def on_message(self, sender: str, message: HandoffMessage, now: float) -> None:
-        """Any message is a sign of life."""
-        path = self._paths.get(sender)
-        if path is not None and path.wait is _Wait.ANSWER and message.incarnation == path.peer.incarnation:
-            path.give_up_at = now + self._config.connect_timeout_s
+    # ---- PINGs
 
-    def on_ping(self, sender: str, ping: Ping, now: float) -> None:
+    def on_ping(self, sender: str, ping: Ping, in_use: Container[str], now: float) -> Actions:
         peer = self._peers.address_of(sender)
         if peer is None:
             if ping.ack is not None:
                 self._peers.drop(Drop.UNKNOWN_PEER)
-            return  # not introduced to us yet, perhaps; it pings again
+            return []  # the router may announce the peer later; the peer repeats its PING
         if ping.incarnation != peer.incarnation:
             self._peers.drop(Drop.FOREIGN)
-        elif ping.ack is None:
-            self._peers.send(peer, Ping(*self._peers.stamp(), ping.counter))
-            path = self._paths.get(sender)
-            if path is not None and path.wait is _Wait.ANSWER and path.num_answers == 0 and not path.heard:
-                path.heard = True
-                self._ping(path, now)  # ours may have come before it was introduced to us
-        else:
-            self._on_answer(sender, ping.ack, now)
-
-    def _on_answer(self, sender: str, ack: int, now: float) -> None:
+            return []
+        if ping.ack is None:
+            return self._peers.send(peer, Ping(*self._peers.stamp(), ping.counter))
         path = self._paths.get(sender)
-        if path is None or path.wait is not _Wait.ANSWER or ack != path.ping:
-            return
-        round_trip = now - path.pinged_at
-        path.latency_s = round_trip if path.num_answers == 0 else min(path.latency_s, round_trip)
+        if path is None or path.step is not _Step.PINGING or ping.ack != path.ping:
+            return []
+        round_trip_s = now - path.pinged_at
+        path.latency_s = round_trip_s if path.num_answers == 0 else min(path.latency_s, round_trip_s)
         path.num_answers += 1
-        if path.is_owner and path.num_answers < NUM_PINGS:
-            self._ping(path, now)
-        elif path.is_owner and path.most_bytes:
-            path.wait_for(_Wait.TURN, now)
-        else:
-            self._conclude(path, now)
+        if path.num_answers < NUM_PINGS:
+            return self._ping(path, now)
+        if not path.max_probe_bytes:
+            return self._conclude(path, self._judged(path), now)
+        if sender in in_use:
+            path.next_step(_Step.PAUSED, now + BUSY_RETRY_S)
+            return []
+        path.probe_bytes, path.num_probes = min(FIRST_PROBE_BYTES, path.max_probe_bytes), 0
+        return self._probe(path, now)
 
-    # ---- told by the agent
+    def _connect(self, path: _Path, in_use: Container[str], now: float) -> Actions:
+        path.num_answers = 0
+        path.give_up_at = now + self._config.connect_timeout_s
+        return self._peers.meet(path.peer, in_use) + self._ping(path, now)
 
-    def on_probed(self, event: PathProbed, now: float) -> None:
+    def _ping(self, path: _Path, now: float) -> Actions:
+        incarnation, path.ping = self._peers.stamp()
+        path.pinged_at = now
+        path.next_step(_Step.PINGING, min(now + PING_INTERVAL_S, path.give_up_at))
+        return self._peers.send(path.peer, Ping(incarnation, path.ping, None))
+
+    # ---- probes
+
+    def on_probed(self, event: PathProbed, now: float) -> Actions:
         path = self._paths.get(event.peer)
-        if path is None or path.wait is not _Wait.PROBE:
-            return
-        if event.seconds < ENOUGH_S and path.probe_bytes < path.most_bytes:
-            path.probe_bytes = min(PROBE_GROWTH * path.probe_bytes, path.most_bytes)
-            self._probe(path, now)
-            return
+        if path is None or path.step is not _Step.PROBING:
+            return []
+        if event.seconds < MIN_PROBE_S and path.probe_bytes < path.max_probe_bytes:
+            path.probe_bytes = min(PROBE_GROWTH * path.probe_bytes, path.max_probe_bytes)
+            return self._probe(path, now)
         path.seen = event.seen if path.num_probes == 0 or event.seen is path.seen else Lane.UNKNOWN
         path.speeds.append(event.num_bytes / max(event.seconds, 1e-9))
         path.num_probes += 1
-        if path.num_probes < NUM_PROBES:
-            self._probe(path, now)
-        else:
-            path.lane = lane_of(path.seen, self._peers.address.location, path.peer.location)
-            self._conclude(path, now)
+        if path.num_probes < NUM_SPEEDS:
+            return self._probe(path, now)
+        path.lane = lane_of(path.seen, self._peers.address.location, path.peer.location)
+        return self._conclude(path, self._judged(path), now)
 
-    def on_probe_failed(self, event: ProbeFailed, now: float) -> None:
+    def on_probe_failed(self, event: ProbeFailed, now: float) -> Actions:
         path = self._paths.get(event.peer)
-        if path is not None and path.wait is _Wait.PROBE:
-            self._give_way(path, PathState.SLOW, f"a probe failed: {event.detail}", now)
+        if path is None or path.step is not _Step.PROBING:
+            return []
+        return self._conclude(path, PathState.SLOW, now, f"a probe failed: {event.detail}")
 
-    def on_seen(self, event: PathSeen, now: float) -> None:
-        path = self._paths.get(event.peer)
-        if path is not None and path.state in (PathState.FINE, PathState.SLOW) and path.wait is not _Wait.PROBE:
-            path.speeds.append(event.bytes_per_s)
-            if self._judged(path) is not path.state:
-                self._conclude(path, now)
+    def _probe(self, path: _Path, now: float) -> Actions:
+        timeout_s = path.probe_bytes / self._config.min_bytes_per_s + self._config.read_grace_s
+        path.next_step(_Step.PROBING, now + 2 * timeout_s)  # the agent ends the probe before
+        return [ProbePath(path.peer.name, path.probe_bytes, timeout_s)]
 
-    def on_peer_lost(self, name: str, detail: str, now: float) -> None:
+    # ---- verdicts
+
+    def on_peer_lost(self, name: str, detail: str, now: float) -> Actions:
         path = self._paths.get(name)
-        if path is not None and path.state is not PathState.REFUSED:
-            self._give_way(path, PathState.UNREACHABLE, detail or "the connection broke", now)
+        if path is None or path.state is PathState.REFUSED:
+            return []
+        return self._conclude(path, PathState.UNREACHABLE, now, detail or "the connection broke")
+
+    def _judged(self, path: _Path) -> PathState:
+        return judge(path.status(), self._peers.address.location, path.peer.location, self._config.slow_path_share)
+
+    def _conclude(self, path: _Path, state: PathState, now: float, detail: str = "") -> Actions:
+        if state in (PathState.FINE, PathState.REFUSED):
+            path.next_step(_Step.DONE, None)
+        else:
+            path.next_step(_Step.PAUSED, now + RETRY_S)
+        changed = state is not path.state
+        path.state, path.detail = state, detail
+        return [LogPath(path.status())] if changed else []
 
     # ---- time
 
-    def on_tick(self, now: float, in_use: Container[str]) -> list[str]:
-        """Returns the peers that are unreachable, of those that no live transfer needs."""
+    def on_tick(self, now: float, in_use: Container[str]) -> tuple[Actions, list[str]]:
+        """Actions, and the names of peers that answer no PING."""
+        actions: Actions = []
         silent = []
-        for path in list(self._paths.values()):
+        for name, path in list(self._paths.items()):
             if path.due is None or now < path.due:
                 continue
-            if path.wait is _Wait.ANSWER and now < path.give_up_at:
-                self._ping(path, now)
-            elif path.wait is _Wait.ANSWER and path.peer.name in in_use:
-                self._connect(path, now)  # its transfers have heartbeats of their own
-            elif path.wait is _Wait.ANSWER:
-                silent.append(path.peer.name)
-            elif path.wait is _Wait.PROBE:
-                self._give_way(path, PathState.SLOW, "a probe did not end", now)
-            elif path.num_answers == 0:
-                self._connect(path, now)
-            elif path.peer.name in in_use:
-                path.num_answers = 0
-                path.wait_for(_Wait.TURN, now + BUSY_PAUSE_S)
+            if path.step is _Step.PINGING and now < path.give_up_at:
+                actions += self._ping(path, now)
+            elif path.step is _Step.PROBING:
+                actions += self._conclude(path, PathState.SLOW, now, "a probe did not end")
+            elif name in in_use:
+                path.next_step(_Step.PAUSED, now + BUSY_RETRY_S)  # the heartbeats of its transfers watch the peer
+            elif path.step is _Step.PINGING:
+                silent.append(name)
             else:
-                path.probe_bytes, path.num_probes = min(FIRST_PROBE_BYTES, path.most_bytes), 0
-                self._probe(path, now)
-        return silent
+                actions += self._connect(path, in_use, now)
+        return actions, silent
 
     def deadlines(self) -> list[float]:
         return [path.due for path in self._paths.values() if path.due is not None]
@@ -229,80 +264,11 @@ class Paths:
     # ---- asking
 
     def statuses(self) -> tuple[PathStatus, ...]:
-        """Of every path we read over, and of the others where something is wrong; one name each."""
-        return tuple(path.status() for path in self._paths.values() if path.is_owner or path.state in BROKEN)
-
-    def settled(self) -> list[str]:
-        return [name for name, path in self._paths.items() if path.state is not PathState.CONNECTING]
-
-    # ---- inside
-
-    def _ask_silent_readers(self, now: float) -> None:
-        """Who reads from us may have died while no router lived to say so: a path on which we only wait would keep its
-        place for ever, and no router hears of it while it is fine."""
-        for path in self._paths.values():
-            if not path.is_owner and path.state is PathState.FINE and path.wait is _Wait.NOTHING:
-                self._connect(path, now)
-
-    def _connect(self, path: _Path, now: float) -> None:
-        path.num_answers, path.heard = 0, False
-        if not self._peers.meet_ahead(path.peer):
-            path.wait_for(_Wait.TURN, now + MAX_PAUSE_S)
-            return
-        path.give_up_at = now + self._config.connect_timeout_s
-        self._ping(path, now)
-
-    def _ping(self, path: _Path, now: float) -> None:
-        incarnation, path.ping = self._peers.stamp()
-        path.pinged_at = now
-        path.wait_for(_Wait.ANSWER, min(now + self._config.connect_timeout_s / PINGS_PER_TIMEOUT, path.give_up_at))
-        self._peers.send(path.peer, Ping(incarnation, path.ping, None))
-
-    def _probe(self, path: _Path, now: float) -> None:
-        timeout_s = path.probe_bytes / self._config.min_bytes_per_s + self._config.read_grace_s
-        path.wait_for(_Wait.PROBE, now + 2 * timeout_s)  # the agent ends it before
-        self._peers.act(ProbePath(path.peer.name, path.probe_bytes, timeout_s))
-
-    def _judged(self, path: _Path) -> PathState:
-        return judge(path.status(), self._peers.address.location, path.peer.location, self._config.slow_path_share)
-
-    def _conclude(self, path: _Path, now: float) -> None:
-        state = self._judged(path)
-        if state in BROKEN:
-            self._give_way(path, state, "", now)
-        else:
-            path.wait_for(_Wait.NOTHING, None)
-            self._change(path, state, "")
-
-    def _give_way(self, path: _Path, state: PathState, detail: str, now: float) -> None:
-        """Something is wrong: look again later. The pause never shrinks, so a path on the edge is not told all day."""
-        path.wait_for(_Wait.TURN, now + path.pause_s)
-        path.pause_s = min(2 * path.pause_s, MAX_PAUSE_S)
-        path.num_answers = 0  # PINGs first: over TCP a read needs the owner, which looks rarely while nothing moves
-        self._change(path, state, detail)
-
-    def _change(self, path: _Path, state: PathState, detail: str) -> None:
-        changed = state is not path.state
-        path.state, path.detail = state, detail
-        if changed:
-            self._peers.act(TellPath(path.status()))
+        """Every path, as it was when it last changed."""
+        return tuple(path.report() for path in self._paths.values())
 
     def check(self) -> None:
         assert len(self._paths) <= MAX_PATHS
         for name, path in self._paths.items():
             assert name == path.peer.name
-            assert (path.wait is _Wait.NOTHING) == (path.due is None)
-
-
-def _differences(ours: AgentAddress, peer: AgentAddress, is_owner: bool) -> LayoutMismatch | None:
-    """What keeps the blocks of one from being translated to the other's."""
-    try:
-        if is_owner:
-            TransferPlan(peer.layout, ours.layout)
-        else:
-            TransferPlan(ours.layout, peer.layout)
-    except LayoutMismatch as mismatch:
-        if not is_owner:
-            return mismatch
-        return LayoutMismatch({name: (here, there) for name, (there, here) in mismatch.differences.items()})
-    return None
+            assert (path.step is _Step.DONE) == (path.due is None)

@@ -1,7 +1,7 @@
-"""What the owner and the puller of one agent share: known peers, the counter of messages, actions under way, counts.
+"""Known peers, the counter of our messages, and totals: shared by the owner, the puller and the paths of one agent.
 
-Every message that leaves carries our incarnation and a counter that only rises, so a receiver can tell late, doubled
-and foreign messages from good ones. `accept` is the receiving half of that law.
+Every message carries our incarnation and a counter that only rises, so a receiver recognises late, doubled and foreign
+messages. `accept` is the receiving half of this law.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
-from kv_transfer.events import Connect, Disconnect, SendMessage, TransferAction
+from kv_transfer.events import Actions, Connect, Disconnect, SendMessage
 
-MAX_IDLE_PEERS = 64  # connections kept open to peers that no live transfer needs
+MAX_IDLE_PEERS = 64  # connections to peers without a live transfer
 
 TransferMessage = Want | Ready | Release | Abort
 
 
 class Drop(Enum):
-    """Why a message was not used."""
+    """Why a message was dropped."""
 
-    FOREIGN = "foreign"  # not from the transfer's peer, or from another incarnation of it
+    FOREIGN = "foreign"  # not from the transfer's peer, or from another incarnation of that peer
     OLD = "old"  # doubled, or overtaken by a newer one
     LATE = "late"  # the transfer has ended
     UNKNOWN_PEER = "unknown_peer"
     UNKNOWN_TRANSFER = "unknown_transfer"
-    GAP = "gap"  # a READY before it is missing; the owner will repeat both
-    UNEXPECTED = "unexpected"  # fits no state the transfer can be in
-    TABLE_FULL = "table_full"  # no room to keep a message that came before its offer
-    UNSENT = "unsent"  # ours, to a peer that is gone
+    GAP = "gap"  # an earlier READY is missing; the owner repeats both
+    UNEXPECTED = "unexpected"  # impossible in the transfer's state
+    TABLE_FULL = "table_full"  # no room for a message that came before its offer
+    UNSENT = "unsent"  # our own, to a peer that is gone
 
 
 @dataclass(slots=True)
@@ -42,9 +42,8 @@ class TransferCounters:
     pulls: Counter[str] = field(default_factory=Counter)  # ended, by PullerState.value
     num_reads: int = 0
     num_bytes_read: int = 0
-    read_seconds: float = 0.0  # in which pulls that have ended had reads in flight
+    read_seconds: float = 0.0  # of finished reads, of pulls that have ended
     num_digest_mismatches: int = 0
-    num_spoilt_blocks: int = 0  # of our cache, found by a check before they were offered again
     num_ready_repeated: int = 0
 
 
@@ -60,27 +59,20 @@ class Peers:
         self.counters = TransferCounters()
         self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently met first
         self._counter = 0
-        self._actions: list[TransferAction] = []
 
     # ---- sending
-
-    def act(self, action: TransferAction) -> None:
-        self._actions.append(action)
-
-    def take_actions(self) -> list[TransferAction]:
-        actions, self._actions = self._actions, []
-        return actions
 
     def stamp(self) -> tuple[int, int]:
         """(incarnation, counter) of the next message."""
         self._counter += 1
         return self.address.incarnation, self._counter
 
-    def send(self, peer: AgentAddress, message: HandoffMessage) -> None:
+    def send(self, peer: AgentAddress, message: HandoffMessage) -> Actions:
+        """Empty where the peer is gone."""
         if self.knows(peer.name, peer.incarnation):
-            self.act(SendMessage(peer.name, message))
-        else:
-            self.drop(Drop.UNSENT)
+            return [SendMessage(peer.name, message)]
+        self.drop(Drop.UNSENT)
+        return []
 
     # ---- receiving
 
@@ -88,7 +80,7 @@ class Peers:
         self.counters.dropped[why] += 1
 
     def accept(self, peer: AgentAddress, newest: int, sender: str, message: TransferMessage) -> bool:
-        """Whether `message` is from `peer` and newer than counter `newest`; if not, it is counted as dropped."""
+        """Whether `message` is from `peer` and newer than counter `newest`; counts a message that is not."""
         if (sender, message.incarnation) != (peer.name, peer.incarnation):
             self.drop(Drop.FOREIGN)
             return False
@@ -98,7 +90,7 @@ class Peers:
         return True
 
     def accept_heartbeat(self, sender: str, heartbeat: Heartbeat) -> bool:
-        """The same for the heartbeat of a puller."""
+        """`accept`, for the heartbeat of a puller."""
         peer = self._peers.get(sender)
         if peer is None:
             self.drop(Drop.UNKNOWN_PEER)
@@ -121,27 +113,19 @@ class Peers:
         peer = self._peers.get(name)
         return None if peer is None else peer.address
 
-    def meet(self, address: AgentAddress, in_use: Container[str]) -> None:
-        """Be connected to this peer. Above the limit, the peer met longest ago that is not `in_use` is let go."""
+    def meet(self, address: AgentAddress, in_use: Container[str]) -> Actions:
+        """Be connected to this peer. Above the limit, the least recently met peers that are not `in_use` are
+        disconnected."""
         if address.name in self._peers:
             assert self.knows(address.name, address.incarnation), f"{address.name}: forget its old incarnation first"
             self._peers.move_to_end(address.name)
-            return
+            return []
         idle = [name for name in self._peers if name not in in_use]
-        for name in idle[: max(0, len(idle) + 1 - MAX_IDLE_PEERS)]:
-            self.act(Disconnect(name))
+        evicted = idle[: max(0, len(idle) + 1 - MAX_IDLE_PEERS)]
+        for name in evicted:
             self.forget(name)
         self._peers[address.name] = _Peer(address)
-        self.act(Connect(address))
-
-    def meet_ahead(self, address: AgentAddress) -> bool:
-        """Be connected to a peer that no transfer needs yet, if nobody has to be let go for it."""
-        if not self.knows(address.name, address.incarnation):
-            if len(self._peers) >= MAX_IDLE_PEERS or address.name in self._peers:
-                return False
-            self._peers[address.name] = _Peer(address)
-            self.act(Connect(address))
-        return True
+        return [*map(Disconnect, evicted), Connect(address)]
 
     def forget(self, name: str) -> None:
         self._peers.pop(name, None)

@@ -1,4 +1,4 @@
-"""Which bytes of one pool go where in another: the intersection of two boxes, with no addresses.
+"""Which bytes of one pool go where in another pool: the intersection of two boxes, without addresses.
 
 A pool's layout covers a box: layers x heads x tokens of a sequence, cut into blocks of `block_size` tokens. What two
 pools share is the intersection of their boxes; where heads, layers or block sizes differ, a block becomes many runs:
@@ -7,8 +7,8 @@ pools share is the intersection of their boxes; where heads, layers or block siz
       layer 2: K [h0 h1 h2 h3] V [h0 h1 h2 h3]  ->  layer 2: K [h2 h3] V [h2 h3]
       layer 3: K [h0 h1 h2 h3] V [h0 h1 h2 h3]  ->  layer 3: K [h2 h3] V [h2 h3]
 
-Offsets count bytes from block 0 of each pool. Runs that go on where the last one ended, on both sides, are merged, so
-equal layouts give one run per block, and neighbouring blocks move as one.
+Offsets count bytes from block 0 of each pool. Runs that touch on both sides are merged, so equal layouts give one run
+for each block, and neighbouring blocks move as one run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Run(NamedTuple):
     num_bytes: int
 
 
-Runs = Sequence[tuple[int, int, int]]  # as a `Run`; plain tuples take a third of the time to make
+Runs = Sequence[tuple[int, int, int]]  # like `Run`; a plain tuple is made in a third of the time
 Span = tuple[int, int]  # first byte from block 0 of a pool, and length
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Raises `LayoutMismatch` where the layouts hold different things or nothing in common."""
+    """Raises `LayoutMismatch` where two layouts differ in more than their box, or their boxes do not overlap."""
 
     source: KVLayout
     target: KVLayout
@@ -74,7 +74,7 @@ class TransferPlan:
         """Whether two plans into the same target blocks write the same bytes."""
         return bool(set(self.layers) & set(other.layers)) and bool(set(self.kv_heads) & set(other.kv_heads))
 
-    # ---- pieces: what moves where blocks do not map one to one. Piece i of a sequence is its tokens
+    # ---- pieces: the units that move where blocks do not map one to one. Piece i of a sequence is its tokens
     # [i * piece_tokens, (i + 1) * piece_tokens), in the layers and heads that both pools hold.
 
     @property
@@ -118,7 +118,7 @@ class TransferPlan:
 
     @property
     def _row_bytes(self) -> int:
-        """Consecutive tokens of one head, in K or V of one layer: what no layout tears apart."""
+        """Consecutive tokens of one head, in K or V of one layer: contiguous in every layout."""
         return self.piece_tokens * self.source.head_dim * DTYPE_BYTES[self.source.dtype]
 
     def _rows(self, layout: KVLayout, part: int) -> list[int]:
@@ -131,7 +131,7 @@ class TransferPlan:
         ]
 
 
-# Pieces are hundreds of runs each, the same in every block: they are found out once.
+# A piece has hundreds of runs, the same in every block: they are computed once.
 
 
 @lru_cache(maxsize=256)
@@ -146,6 +146,14 @@ def _spans(plan: TransferPlan, layout: KVLayout, part: int) -> tuple[Span, ...]:
     """Within block 0."""
     rows = plan._rows(layout, part)
     return tuple((first, num_bytes) for first, _, num_bytes in _merged((row, row, plan._row_bytes) for row in rows))
+
+
+def plan_from(source: KVLayout, ours: KVLayout) -> TransferPlan:
+    """The plan of a read into our pool. Raises `LayoutMismatch`, whose differences are (ours, theirs)."""
+    try:
+        return TransferPlan(source, ours)
+    except LayoutMismatch as mismatch:
+        raise LayoutMismatch({name: (here, there) for name, (there, here) in mismatch.differences.items()}) from None
 
 
 def runs_of_blocks(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
@@ -167,9 +175,9 @@ def _offset(layout: KVLayout, place: tuple[int, int, int], token: int) -> int:
 
 
 def _merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """With those as one that go on where the last one ended, on both sides.
+    """Merge each run with the run before it where they touch on both sides.
 
-    Plain Python: it runs right after a copy that has emptied the caches, where numpy takes three times as long.
+    Plain Python: right after a copy the CPU's caches are cold, and numpy takes three times as long.
     """
     merged: list[tuple[int, int, int]] = []
     first_source = first_target = length = 0  # of the run that grows

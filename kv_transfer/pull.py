@@ -1,11 +1,11 @@
-"""One pull: what has been announced, what is read, and how long the lease is known to run.
+"""One pull: which blocks are announced, read and verified, and how long the lease is known to run.
 
-Every wanted block (or piece of one, where the layouts differ) walks heard -> to_read -> in flight -> verified, and back
-to to_read when its digest does not match.
+Every wanted block (or piece of a block, where the layouts differ) goes announced -> to_read -> in flight -> verified,
+and back to to_read when its digest does not match.
 
-The lease: the owner acknowledges a message of ours by its counter, and keeps the blocks for lease_s after it got that
-message, so at least until (when we sent it) + lease_s, on our own clock. An expired offer never comes back, so one such
-moment later than our last read proves that the blocks were leased to us during all of our reads.
+The lease: the owner acknowledges a message of ours by its counter, and keeps the blocks for lease_s after it received
+that message, so at least until (our time of sending) + lease_s, on our own clock. An expired offer never comes back, so
+one such moment later than our last read proves that the blocks were leased to us during all our reads.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ class Pull:
     created_at: float
     state: PullerState = PullerState.RESERVED
     targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours
-    wanted: frozenset[int] = frozenset()  # pieces of the plan; the positions, where layouts are equal
-    ending: PullFailed | None = None  # decided; waits for our reads to end
+    wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
+    ending: PullFailed | None = None  # the pull has failed and waits for its reads to end
     newest: int = 0  # counter of the owner's newest READY or ABORT
-    # what the owner announced
-    heard: set[int] = field(default_factory=set)  # positions
-    last_heard: bool = False  # the list is complete
-    last_heard_at: float = 0.0
+    # announced by the owner
+    announced: set[int] = field(default_factory=set)  # positions
+    all_announced: bool = False  # the last READY has come
+    all_announced_at: float = 0.0
     first_token_id: int | None = None
-    # where the blocks are
+    # state of the blocks
     to_read: deque[OfferedBlocks] = field(default_factory=deque)  # each is one read, rising by block
     reads: dict[int, OfferedBlocks] = field(default_factory=dict)  # in flight, by read id
     verified: set[int] = field(default_factory=set)  # positions
     mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
     # the lease
     sent: dict[int, float] = field(default_factory=dict)  # counter of a WANT or heartbeat of ours -> when
-    first_heartbeat: int | None = None  # counter of the first that listed us
+    first_heartbeat: int | None = None  # counter of the first one that listed this pull
     known_to_owner: bool = False
     lease_until: float = -math.inf
     read_ended_at: float = -math.inf  # the latest
-    # for the record
+    # statistics
     num_reads: int = 0
-    reading_since: float = 0.0
-    read_s: float = 0.0
+    read_s: float = 0.0  # of reads that have finished
 
     @property
     def everything_verified(self) -> bool:
-        return self.last_heard and len(self.verified) == len(self.wanted)
+        return self.all_announced and len(self.verified) == len(self.wanted)
 
     @property
     def want_arrived(self) -> bool:
@@ -69,50 +68,46 @@ class Pull:
             self.state = state
 
     def can_read(self, offered: OfferedBlocks) -> bool:
-        """Whether these are blocks of the owner's pool for positions that are wanted and were not announced before."""
+        """Whether these blocks lie in the owner's pool, and their positions are wanted and not yet announced."""
         positions = set(offered.positions)
         return (
             len(positions) == len(offered)
             and positions <= self.wanted
-            and positions.isdisjoint(self.heard)
+            and positions.isdisjoint(self.announced)
             and min(offered.blocks, default=0) >= 0
             and max(offered.blocks, default=0) < self.owner.num_blocks
         )
 
-    def hear(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
-        self.heard.update(offered.positions)
+    def record_ready(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
+        self.announced.update(offered.positions)
         starts = range(0, len(offered), blocks_per_read)
         self.to_read += [offered.cut(first, first + blocks_per_read).by_block() for first in starts]
 
     def renew(self, ack: int) -> None:
-        """The owner renewed the lease when it got our message `ack`."""
+        """The owner renewed the lease when it received our message `ack`."""
         sent_at = self.sent.get(ack)
         if sent_at is None:
-            return  # it tells nothing new, or is not a message of ours
+            return  # acknowledged before, or not a message of ours
         self.known_to_owner = True
         self.lease_until = max(self.lease_until, sent_at + self.owner.lease_s)
         self.sent = {counter: at for counter, at in self.sent.items() if counter > ack}
 
-    def begin_read(self, read_id: int, blocks: OfferedBlocks, now: float) -> None:
-        if not self.reads:
-            self.reading_since = now
+    def begin_read(self, read_id: int, blocks: OfferedBlocks) -> None:
         self.reads[read_id] = blocks
         self.num_reads += 1
 
     def end_read(self, read_id: int, now: float) -> OfferedBlocks:
         blocks = self.reads.pop(read_id)
         self.read_ended_at = now
-        if not self.reads:
-            self.read_s += now - self.reading_since
         return blocks
 
     def verify(self, blocks: OfferedBlocks, digests: tuple[int, ...]) -> list[int]:
-        """A read has brought these blocks, with these digests or, where they are off, none. Returns the positions of
-        those that are not what was announced, which are to be read again."""
+        """Compare the digests of blocks that were read; none where digests are off. Returns the positions that do not
+        match and will be read again."""
         if digests in ((), blocks.digests):
             self.verified.update(blocks.positions)
             return []
-        # 0: the owner sends none
+        # 0: the owner sent no digest
         wrong = [row for row, digest in zip(blocks, digests, strict=True) if row.digest not in (0, digest)]
         positions = [row.position for row in wrong]
         self.verified.update(set(blocks.positions).difference(positions))
@@ -129,7 +124,7 @@ class Pull:
             num_blocks_reread=self.mismatches.total(),
             total_s=now - self.created_at,
             read_s=self.read_s,
-            exposed_s=now - self.last_heard_at,
+            exposed_s=now - self.all_announced_at,
         )
 
     def check(self) -> None:
@@ -138,4 +133,4 @@ class Pull:
         assert self.ending is None or self.reads, "an ending pull waits for its reads alone"
         if self.ending is None:
             unread = [position for blocks in (*self.reads.values(), *self.to_read) for position in blocks.positions]
-            assert sorted(unread + list(self.verified)) == sorted(self.heard)
+            assert sorted(unread + list(self.verified)) == sorted(self.announced)

@@ -1,12 +1,12 @@
-"""Reads under way: each StartRead of the machine, cut into slices, read, and hashed while its bytes are in the cache.
+"""Reads in flight: each StartRead of the machine is cut into slices, read, and hashed while its bytes are in the cache.
 
     StartRead --slices--> transport --landed--> digests of the slice --all landed--> ended, with a digest for each pair
                               `--broken, cancelled--> no more slices --none in flight--> ended, with an error
 
-Where digests are on, a slice is about as large as a core's second cache: hashing what was just copied costs a third of
-hashing it from memory. On a lane that copies before the start of a read returns, as shared memory does, each slice has
-landed at once. One that works by itself has a few slices in flight, so that it need not wait for the hashing; were they
-many, a slice would have left the cache before its turn came. Where digests are off, a read is one slice.
+With digests, a slice is about as large as a core's second-level cache: hashing bytes that were just copied costs a
+third of hashing them from memory. Over shared memory a read copies before its start returns, so each slice lands at
+once. Other lanes have a few slices in flight, so that they need not wait for the hashing; with many, a slice would
+leave the cache before it is hashed. Without digests, a read is one slice.
 
 All of this runs on the agent's thread.
 """
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason
-from kv_transfer.digests import ReadDigests
+from kv_transfer.digests import Digests, of_blocks, of_pieces
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.plan import TransferPlan
-from kv_transfer.transports.transport import Transport
+from kv_transfer.transports.transport import PoolMemory, Transport
 
 SLICE_BYTES = 1 << 21
 MAX_SLICES_IN_FLIGHT = 4
@@ -33,45 +33,47 @@ Slice = tuple[int, int]  # first pair of the read, and end
 class Read:
     action: StartRead
     plan: TransferPlan
-    deadline: float
+    began_at: float
     slices: Iterator[Slice]  # not started
     digests: list[int]  # by pair; filled in as slices land
     in_flight: dict[int, Slice] = field(default_factory=dict)  # by the transport's handle
     error: TransportError | None = None
-    timed_out: str = ""  # what is said of it
+    timed_out: str = ""  # the detail of its ReadTimedOut
 
     @property
-    def num_bytes(self) -> int:
-        return len(self.action.sources) * self.plan.piece_bytes
+    def deadline(self) -> float:
+        return self.began_at + self.action.timeout_s
 
     @property
     def peer_is_gone(self) -> bool:
         return isinstance(self.error, PeerDisconnected)
 
-    def result(self) -> ReadFinished | ReadFailed:
-        """Of a read that has ended."""
+    def result(self, seconds: float) -> ReadFinished | ReadFailed:
+        """Of a read that has ended and took so long."""
         if self.error is None:
-            return ReadFinished(self.action.read_id, tuple(self.digests))
+            return ReadFinished(self.action.read_id, tuple(self.digests), seconds)
         reason = AbortReason.PEER_LOST if self.peer_is_gone else AbortReason.READ_FAILED
         return ReadFailed(self.action.read_id, reason, self.timed_out or str(self.error))
 
 
 class Reads:
-    """Every method returns the read that has ended by it, once: then nothing writes into its targets any more."""
+    """Each read is returned once, by the call that ended it: from then on nothing writes into its targets."""
 
-    def __init__(self, digests: ReadDigests) -> None:
-        self._digests = digests
+    def __init__(self, pool: PoolMemory, verify_digests: bool) -> None:
+        """Device memory has no digests."""
+        self._view = pool.view if verify_digests else None
+        self._block_bytes = pool.layout.block_bytes
         self._read_of: dict[int, Read] = {}  # by handle
 
     def __bool__(self) -> bool:
         return bool(self._read_of)
 
-    def start(self, transport: Transport, action: StartRead, plan: TransferPlan, deadline: float) -> Read | None:
+    def start(self, transport: Transport, action: StartRead, plan: TransferPlan, began_at: float) -> Read | None:
         num_pairs = len(action.sources)
-        digests = [0] * num_pairs if self._digests.enabled else []
+        digests = [] if self._view is None else [0] * num_pairs
         size = max(1, SLICE_BYTES // plan.piece_bytes) if digests else num_pairs
         slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
-        return self._go_on(transport, Read(action, plan, deadline, slices, digests))
+        return self._go_on(transport, Read(action, plan, began_at, slices, digests))
 
     def landed(self, transport: Transport, handle: int) -> Read | None:
         read = self._read_of.pop(handle)
@@ -85,17 +87,17 @@ class Reads:
         return self._go_on(transport, read)
 
     def time_out(self, transport: Transport, now: float) -> list[Read]:
-        """Cancel the reads that are late; they end when the transport says so. Returns each once."""
+        """Cancel late reads; they end when the transport reports their end. Returns each late read once."""
         late = [read for read in dict.fromkeys(self._read_of.values()) if now >= read.deadline and not read.timed_out]
         for read in late:
-            read.timed_out = f"no end after {read.action.timeout_s:.1f} s"
+            read.timed_out = f"a read did not end within {read.action.timeout_s:.1f} s"
             self._break(transport, read, TransportError(read.timed_out))
         return late
 
     # ---- inside
 
     def _go_on(self, transport: Transport, read: Read) -> Read | None:
-        """Start the slices for which there is room. The read, where nothing of it is left to do."""
+        """Start slices while there is room. Returns the read where all its slices have ended."""
         while read.error is None and len(read.in_flight) < MAX_SLICES_IN_FLIGHT:
             part = next(read.slices, None)
             if part is None:
@@ -105,7 +107,7 @@ class Reads:
             except TransportError as error:
                 self._break(transport, read, error)
                 break
-            if transport.take_ended(handle):
+            if transport.try_complete(handle):
                 self._hash(read, part)
             else:
                 read.in_flight[handle] = part
@@ -115,7 +117,16 @@ class Reads:
     def _hash(self, read: Read, part: Slice) -> None:
         first, end = part
         if read.digests and read.error is None:
-            read.digests[first:end] = self._digests.of_read(read.action, read.plan, first, end)
+            read.digests[first:end] = self._digests_of(read, first, end)
+
+    def _digests_of(self, read: Read, first: int, end: int) -> Digests:
+        """Of the targets of pairs [first, end)."""
+        assert self._view is not None
+        targets = read.action.targets[first:end]
+        if not read.action.pieces:
+            return of_blocks(self._view, targets, self._block_bytes)
+        moved = zip(read.action.pieces[first:end], targets, strict=True)
+        return of_pieces(self._view, (read.plan.target_spans(piece, target) for piece, target in moved))
 
     def _break(self, transport: Transport, read: Read, error: TransportError) -> None:
         if read.error is None or isinstance(error, PeerDisconnected):

@@ -7,10 +7,6 @@
 The sequence leaves the scheduler with its first token; its blocks stay leased until the reader has them. Blocks are
 leased before the scheduler learns that the step is done, because it releases a finished sequence's blocks at once.
 
-A prompt's cached beginning is compared with its digests while the step runs; the first token waits for the answer, and
-so do the blocks, which are not used anew before. What was computed from spoilt blocks is not given out: the call fails,
-and the router has the prompt computed again.
-
 Prompts and readers can wait for each other in a circle: leased blocks wait for readers without room, whose room is
 reserved for prompts that wait here for blocks. `_unblock` breaks it: a prompt whose reader has room waits no longer.
 """
@@ -19,16 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.errors import DeadlineExceeded, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerUnavailable
 from core.handoff import AbortReason, AgentAddress, TransferId
-from core.ledger import Claim, SequenceState, check_claims
+from core.ledger import Claim, check_claims
 from core.lifecycle import FinishReason, Timeline
 from core.machine import Tick
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk, StepOutput
 from core.worker_load import WorkerLoad
-from kv_transfer.events import AgentAction, CacheChecked, TransferAction, TransferEvent, TransferResult
+from kv_transfer.events import AgentAction, TransferAction, TransferEvent, TransferResult
 from kv_transfer.machine import TransferMachine
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
@@ -74,29 +70,6 @@ PrefillAction = RunStep | PrefillDone | PrefillFailed | AgentAction
 class _OpenCall:
     sequence: Sequence
     transfer_id: TransferId
-    num_admissions: int = 0  # to the running sequences; each takes what it finds in the prefix cache
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """An answer that waits for the check of the blocks it was computed from."""
-
-    transfer_id: TransferId
-    done: PrefillDone
-
-
-@dataclass(slots=True)
-class _UnderCheck:
-    """Blocks from the prefix cache that are being compared, held so that they are not evicted meanwhile."""
-
-    sequence: Sequence
-    blocks: list[int]
-
-    def claim(self) -> Claim:
-        """To those that the sequence itself holds no more."""
-        its_own = set(self.sequence.block_table)
-        blocks = [block for block in self.blocks if block not in its_own]
-        return Claim(self.sequence.sequence_id, SequenceState.ENDING, blocks, self.sequence.arrived_at)
 
 
 class PrefillMachine:
@@ -106,8 +79,6 @@ class PrefillMachine:
         self.core = core
         self.transfers = transfers
         self._calls: dict[str, _OpenCall] = {}  # by request id
-        self._held: dict[str, _Held] = {}  # computed; by request id
-        self._under_check: dict[TransferId, _UnderCheck] = {}
         self._stalled_since: float | None = None
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
@@ -131,7 +102,7 @@ class PrefillMachine:
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
                 actions += self._absorb(self.transfers.handle(event, now))
-        actions += self._next_step(now)
+        actions += self.core.next_step(now)
         return actions + self._unblock(now)
 
     def next_deadline(self) -> float | None:
@@ -142,7 +113,7 @@ class PrefillMachine:
     @property
     def idle(self) -> bool:
         """Nothing is being computed and nobody reads our blocks."""
-        return not self._calls and not self._held and not self._under_check and not self.transfers.alive
+        return not self._calls and not self.transfers.alive
 
     @property
     def transfers_alive(self) -> bool:
@@ -153,8 +124,7 @@ class PrefillMachine:
 
     def claims(self) -> list[Claim]:
         """Everyone who holds a block of the pool, and every live transfer."""
-        left = [claim for check in self._under_check.values() if (claim := check.claim()).blocks]
-        return [*self.core.claims(), *left, *self.transfers.claims()]
+        return [*self.core.claims(), *self.transfers.claims()]
 
     # ---- a prompt's life
 
@@ -182,62 +152,18 @@ class PrefillMachine:
             # hand-off comes first ends the request, and an abort could overtake both.
             call = self._calls.pop(event.sequence_id)
             goes_on = event.finish_reason is FinishReason.HANDOFF
-            done = PrefillDone(
-                request_id=event.sequence_id,
-                index=event.index,
-                token=event.token,
-                finish_reason=None if goes_on else event.finish_reason,
-                cached_tokens=call.sequence.num_cached_tokens,
-                timeline=self.core.timelines[event.sequence_id],
+            actions.append(
+                PrefillDone(
+                    request_id=event.sequence_id,
+                    index=event.index,
+                    token=event.token,
+                    finish_reason=None if goes_on else event.finish_reason,
+                    cached_tokens=call.sequence.num_cached_tokens,
+                    timeline=self.core.timelines[event.sequence_id],
+                )
             )
-            if self.transfers.is_checked(call.transfer_id):
-                actions.append(self._answer(done))
-            else:
-                self._held[done.request_id] = _Held(call.transfer_id, done)
+            self.core.dismiss(event.sequence_id)
         return actions
-
-    def _answer(self, done: PrefillDone) -> PrefillDone:
-        self.core.dismiss(done.request_id)
-        return done
-
-    def _next_step(self, now: float) -> list[PrefillAction]:
-        """A step, and the check of what it takes from the prefix cache."""
-        actions: list[PrefillAction] = []
-        for step in self.core.next_step(now):
-            actions.append(step)
-            for chunk in step.plan.chunks:
-                call = self._calls[chunk.sequence_id]
-                if call.num_admissions > call.sequence.num_preemptions:
-                    continue
-                call.num_admissions = call.sequence.num_preemptions + 1
-                if chunk.start:
-                    cached = list(chunk.block_table[: chunk.start // self.core.scheduler.block_size])
-                    actions += self._absorb(self.transfers.check_cached(call.transfer_id, cached))
-                    self._hold_under_check(call, cached)
-        return actions
-
-    def _hold_under_check(self, call: _OpenCall, cached: list[int]) -> None:
-        if self.transfers.is_checked(call.transfer_id):
-            return  # there was nothing to compare
-        self.core.pool.share(cached)
-        self._under_check.setdefault(call.transfer_id, _UnderCheck(call.sequence, [])).blocks += cached
-
-    def _on_checked(self, checked: CacheChecked) -> list[PrefillAction]:
-        """Let the answer go that waited for this, or end the call."""
-        answers: list[PrefillAction] = []
-        error = TransferFailed(f"{checked.num_spoilt} cached blocks are not what was computed")
-        for request_id, held in list(self._held.items()):
-            if held.transfer_id == checked.transfer_id and checked.num_spoilt:
-                answers += self._end(request_id, error)
-            elif held.transfer_id == checked.transfer_id and self.transfers.is_checked(held.transfer_id):
-                answers.append(self._answer(self._held.pop(request_id).done))
-        for request_id, call in list(self._calls.items()):
-            if call.transfer_id == checked.transfer_id and checked.num_spoilt:
-                self.core.pool.distrust(call.sequence.block_table)
-                answers += self._end(request_id, error)
-        if self.transfers.is_checked(checked.transfer_id):
-            self.core.pool.release(self._under_check.pop(checked.transfer_id).blocks)
-        return answers
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
         """Offer the blocks this step completed: the full ones, and after the last chunk the partly filled one too."""
@@ -253,7 +179,7 @@ class PrefillMachine:
 
     def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
         """End an open call without its token; the reader is told."""
-        call = self._calls.pop(request_id, None) or self._held.pop(request_id, None)
+        call = self._calls.pop(request_id, None)
         if call is None:
             return []
         self.core.scheduler.abort(request_id)
@@ -278,7 +204,7 @@ class PrefillMachine:
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
                 aborted = self.transfers.abort_offer(withdrawn, AbortReason.OVERLOADED)
-                return [*self._absorb(aborted), *self._next_step(now)]
+                return [*self._absorb(aborted), *self.core.next_step(now)]
         return []
 
     def _least_useful_offer(self) -> TransferId | None:
@@ -291,15 +217,8 @@ class PrefillMachine:
         return unfinished[-1] if unfinished else None
 
     def _absorb(self, decided: list[TransferAction]) -> list[PrefillAction]:
-        """What the transfers have decided, without what is for us; the end of an offer needs nothing, since its blocks
-        are back in the pool already."""
-        actions: list[PrefillAction] = []
-        for action in decided:
-            if isinstance(action, CacheChecked):
-                actions += self._on_checked(action)
-            elif not isinstance(action, TransferResult):
-                actions.append(action)
-        return actions
+        """The agent's actions. The end of an offer needs nothing more: its blocks are back in the pool already."""
+        return [action for action in decided if not isinstance(action, TransferResult)]
 
     def check(self) -> None:
         """Open calls and the scheduler's sequences are the same, but for those aborted while a step runs."""
@@ -308,5 +227,3 @@ class PrefillMachine:
         check_claims(self.claims(), self.core.pool)
         for request_id, call in self._calls.items():
             assert self.core.scheduler.get(request_id) is call.sequence
-        assert not any(self.transfers.is_checked(held.transfer_id) for held in self._held.values())
-        assert not any(self.transfers.is_checked(transfer_id) for transfer_id in self._under_check)

@@ -13,12 +13,12 @@ from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, HolderState, SequenceState
-from core.lifecycle import FinishReason, Path, ServiceRole, WorkerState
-from core.paths import PeerDismissed, PeerIntroduced
+from core.lifecycle import FinishReason, RequestPath, ServiceRole, WorkerState
+from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams, check_num_logit_biases, check_num_stop_token_ids
 from core.step import SampledToken
 from core.worker_load import WorkerLoad
-from protos import inference_pb2, worker_pb2
+from protos import handoff_codec, inference_pb2, worker_pb2
 from protos.path_codec import decode_path, encode_path
 
 ROLE_TO_WIRE = {
@@ -43,10 +43,10 @@ FINISH_TO_WIRE = {
 FINISH_FROM_WIRE: dict[int, FinishReason | None] = {wire: reason for reason, wire in FINISH_TO_WIRE.items()}
 
 PATH_TO_WIRE = {
-    Path.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
-    Path.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
-    Path.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
-    Path.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
+    RequestPath.DISAGGREGATED: inference_pb2.REQUEST_PATH_DISAGGREGATED,
+    RequestPath.LOCAL: inference_pb2.REQUEST_PATH_LOCAL,
+    RequestPath.RECOMPUTED: inference_pb2.REQUEST_PATH_RECOMPUTED,
+    RequestPath.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
 }
 
 # What a holder of blocks is, by the column its blocks are counted in.
@@ -125,34 +125,31 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
     )
 
 
-def encode_change(change: PeerIntroduced | PeerDismissed) -> worker_pb2.PeerChange:
+def encode_change(change: PeerJoined | PeerLeft) -> worker_pb2.PeerChange:
     match change:
-        case PeerDismissed(name):
-            return worker_pb2.PeerChange(gone=name)
-        case PeerIntroduced(peer, is_owner):
+        case PeerLeft(name):
+            return worker_pb2.PeerChange(left=name)
+        case PeerJoined(peer, is_owner):
             agent = encode_agent(peer)
             return worker_pb2.PeerChange(owner=agent) if is_owner else worker_pb2.PeerChange(reader=agent)
 
 
-def decode_change(wire: worker_pb2.PeerChange) -> PeerIntroduced | PeerDismissed:
+def decode_change(wire: worker_pb2.PeerChange) -> PeerJoined | PeerLeft:
     match wire.WhichOneof("change"):
-        case "gone":
-            return PeerDismissed(wire.gone)
+        case "left":
+            return PeerLeft(wire.left)
         case "owner":
-            return PeerIntroduced(decode_agent(wire.owner), is_owner=True)
+            return PeerJoined(decode_agent(wire.owner), is_owner=True)
         case "reader":
-            return PeerIntroduced(decode_agent(wire.reader), is_owner=False)
-    raise InvalidRequest("changes", "one of owner, reader and gone must be set")
-
-
-def encode_transfer_id(transfer_id: TransferId) -> bytes:
-    return transfer_id.to_bytes(16, "little")
+            return PeerJoined(decode_agent(wire.reader), is_owner=False)
+    raise InvalidRequest("changes", "one of owner, reader and left must be set")
 
 
 def decode_transfer_id(wire: bytes) -> TransferId:
-    if len(wire) != 16:
-        raise InvalidRequest("transfer_id", f"must be 16 bytes, is {len(wire)}")
-    return int.from_bytes(wire, "little")
+    try:
+        return handoff_codec.decode_transfer_id(wire)
+    except handoff_codec.MalformedMessage as error:
+        raise InvalidRequest("transfer_id", str(error)) from error
 
 
 def encode_sequence(request: Request) -> worker_pb2.SequenceRequest:
@@ -269,12 +266,13 @@ def encode_holder(holder: BlockHolder) -> worker_pb2.BlockHolder:
     )
 
 
-def encode_load(load: WorkerLoad) -> worker_pb2.LoadReport:
+def encode_load(load: WorkerLoad, *, with_paths: bool = True) -> worker_pb2.LoadReport:
     return worker_pb2.LoadReport(
         state=STATE_TO_WIRE[load.state],
         ledger=encode_ledger(load.ledger),
         transfers=worker_pb2.TransferCounts(**{state.value: count for state, count in load.transfers.items()}),
-        paths=map(encode_path, load.paths),
+        paths=map(encode_path, load.paths if with_paths else ()),
+        has_paths=with_paths,
         **{name: getattr(load, name) for name in _LOAD_COUNTS},
     )
 

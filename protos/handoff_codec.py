@@ -57,7 +57,7 @@ def encode(message: HandoffMessage) -> bytes:
         version=PROTOCOL_VERSION, incarnation=message.incarnation, counter=message.counter
     )
     if not isinstance(message, Heartbeat | Ping):
-        envelope.transfer_id = _id_to_wire(message.transfer_id)
+        envelope.transfer_id = encode_transfer_id(message.transfer_id)
     match message:
         case Want():
             envelope.want.SetInParent()
@@ -70,7 +70,9 @@ def encode(message: HandoffMessage) -> bytes:
             if message.ack is not None:
                 envelope.heartbeat.ack = message.ack
             for entry in message.entries:
-                envelope.heartbeat.entries.add(transfer_id=_id_to_wire(entry.transfer_id), num_ready=entry.num_ready)
+                envelope.heartbeat.entries.add(
+                    transfer_id=encode_transfer_id(entry.transfer_id), num_ready=entry.num_ready
+                )
         case Release():
             envelope.release.SetInParent()
             if message.reason is not None:
@@ -105,7 +107,7 @@ def decode(payload: bytes) -> HandoffMessage:
     if kind == "ping":
         _require(not envelope.transfer_id, "transfer_id in a ping")
         return Ping(*stamp, _ack_from_wire(envelope.ping))
-    transfer_id = _id_from_wire(envelope.transfer_id)
+    transfer_id = decode_transfer_id(envelope.transfer_id)
     match kind:
         case "want":
             return _want_from_wire(transfer_id, stamp, envelope.want)
@@ -120,12 +122,13 @@ def decode(payload: bytes) -> HandoffMessage:
     raise MalformedMessage("body is missing")
 
 
-def _id_to_wire(transfer_id: TransferId) -> bytes:
+def encode_transfer_id(transfer_id: TransferId) -> bytes:
+    """16 bytes, big-endian."""
     _require(0 <= transfer_id < 1 << 128, "transfer_id is not 128 bits")
     return transfer_id.to_bytes(_TRANSFER_ID_BYTES, "big")
 
 
-def _id_from_wire(wire: bytes) -> TransferId:
+def decode_transfer_id(wire: bytes) -> TransferId:
     _require(len(wire) == _TRANSFER_ID_BYTES, f"transfer_id has {len(wire)} bytes, not {_TRANSFER_ID_BYTES}")
     return int.from_bytes(wire, "big")
 
@@ -198,7 +201,7 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
 def _heartbeat_from_wire(stamp: tuple[int, int], wire: handoff_pb2.HandoffHeartbeat) -> Heartbeat:
     _require(len(wire.entries) <= MAX_ENTRIES, f"{len(wire.entries)} entries are more than {MAX_ENTRIES}")
     ack = _ack_from_wire(wire)
-    entries = tuple(HeartbeatEntry(_id_from_wire(entry.transfer_id), entry.num_ready) for entry in wire.entries)
+    entries = tuple(HeartbeatEntry(decode_transfer_id(entry.transfer_id), entry.num_ready) for entry in wire.entries)
     return Heartbeat(*stamp, ack, entries)
 
 

@@ -197,10 +197,10 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.DescribeLedgerResponse.FromString,
                 _registered_method=True)
-        self.MeetPeers = channel.unary_unary(
-                '/tandem.v1.Worker/MeetPeers',
-                request_serializer=protos_dot_worker__pb2.MeetPeersRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.MeetPeersResponse.FromString,
+        self.UpdatePeers = channel.unary_unary(
+                '/tandem.v1.Worker/UpdatePeers',
+                request_serializer=protos_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.UpdatePeersResponse.FromString,
                 _registered_method=True)
 
 
@@ -223,9 +223,9 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def MeetPeers(self, request, context):
-        """Which workers you will hand off to or from: connect to them ahead of the first hand-off, and let go who has left.
-        Returns at once; what becomes of a path is in the reports.
+    def UpdatePeers(self, request, context):
+        """Peer discovery: workers of the other pool that have joined or left. The worker connects to those that joined ahead of
+        the first hand-off. Returns at once; the reports carry the state of each path.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,10 +244,10 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_worker__pb2.DescribeLedgerRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.DescribeLedgerResponse.SerializeToString,
             ),
-            'MeetPeers': grpc.unary_unary_rpc_method_handler(
-                    servicer.MeetPeers,
-                    request_deserializer=protos_dot_worker__pb2.MeetPeersRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.MeetPeersResponse.SerializeToString,
+            'UpdatePeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePeers,
+                    request_deserializer=protos_dot_worker__pb2.UpdatePeersRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.UpdatePeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -316,7 +316,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def MeetPeers(request,
+    def UpdatePeers(request,
             target,
             options=(),
             channel_credentials=None,
@@ -329,9 +329,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Worker/MeetPeers',
-            protos_dot_worker__pb2.MeetPeersRequest.SerializeToString,
-            protos_dot_worker__pb2.MeetPeersResponse.FromString,
+            '/tandem.v1.Worker/UpdatePeers',
+            protos_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
+            protos_dot_worker__pb2.UpdatePeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -74,7 +74,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             role=codec.ROLE_TO_WIRE[endpoint.role],
             state=codec.STATE_TO_WIRE[state],
             address=endpoint.address,
-            load=link.load,
+            load=link.load if record is None else codec.encode_load(record.load),
             report_age_ms=age_s * 1e3,
             num_dispatched=0 if record is None else len(record.dispatched),
         )

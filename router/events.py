@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
-from core.lifecycle import FinishReason, Path, ServiceRole, Timeline
+from core.lifecycle import FinishReason, RequestPath, ServiceRole, Timeline
 from core.machine import Tick
-from core.paths import PeerDismissed, PeerIntroduced
+from core.paths import PeerJoined, PeerLeft
 from core.request import Request
 from core.step import SampledToken
 from core.worker_load import WorkerLoad
@@ -168,7 +168,7 @@ class Outcome:
     num_prompt_tokens: int
     num_output_tokens: int
     cached_tokens: int
-    path: Path
+    path: RequestPath
     attempts: int
     timeline: Timeline
     candidate: Candidate
@@ -191,11 +191,11 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Introduce:
-    """Tell a worker whom it will hand off to or from, or who has left."""
+class UpdatePeers:
+    """Tell a worker which of its peers have joined or left."""
 
     worker_id: str
-    changes: tuple[PeerIntroduced | PeerDismissed, ...]
+    changes: tuple[PeerJoined | PeerLeft, ...]
 
 
-RouterAction = StartPrefill | StartDecode | CancelDispatch | Introduce | Deliver | Finish | Fail
+RouterAction = StartPrefill | StartDecode | CancelDispatch | UpdatePeers | Deliver | Finish | Fail

@@ -26,9 +26,8 @@ from core.handoff import TransferId
 from core.lifecycle import FinishReason, ServiceRole, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
-from router import events
+from router import events, peer_discovery
 from router.events import RouterAction, RouterEvent
-from router.introductions import dismiss, dismiss_strangers, introduce
 from router.policy import Candidate, choose
 from router.routed_request import Dispatch, RoutedRequest, blamed, dispatch_id_of
 from router.workers import WorkerRecord, WorkerTable
@@ -348,7 +347,7 @@ class RouterMachine:
         self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
         self._deadlines.set(("strangers", event.worker_id), now + self._config.worker_lost_s)
         self._note_service(now)
-        return actions + introduce(record, self.workers)
+        return actions + peer_discovery.announce(record, self.workers)
 
     def _note_service(self, now: float) -> None:
         """Call after each change of a worker."""
@@ -358,12 +357,12 @@ class RouterMachine:
             self._served_until = now
 
     def _look_for_strangers(self, worker_id: str, now: float) -> list[RouterAction]:
-        """Dismiss the peers of this worker that have not joined by now: they will not."""
+        """Forget the peers of this worker that have not joined by now: they will not."""
         record = self.workers.get(worker_id)
         if record is None:
             return []  # lost at this very moment
         self._deadlines.set(("strangers", worker_id), now + self._config.worker_lost_s)
-        return [*dismiss_strangers(record, self.workers)]
+        return [*peer_discovery.forget_strangers(record, self.workers)]
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
@@ -378,7 +377,7 @@ class RouterMachine:
         self._deadlines.cancel(("strangers", event.worker_id))
         if record is None:
             return []
-        actions: list[RouterAction] = [*dismiss(record, self.workers)]
+        actions: list[RouterAction] = [*peer_discovery.forget(record, self.workers)]
         for dispatch_id in list(record.dispatched):
             routed = self._by_dispatch.get(dispatch_id)
             if routed is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from core.config import RouterConfig
-from core.lifecycle import Path
+from core.lifecycle import RequestPath
 
 # Prices in tokens of prefill work. A block of 16 tokens moves in about the time one token takes to compute.
 TOKENS_PER_MISSING_BLOCK = 1.0
@@ -48,8 +48,8 @@ class Candidate:
     cost: float
 
     @property
-    def path(self) -> Path:
-        return Path.LOCAL if self.prefill_worker is None else Path.DISAGGREGATED
+    def path(self) -> RequestPath:
+        return RequestPath.LOCAL if self.prefill_worker is None else RequestPath.DISAGGREGATED
 
 
 def candidates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from core.errors import QueueFull, TandemError, TransferFailed
-from core.lifecycle import FinishReason, Path, Timeline
+from core.lifecycle import FinishReason, RequestPath, Timeline
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken
@@ -87,7 +87,7 @@ class RoutedRequest:
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_output_tokens=len(self.delivered),
             cached_tokens=0 if cached is None else min(cached.cached_tokens, self.request.num_prompt_tokens),
-            path=dispatch.candidate.path if self.attempts == 1 else Path.RECOMPUTED,
+            path=dispatch.candidate.path if self.attempts == 1 else RequestPath.RECOMPUTED,
             attempts=self.attempts,
             timeline=self.timeline,
             candidate=dispatch.candidate,

@@ -137,8 +137,8 @@ class RouterShell:
                 self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
             case events.StartDecode():
                 self.links[action.worker_id].start_decode(action, self._trace_headers(action.dispatch_id))
-            case events.Introduce(worker_id, changes):
-                self.links[worker_id].introduce(changes)
+            case events.UpdatePeers(worker_id, changes):
+                self.links[worker_id].update_peers(changes)
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 
 import grpc
 import grpc.aio
 
 from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
-from core.paths import PeerDismissed, PeerIntroduced
+from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.service import Endpoint
 from protos import codec, worker_pb2, worker_pb2_grpc
+from protos.handoff_codec import encode_transfer_id
 from router import events
 from router.events import RouterEvent
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
@@ -53,8 +55,9 @@ class WorkerLink:
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
-        self._to_meet: list[PeerIntroduced | PeerDismissed] = []  # not told yet
-        self._introducing: asyncio.Task[None] | None = None
+        self._peer_changes: list[PeerJoined | PeerLeft] = []  # not sent yet
+        self._updating_peers: asyncio.Task[None] | None = None
+        self._paths: tuple[PathStatus, ...] = ()  # as last reported
         self._refused = ""  # why it cannot join, as it was logged
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
@@ -63,8 +66,8 @@ class WorkerLink:
         self._watching.cancel()
 
     async def close(self) -> None:
-        introducing = [] if self._introducing is None else [self._introducing]
-        await cancel_and_wait([self._watching, *introducing, *self._calls.values()])
+        updating_peers = [] if self._updating_peers is None else [self._updating_peers]
+        await cancel_and_wait([self._watching, *updating_peers, *self._calls.values()])
         await self._channel.close(None)
 
     # ---- reports
@@ -118,6 +121,9 @@ class WorkerLink:
 
     def _event_of(self, report: worker_pb2.WorkerReport, *, first: bool) -> RouterEvent:
         load = codec.decode_load(report.load)
+        if report.load.has_paths:
+            self._paths = load.paths
+        load = replace(load, paths=self._paths)
         if first:
             snapshot = report.snapshot
             if snapshot.worker_id != self.endpoint.service_id:  # another worker has taken over the port
@@ -153,11 +159,11 @@ class WorkerLink:
             raise error_from(error) from error
         return answer
 
-    def introduce(self, changes: Iterable[PeerIntroduced | PeerDismissed]) -> None:
-        """Tell the worker in the background, one call at a time, in order."""
-        self._to_meet += changes
-        if self._introducing is None:
-            self._introducing = asyncio.create_task(self._call_meet_peers())
+    def update_peers(self, changes: Iterable[PeerJoined | PeerLeft]) -> None:
+        """Call the worker in the background, one call at a time, in order."""
+        self._peer_changes += changes
+        if self._updating_peers is None:
+            self._updating_peers = asyncio.create_task(self._call_update_peers())
 
     def start_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         self._start(action.dispatch_id, self._call_prefill(action, metadata))
@@ -175,18 +181,18 @@ class WorkerLink:
         self._calls[dispatch_id] = task
         task.add_done_callback(lambda _: self._calls.pop(dispatch_id, None))
 
-    async def _call_meet_peers(self) -> None:
-        while self._to_meet:
-            changes, self._to_meet = self._to_meet, []
+    async def _call_update_peers(self) -> None:
+        while self._peer_changes:
+            changes, self._peer_changes = self._peer_changes, []
             try:
-                request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, changes))
-                await self._worker.MeetPeers(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
+                request = worker_pb2.UpdatePeersRequest(changes=map(codec.encode_change, changes))
+                await self._worker.UpdatePeers(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
-                # They connect with their first hand-off. The worker is told again when it joins again.
+                # Its peers then connect with their first hand-off.
                 logger.info("worker %s was not told of its peers: %s", self.endpoint.service_id, error_from(error))
             except Exception:
                 logger.exception("worker %s was not told of its peers", self.endpoint.service_id)
-        self._introducing = None  # not in a callback of the task: more changes may come before that runs
+        self._updating_peers = None  # not in a callback of the task: more changes may come before that runs
 
     async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
@@ -194,7 +200,7 @@ class WorkerLink:
         try:
             request = worker_pb2.PrefillRequest(
                 sequence=codec.encode_sequence(action.request),
-                transfer_id=codec.encode_transfer_id(action.transfer_id),
+                transfer_id=encode_transfer_id(action.transfer_id),
                 reader=codec.encode_agent(action.reader),
             )
             answer = await self._prefill.Prefill(request, timeout=action.timeout_s, metadata=metadata)
@@ -210,7 +216,7 @@ class WorkerLink:
             request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
             if action.source is not None:
                 transfer_id, agent = action.source
-                request.transfer_id = codec.encode_transfer_id(transfer_id)
+                request.transfer_id = encode_transfer_id(transfer_id)
                 request.source.CopyFrom(codec.encode_agent(agent))
             async for response in self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata):
                 if response.HasField("finished"):

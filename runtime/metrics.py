@@ -118,7 +118,7 @@ METRICS: dict[Metric, Description] = {
         Kind.TOTAL, "Messages that a worker dropped: late, duplicate, or of an unknown transfer", WORKER
     ),
     Metric.WORKER_CORRUPT_BLOCKS: Description(
-        Kind.TOTAL, "Blocks with a wrong digest after a read, or in the prefix cache of a worker", WORKER,
+        Kind.TOTAL, "Blocks with a wrong digest after a read", WORKER,
     ),
 }  # fmt: skip
 

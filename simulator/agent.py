@@ -1,6 +1,6 @@
 """The simulated transfer agent: performs a machine's actions on simulated memory, in virtual time.
 
-It owes the machine what kv_transfer/events.py says: a READY carries the digests that were kept, and each `StartRead`
+It owes the machine what kv_transfer/events.py says: a READY carries the blocks' digests, and each `StartRead`
 has one end, after which nothing writes into its targets. A read copies one half of its blocks in the middle of its time
 and the other half at its end, so whatever is reused meanwhile shows in what was read.
 """
@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
-from core.handoff import Abort, AbortReason, HandoffMessage, Ready, TransferId
+from core.handoff import Abort, AbortReason, HandoffMessage, Ready
 from core.paths import Lane
 from kv_transfer.events import (
     AgentAction,
-    BlocksChecked,
-    CheckBlocks,
+    ComputeDigests,
     Connect,
     Disconnect,
-    KeepDigests,
+    LogPath,
     MessageReceived,
     PathProbed,
     PeerLost,
@@ -31,7 +30,6 @@ from kv_transfer.events import (
     ReadTimedOut,
     SendMessage,
     StartRead,
-    TellPath,
 )
 from simulator.memory import Memory
 from simulator.network import Network
@@ -44,12 +42,9 @@ class ReadFaults:
     slow: float = 0.0  # probability that a read takes between half and six times its time limit
     broken: float = 0.0  # ... that a read fails
     corrupted: float = 0.0  # ... that a bit of a block flips during the read
-    spoilt: float = 0.0  # ... that one flips in a block of our cache, whenever blocks have been computed
 
 
-AgentEvents = (
-    MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | BlocksChecked | PathProbed | ProbeFailed
-)
+AgentEvents = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathProbed | ProbeFailed
 
 MEMORY_BYTES_PER_S = PROBED_BYTES_PER_S = 5e9
 
@@ -72,9 +67,7 @@ class SimulatedAgent:
         self._config = config
         self._post = post
         self._peers: set[str] = set()
-        self._kept: dict[int, int] = {}  # block -> digest
-        self._kept_content: dict[int, int] = {}  # block -> what it held then, as the pool counts it
-        self._spoilt: set[TransferId] = set()
+        self._digests: dict[int, int] = {}  # of offered blocks
 
     def join(self, world: World, network: Network, directory: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
         self._world, self._network, self._directory, self._faults = world, network, directory, faults
@@ -98,13 +91,11 @@ class SimulatedAgent:
                 self._send(peer, message)
             case StartRead():
                 self._start_read(action)
-            case KeepDigests(blocks):
-                self._keep(blocks)
-            case CheckBlocks():
-                self._check(action)
+            case ComputeDigests(blocks):
+                self._digests.update((block, self.memory.digest(block)) for block in blocks)
             case ProbePath():
                 self._probe(action)
-            case TellPath(path):
+            case LogPath(path):
                 self._world.counts[f"path {path.state.value}"] += 1
                 self._world.note(f"{self.name}: path from {path.peer} is {path}")
 
@@ -117,9 +108,7 @@ class SimulatedAgent:
         if withdrawn and self.pool.num_available < self.pool.num_blocks:
             self._world.trouble(self.name)  # a stalled prompt waits for the blocks of another sequence
         if isinstance(message, Ready) and self._config.verify_digests:
-            if message.transfer_id in self._spoilt:
-                return
-            digests = tuple(self._kept[block] for block in message.blocks.blocks)
+            digests = tuple(self._digests[block] for block in message.blocks.blocks)
             message = replace(message, blocks=replace(message.blocks, digests=digests))
         if not self._is_alive(peer):
             self._lose(peer, self._network.delay(self.name, peer))
@@ -144,33 +133,6 @@ class SimulatedAgent:
         if self.alive:
             self._world.counts[type(event).__name__] += 1
             self._post(event)
-
-    # ---- digests
-
-    def _keep(self, blocks: tuple[int, ...]) -> None:
-        self._kept.update((block, self.memory.digest(block)) for block in blocks)
-        self._kept_content.update((block, self.pool.content_of(block)) for block in blocks)
-        cached = [block for block in self._kept if self._can_be_found_spoilt(block)]
-        if cached and self._world.chance(self._faults.spoilt):
-            self._world.counts["spoilt block"] += 1
-            block = self._world.random.choice(cached)
-            slots = self.memory.copy_block(block)
-            slots[-1] ^= 1
-            self.memory.overwrite(block, slots)
-            self._world.marks.add(f"spoilt block of {self.name.partition('@')[0]}")
-
-    def _can_be_found_spoilt(self, block: int) -> bool:
-        """What changes before its digest is kept is seen by nobody."""
-        content = self.pool.content_of(block)
-        return self.pool.column_of(block) is Column.CACHED and self._kept_content[block] == content
-
-    def _check(self, check: CheckBlocks) -> None:
-        """The answer takes its time, and what is computed from the blocks meanwhile is not to get out."""
-        spoilt = tuple(pair for pair in check.blocks if self.memory.digest(pair[0]) != self._kept[pair[0]])
-        if spoilt:
-            self._spoilt.add(check.transfer_id)
-        checked = BlocksChecked(check.transfer_id, spoilt)
-        self._world.after(self._world.random.uniform(0.0, 0.05), lambda: self._report(checked))
 
     # ---- reads
 
@@ -204,7 +166,7 @@ class SimulatedAgent:
             failed = ReadFailed(read.read_id, AbortReason.READ_FAILED, "no end in time")
             world.after(duration, lambda: self._report(failed))
         else:
-            world.after(duration, lambda: self._finish_read(read, half))
+            world.after(duration, lambda: self._finish_read(read, half, duration))
 
     def _copy(self, read: StartRead, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks unless one of the two workers has died; the end of the read reports a death."""
@@ -223,7 +185,7 @@ class SimulatedAgent:
                 slots[0] ^= 1
             self.memory.overwrite(target_block, slots)
 
-    def _finish_read(self, read: StartRead, half: int) -> None:
+    def _finish_read(self, read: StartRead, half: int, seconds: float) -> None:
         if not self.alive:
             return
         if read.peer not in self._peers:
@@ -234,4 +196,5 @@ class SimulatedAgent:
         else:
             self._copy(read, read.pairs[half:])
             targets = [target for _, target in read.pairs] if self._config.verify_digests else []
-            self._report(ReadFinished(read.read_id, tuple(self.memory.digest(block) for block in targets)))
+            digests = tuple(self.memory.digest(block) for block in targets)
+            self._report(ReadFinished(read.read_id, digests, seconds))

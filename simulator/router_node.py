@@ -14,7 +14,7 @@ from typing import Any, assert_never
 from core.config import RouterConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.machine import Tick
-from core.paths import PeerDismissed, PeerIntroduced
+from core.paths import PeerJoined, PeerLeft
 from decode_worker.machine import DecodeArrived
 from prefill_worker.machine import PrefillArrived
 from router import events
@@ -112,8 +112,8 @@ class RouterNode:
                 self._world.note(f"router: decode {dispatch_id} on {worker_id}{'' if source else ', prefilled there'}")
                 self._oracle.dispatched(dispatch_id, worker_id)
                 self._call(dispatch_id, worker_id, lambda clock: DecodeArrived(request, source, clock + timeout_s))
-            case events.Introduce(worker_id, changes):
-                self._introduce(self._fleet[worker_id], changes)
+            case events.UpdatePeers(worker_id, changes):
+                self._update_peers(self._fleet[worker_id], changes)
             case events.CancelDispatch(dispatch_id):
                 for key in [key for key in self._calls if key[0] == dispatch_id]:
                     self._give_up(self._calls.pop(key))
@@ -133,8 +133,8 @@ class RouterNode:
             case _:
                 assert_never(action)
 
-    def _introduce(self, node: WorkerNode, changes: tuple[PeerIntroduced | PeerDismissed, ...]) -> None:
-        line = (f"introductions to {node.agent.name}", "")
+    def _update_peers(self, node: WorkerNode, changes: tuple[PeerJoined | PeerLeft, ...]) -> None:
+        line = (f"peer updates to {node.agent.name}", "")
         for change in changes:
             arrives_at = self._network.in_order(line, self._network.delay(ROUTER, node.spec.worker_id))
             self._world.at(arrives_at, partial(node.post, change))

@@ -113,7 +113,6 @@ def make_harsh_scenario(seed: int) -> Scenario:
             slow=0.1,
             broken=0.05,
             corrupted=0.1 if verified else 0.0,
-            spoilt=0.3 if verified else 0.0,
         ),
     )
 
@@ -170,7 +169,6 @@ def _read_faults(chance: random.Random, transfer: TransferConfig) -> ReadFaults:
         broken=chance.choice((0.0, 0.03)),
         # Without digests, no check detects a corrupt block.
         corrupted=chance.choice((0.0, 0.02, 0.1)) if transfer.verify_digests else 0.0,
-        spoilt=chance.choice((0.0, 0.0, 0.1)) if transfer.verify_digests else 0.0,
     )
 
 

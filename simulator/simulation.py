@@ -139,7 +139,6 @@ class Simulation:
             counts["failed pull"] += transfers.pulls["failed"]
             counts["cancelled pull"] += transfers.pulls["cancelled"]
             counts["digest mismatch"] += transfers.num_digest_mismatches
-            counts["spoilt block found"] += transfers.num_spoilt_blocks
             counts["READY repeated"] += transfers.num_ready_repeated
             counts["preemption"] += node.machine.core.scheduler.num_preemptions
             for why, count in transfers.dropped.items():

@@ -16,7 +16,7 @@ import functools
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -84,7 +84,7 @@ def _counted(value: Any) -> Any:
     return value
 
 
-def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
+def _metered(function: Any) -> Callable[..., Any]:
     @functools.wraps(function)  # with the marks by which jinja knows what to pass
     def run(*args: Any, **kwargs: Any) -> Any:
         return _counted(function(*args, **kwargs))
@@ -148,7 +148,7 @@ class _Metering(NodeTransformer):
         return node
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -175,7 +175,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         parsed: nodes.Template = _Metering().visit(self.parse(source))
         return parsed
 
-    def concat(self, parts: Sequence[str]) -> str:  # of macros and block assignments
+    def concat(self, parts: Iterable[str]) -> str:  # of macros and block assignments
         return str(_counted(_joined(parts)))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -197,4 +197,4 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and name in ("replace", "join"):
             bounded = functools.partial(_replaced, owner) if name == "replace" else lambda parts: _joined(parts, owner)
             return _counted(bounded(*args, **kwargs))
-        return _counted(super().call(__context, __obj, *args, **kwargs))
+        return _counted(super().call(__context, __obj, *args, **kwargs))  # type: ignore[no-untyped-call]

@@ -124,7 +124,7 @@ class WorkerCore:
             transfer_seconds=counters.read_seconds,
             num_expired_leases=counters.offers[OwnerState.EXPIRED.value],
             num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
-            num_corrupt_blocks=counters.num_digest_mismatches + counters.num_spoilt_blocks,
+            num_corrupt_blocks=counters.num_digest_mismatches,
             paths=transfers.paths,
         )
 

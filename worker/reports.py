@@ -14,7 +14,7 @@ import grpc.aio
 
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
-from core.paths import PeerDismissed, PeerIntroduced
+from core.paths import PeerJoined, PeerLeft
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import abort
 
@@ -25,24 +25,24 @@ MAX_HOLDERS = 1024  # in one answer to DescribeLedger
 class ReportFeed(worker_pb2_grpc.WorkerServicer):
     """The `tandem.v1.Worker` service.
 
-    `snapshot()` describes the worker and its whole cache; `changes()` the load and the block events since its last
-    call; `holders()` everyone who holds a block; `meet(news)` takes one piece of news of the fleet. All are called on
-    the loop's thread.
+    `snapshot()` describes the worker, its whole cache and its load; `changes()` the load and the block events since its
+    last call; `holders()` lists the holders of blocks; `update_peer(change)` takes a peer that joined or left. All are
+    called on the loop's thread.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        snapshot: Callable[[], worker_pb2.WorkerSnapshot],
+        snapshot: Callable[[], worker_pb2.WorkerReport],
         changes: Callable[[], worker_pb2.WorkerReport],
         holders: Callable[[], worker_pb2.DescribeLedgerResponse],
-        meet: Callable[[PeerIntroduced | PeerDismissed], None],
+        update_peer: Callable[[PeerJoined | PeerLeft], None],
     ) -> None:
         self._config = config
         self._snapshot = snapshot
         self._changes = changes
         self._holders = holders
-        self._meet = meet
+        self._update_peer = update_peer
         self._subscribers: set[asyncio.Queue[worker_pb2.WorkerReport | None]] = set()
         self._changed = asyncio.Event()
         self._closed = False
@@ -88,7 +88,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         queue: asyncio.Queue[worker_pb2.WorkerReport | None] = asyncio.Queue(MAX_REPORTS_BEHIND + 1)
         # Changes before this moment are in the snapshot; send them to the others before it is taken.
         self._publish()
-        first = worker_pb2.WorkerReport(snapshot=self._snapshot(), load=self._changes().load)
+        first = self._snapshot()
         self._subscribers.add(queue)
         try:
             await context.write(first)
@@ -111,12 +111,12 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         del response.holders[limit:]
         return response
 
-    async def MeetPeers(
-        self, request: worker_pb2.MeetPeersRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.MeetPeersResponse:
+    async def UpdatePeers(
+        self, request: worker_pb2.UpdatePeersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.UpdatePeersResponse:
         try:
             for change in request.changes:
-                self._meet(codec.decode_change(change))
+                self._update_peer(codec.decode_change(change))
         except TandemError as error:
             await abort(context, error)
-        return worker_pb2.MeetPeersResponse()
+        return worker_pb2.UpdatePeersResponse()

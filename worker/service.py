@@ -20,6 +20,7 @@ from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.ledger import Claim, count_once
 from core.lifecycle import ServiceRole
+from core.paths import PathStatus
 from core.service import Endpoint
 from core.step import StepOutput
 from core.worker_load import WorkerLoad
@@ -118,6 +119,7 @@ class WorkerService:
         self._step_started_at = 0.0  # of the step in flight, or the last one
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._reported_paths: tuple[PathStatus, ...] = ()
 
     async def start(self) -> Endpoint:
         self._loop = asyncio.get_running_loop()
@@ -237,24 +239,29 @@ class WorkerService:
 
     # ---- reporting
 
-    def _snapshot(self) -> worker_pb2.WorkerSnapshot:
+    def _snapshot(self) -> worker_pb2.WorkerReport:
         parts = self._parts
         assert parts is not None
-        return worker_pb2.WorkerSnapshot(
+        snapshot = worker_pb2.WorkerSnapshot(
             worker_id=parts.worker_id,
             role=codec.ROLE_TO_WIRE[self._role],
             agent=codec.encode_agent(parts.agent.address),
             cached_blocks=parts.machine.core.pool.known_hashes(),
         )
+        return worker_pb2.WorkerReport(snapshot=snapshot, load=codec.encode_load(self._load()))
 
     def _changes(self) -> worker_pb2.WorkerReport:
         assert self._parts is not None
-        machine = self._parts.machine
-        load = replace(machine.load(), num_malformed_messages=self._parts.agent.num_malformed)
+        load, events = self._load(), self._parts.machine.core.pool.drain_events()
+        with_paths, self._reported_paths = load.paths != self._reported_paths, load.paths
         return worker_pb2.WorkerReport(
-            load=codec.encode_load(load),
-            block_events=[_encode_block_event(event) for event in machine.core.pool.drain_events()],
+            load=codec.encode_load(load, with_paths=with_paths),
+            block_events=[_encode_block_event(event) for event in events],
         )
+
+    def _load(self) -> WorkerLoad:
+        assert self._parts is not None
+        return replace(self._parts.machine.load(), num_malformed_messages=self._parts.agent.num_malformed)
 
     def _holders(self) -> worker_pb2.DescribeLedgerResponse:
         assert self._parts is not None

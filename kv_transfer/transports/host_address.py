@@ -1,4 +1,4 @@
-"""Where a listener can be reached: a host may have several addresses, and not each is good for every peer."""
+"""The address at which a peer reaches our listener: a host may have several, and not every peer can reach each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def machine_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostAddresses:
-    host: str  # the same for two processes exactly if they share one network: loopback works between them
+    host: str  # equal for two processes exactly if loopback works between them
     networks: tuple[str, ...]  # address/prefix of each interface that is up, without loopback
 
     @classmethod
     def of_this_process(cls) -> HostAddresses:
         up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-        # Where UCX is told which devices to use, a connection at another one's address would be carried by none.
+        # UCX carries no connection at the address of a device that UCX_NET_DEVICES leaves out.
         up = up & set(os.environ.get("UCX_NET_DEVICES", "").split(",")) or up
         networks = [
             f"{address.address}/{address.netmask}"
@@ -59,17 +59,17 @@ class HostAddresses:
 
 
 def pick_address(ours: HostAddresses, theirs: HostAddresses) -> str:
-    """The peer's address to connect to: loopback, else one in a network of ours, else its first.
+    """The peer's address to connect to: loopback, else one in a network of ours, else the peer's first.
 
-    Raises `TransportError` where it has none.
+    Raises `TransportError` where there is none.
     """
     if ours.host == theirs.host:
         return LOOPBACK
     here = [ipaddress.ip_interface(network) for network in ours.networks]
-    # An address that we have as well is not the peer's alone: every host has the same one for its containers.
+    # An address that both hosts have, such as that of a container bridge, does not lead to the peer.
     there = [ipaddress.ip_interface(network) for network in theirs.networks]
     there = [address for address in there if address.ip not in {own.ip for own in here}]
     if not there:
-        raise TransportError("the peer has no address that is not ours, too")
+        raise TransportError("the peer has no address of its own")
     near = [address for address in there if any(address.ip in own.network for own in here)]
     return str((near or there)[0].ip)

@@ -1,13 +1,13 @@
 """A transport inside one process, with faults on demand.
 
-A `MemoryFabric` joins the transports of one test. Its faults are explicit and counted in `faults_done`, so a test can
-prove that the fault it asked for took place:
+A `MemoryFabric` connects the transports of one test. Its faults are explicit and counted in `faults_done`, so a test
+proves that its fault took effect:
 
     fabric.fate = lambda sender, receiver, payload: ()        # drop; (0, 0) doubles; (3,) delays by 3 polls
     fabric.fail_operation(5, TransportError("..."))           # the 5th connect, read or notification from now on raises
     fabric.flip_byte_in_read(2)                               # the 2nd read from now on delivers one wrong bit
     fabric.stall_reads = True                                 # reads start and do not end
-    fabric.inject("a", "b", payload)                          # b hears it from a, though a did not send it now
+    fabric.inject("a", "b", payload)                          # b receives it as a notification from a
     fabric.kill("name")                                       # as if its process had died
 """
 
@@ -31,7 +31,7 @@ def _arrives(_sender: str, _receiver: str, _payload: bytes) -> Sequence[int]:
 
 
 class MemoryFabric:
-    """Joins transports of one process. Agents run on threads of their own, so its lock makes each operation atomic."""
+    """Connects transports of one process. Agents run on their own threads; a lock makes each operation atomic."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -58,7 +58,7 @@ class MemoryFabric:
             self.faults_done["kill"] += 1
 
     def inject(self, sender: str, receiver: str, payload: bytes) -> None:
-        """A notification that arrives though nobody sends it now: a late, repeated or forged one."""
+        """Deliver a late, repeated or forged notification."""
         with self.lock:
             self.transports[receiver]._inbox.append(_Letter(0, sender, payload))
             self.faults_done["inject"] += 1
@@ -150,9 +150,9 @@ class MemoryTransport:
         assert self._pool is not None
         return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         assert handle in self._reads
-        return False  # all of it happens in `poll`
+        return False  # reads end in `poll`
 
     def cancel(self, handle: int) -> None:
         if handle in self._reads:
@@ -188,7 +188,7 @@ class MemoryTransport:
         return self.fabric.reach(peer)
 
     def _end(self, handle: int) -> TransportEvent | None:
-        """The copy itself happens here, in one piece; a read that stalls or breaks copies nothing."""
+        """Copies all runs at once; a read that stalls or breaks copies nothing."""
         read = self._reads[handle]
         source = self.fabric.transports.get(read.peer)
         if source is None and read.broken is None:

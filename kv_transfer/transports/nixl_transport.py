@@ -1,14 +1,15 @@
 """Reads over UCX by nixl: RDMA, shared memory, cuda_ipc or TCP, whichever UCX finds.
 
-- UCX runs in error mode `peer`: the death of a peer is an exception within milliseconds, and never an abort of ours.
-- No progress thread: it would take a core for itself. The caller's `poll` drives everything, on both sides.
-- Without that thread nixl locks nothing, so two threads inside it crash the process. One thread owns a transport.
+- UCX runs in error mode `peer`: the death of a peer raises an exception within milliseconds and never aborts our
+  process.
+- There is no progress thread, which would take a core. The caller's `poll` drives everything, on both sides.
+- Without that thread nixl takes no locks, so two threads inside nixl crash the process. One thread owns a transport.
 - Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
-  indices; nixl merges those that follow each other on both sides. Any other read brings descriptors of its own.
+  indices; nixl merges indices that are adjacent on both sides. Any other read makes its own descriptors.
 - Over shared memory a read copies before its start returns, so the caller bounds its size.
-- Neither nixl nor UCX can take back a read that is under way. Released, and even with its peer removed, it writes when
-  the bytes come at last (seen over TCP, from a process that had stood still). So a transfer is released, and a peer
-  removed, only once nixl says that it is done or broken; until then a cancelled read goes on.
+- Neither nixl nor UCX can withdraw a read in flight. Released, and even with its peer removed, the read writes when the
+  bytes arrive (seen over TCP, from a process that had been stopped). So a transfer is released, and a peer removed,
+  only once nixl reports it done or broken; until then a cancelled read goes on.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from kv_transfer.plan import Runs
 from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
-# Over shared memory one call of the system copies up to so much; UCX's 512 KB cost blocks of 2 MiB 8 % of their speed.
-# UCX_CMA_SEG_SIZE in the environment wins.
+# The most that one system call copies over shared memory; UCX's default of 512 KB costs 8 % of the speed of 2 MiB
+# blocks. UCX_CMA_SEG_SIZE in the environment overrides this.
 UCX_OPTIONS = "CMA_SEG_SIZE=64m"
-CLOSE_TIMEOUT_S = 0.5  # for reads under way
+CLOSE_TIMEOUT_S = 0.5  # for reads in flight
 
 _raise_exceptions = logging.raiseExceptions
 import nixl_cu12._bindings as _bindings  # noqa: E402
@@ -56,14 +57,14 @@ def _errors_mapped(doing: str) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Peer:
     address: AgentAddress
-    blocks: Any  # prepared descriptors of its blocks; None where its blocks are not as large as ours
+    blocks: Any  # prepared descriptors of the peer's blocks; None where they are not as large as ours
 
 
 @dataclass(slots=True)
 class _Read:
     peer: str
     transfer: Any
-    done: bool = False  # when it was started already
+    done: bool = False  # at its start
     broken: TransportError | None = None  # set by cancel and disconnect, too
 
 
@@ -100,7 +101,7 @@ class NixlTransport:
     def connect(self, peer: AgentAddress) -> None:
         assert self._pool is not None
         leaving = self._leaving.pop(peer.name, None)
-        if leaving is not None:  # the name holds the incarnation: it is the same peer
+        if leaving is not None:  # the name holds the incarnation, so this is the same peer
             self._peers[peer.name] = leaving
             return
         with _errors_mapped(f"connect to {peer.name}"):
@@ -140,7 +141,7 @@ class NixlTransport:
                 peer, self._agent.make_prepped_xfer("READ", self._blocks, targets, known.blocks, sources)
             )
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]
         if not read.done or read.broken is not None or not _release(read):
             return False
@@ -179,7 +180,7 @@ class NixlTransport:
         while self._reads and time.monotonic() < give_up_at:
             self.poll()
         if self._reads:
-            raise TransportError("a read does not end")
+            raise TransportError(f"a read did not end within {CLOSE_TIMEOUT_S} s")
         with _errors_mapped("close"):
             if self._blocks is not None:
                 self._blocks.release()
@@ -193,8 +194,8 @@ class NixlTransport:
         try:
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except UnicodeDecodeError:
-            # A name that is no text; nixl has dropped all that arrived with it. Something that is no message stands for
-            # it, and is counted as that; the protocol repeats what was lost.
+            # A peer's name is not UTF-8, and nixl has dropped all notifications that arrived with it. An empty
+            # notification stands for them and is counted as malformed; the protocol repeats lost messages.
             return {"": [b""]}
         return arrived
 
@@ -222,7 +223,7 @@ class NixlTransport:
         return handle
 
     def _has_ended(self, read: _Read) -> bool:
-        """Whether nothing of it is in flight any more; then it is released."""
+        """Whether nothing of the read is in flight any more; then it is released."""
         try:
             state = self._agent.check_xfer_state(read.transfer)
         except _bindings.nixlRemoteDisconnectError:
@@ -236,7 +237,7 @@ class NixlTransport:
         return _release(read)
 
     def _remove_left(self) -> None:
-        """Forget disconnected peers from whom nothing can arrive any more."""
+        """Forget disconnected peers without reads in flight."""
         for name in self._leaving.keys() - {read.peer for read in self._reads.values()}:
             known = self._leaving.pop(name)
             with _errors_mapped(f"disconnect from {name}"):
@@ -246,7 +247,7 @@ class NixlTransport:
 
 
 def _release(read: _Read) -> bool:
-    """Of a read that has ended. Where nixl refuses, the next poll tries again."""
+    """Release a read that has ended. Where nixl refuses, the next poll tries again."""
     try:
         read.transfer.release()
     except _NIXL_ERRORS:

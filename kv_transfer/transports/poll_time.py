@@ -1,7 +1,7 @@
-"""Whether a poll of UCX moved anything, told by how long it took.
+"""Whether a poll of UCX moved bytes, judged by its duration.
 
-Where our core copies for a peer that reads from us (over TCP, or through buffers in shared memory), UCX does not count
-it. An empty poll is short, unless the last one is so long ago that UCX has left the caches.
+UCX does not report the copies that our core makes for a peer that reads from us (over TCP, or through buffers in shared
+memory). An empty poll is short, unless the last poll is so long ago that UCX's code has left the CPU's caches.
 """
 
 from __future__ import annotations

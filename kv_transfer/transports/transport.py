@@ -1,12 +1,12 @@
-"""What every transport does: one-sided reads from a peer's pool, and small notifications.
+"""The interface of a transport: one-sided reads from a peer's pool, and small notifications.
 
-All calls come from one thread, the owner of the transport. Nothing blocks for longer than one read takes. The laws,
-which tests/integration/test_transports.py holds every transport to:
+All calls come from one thread, the owner of the transport. No call blocks for longer than one read takes. The laws,
+which tests/integration/test_transports.py checks for every transport:
 
-  - each handle of a read comes back exactly once, from `take_ended` or, done or broken, from `poll`, also after
-    `cancel`, and also after `disconnect` of its peer; from then on nothing writes into the target;
-  - a call that cannot be carried out raises `PeerDisconnected` where the peer is gone, else `TransportError`;
-  - the owner of the memory takes no part in a read, but both sides must `poll` for anything to get on.
+  - each read ends exactly once, by `try_complete` or by an event of `poll`, also after `cancel` and after `disconnect`
+    of its peer; from then on nothing writes into the target;
+  - a call that fails raises `PeerDisconnected` where the peer is gone, else `TransportError`;
+  - the owner of the memory takes no part in a read, but both sides must `poll` for a read to progress.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kv_transfer.plan import Runs
 class PoolMemory:
     """A pool in memory: allocated once, touched once, never moved.
 
-    `view` covers all its bytes where the host can read them, and is None for device memory (then digests are off).
-    Behind the last block may be some bytes of no content, for measuring: peers read ours, and we read theirs into ours.
+    `view` covers all its bytes in host memory, and is None for device memory (then digests are off). Bytes behind the
+    last block hold no KV: probes read a peer's into ours.
     """
 
     address: int  # of block 0
@@ -72,16 +72,16 @@ TransportEvent = ReadDone | ReadBroken | Notification
 
 class Transport(Protocol):
     name: str  # the agent's name, unique among all agents
-    busy: bool  # whether the last poll moved anything, so that the next one should come at once
+    busy: bool  # whether the last poll moved anything, so that the next poll should follow at once
 
     def register(self, pool: PoolMemory) -> None:
-        """Make our pool readable by peers and a target of our reads. Once, before anything else."""
+        """Make our pool readable for peers and a target of our reads. Called once, before all other calls."""
 
     def metadata(self) -> bytes:
-        """What a peer's `connect` needs; goes into our AgentAddress."""
+        """For a peer's `connect`; goes into our AgentAddress."""
 
     def connect(self, peer: AgentAddress) -> None:
-        """Get ready to read from and notify `peer`. It may be found to be gone only by the first use."""
+        """Prepare to read from and notify `peer`. The first use may find that the peer is gone."""
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer, connected or not. Reads from it break."""
@@ -90,19 +90,19 @@ class Transport(Protocol):
         """Copy runs of bytes from the peer's pool to ours. Returns a handle."""
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
-        """The same for whole blocks, where they are as large in both pools. Neighbours on both sides move as one."""
+        """`start_read` of whole blocks, equally large in both pools. Neighbours on both sides move as one run."""
 
-    def take_ended(self, handle: int) -> bool:
-        """Whether a read has ended well before `start_read` returned; then `poll` says nothing of it."""
+    def try_complete(self, handle: int) -> bool:
+        """Whether the read completed before `start_read` returned; then `poll` does not report it."""
 
     def cancel(self, handle: int) -> None:
         """Break a read that has not ended."""
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Send a small message, to arrive in order and once while the connection lives."""
+        """Send a small message. While the connection lives, messages arrive once and in order."""
 
     def poll(self) -> list[TransportEvent]:
-        """What happened since the last call; never waits."""
+        """Events since the last call; never waits."""
 
     def close(self) -> None:
-        """End everything; the memory is no longer registered."""
+        """End all reads and connections, and deregister the memory."""

@@ -1,7 +1,7 @@
 """One-sided reads on the handles of a ucxx context, worker and endpoint: ucp_mem_map and ucp_get, by ctypes.
 
-ucxx has no remote memory access in Python, but its handles are plain UCP pointers and libucp is in the process. The
-structures below are those of UCX 1.x (ucp/api/ucp.h); fields behind those that the masks name may grow.
+ucxx has no remote memory access in Python, but its handles are plain UCP pointers, and libucp is loaded. The structures
+below are those of UCX 1.x (ucp/api/ucp.h), up to the last field that a mask names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _RequestParams(ctypes.Structure):
 
 
 def _load() -> ctypes.CDLL:
-    """libucp as ucxx has loaded it. Its calls release the interpreter's lock: a get may copy before it returns."""
+    """The libucp that ucxx has loaded. Its calls release the interpreter's lock: a get may copy before it returns."""
     library = ctypes.CDLL("libucp.so.0")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     for name, result, arguments in (
@@ -68,7 +68,7 @@ def _load() -> ctypes.CDLL:
 
 
 def failure(status: int, doing: str) -> TransportError:
-    """The error that a status below 0 stands for."""
+    """The error for a status below 0."""
     if status in _GONE:
         return PeerDisconnected(f"{doing}: {_GONE[status]}")
     return TransportError(f"{doing}: UCX status {status}")
@@ -97,7 +97,7 @@ class UcpMemory:
         self._get_params = _RequestParams(op_attr_mask=_ATTR_MEMH, memh=self._memory)
 
     def packed_key(self) -> bytes:
-        """What a peer's `unpack` needs."""
+        """The key for a peer's `unpack`."""
         buffer, size = ctypes.c_void_p(), ctypes.c_size_t()
         status = self._ucp.ucp_rkey_pack(self._context, self._memory, ctypes.byref(buffer), ctypes.byref(size))
         self._check(status, "pack the pool's key")
@@ -107,7 +107,7 @@ class UcpMemory:
         return key
 
     def unpack(self, endpoint: int, packed: bytes) -> RemoteKey:
-        """Only once the endpoint is connected: which lanes it can read over is not known before."""
+        """Call it only once the endpoint is connected: before, its lanes are not known."""
         handle = ctypes.c_void_p()
         self._check(self._ucp.ucp_ep_rkey_unpack(endpoint, packed, ctypes.byref(handle)), "unpack the peer's key")
         assert handle.value is not None
@@ -117,9 +117,9 @@ class UcpMemory:
         self._ucp.ucp_rkey_destroy(key.handle)
 
     def get(self, key: RemoteKey, runs: deque[tuple[int, int, int]], requests: deque[int], most: int) -> None:
-        """Start to read runs (the peer's address, ours, bytes) while no more than `most` requests are under way.
+        """Start to read runs (the peer's address, ours, bytes) while fewer than `most` requests are in flight.
 
-        Takes the runs from the left, and appends a request for each that has not ended already.
+        Takes runs from the left, and appends a request for each read that has not ended at once.
         """
         start, params = self._ucp.ucp_get_nbx, ctypes.byref(self._get_params)
         endpoint, handle = key.endpoint, key.handle
@@ -132,9 +132,9 @@ class UcpMemory:
                 raise failure(pointer, "read")
 
     def forget_ended(self, requests: deque[int]) -> int:
-        """Take those that have ended from the left, up to one that has failed: its status. 0 where none has.
+        """Remove ended requests from the left, up to one that has failed. Returns its status, 0 where none has failed.
 
-        Only the oldest is asked for: they end about in their order, and all have to.
+        Only the oldest request is checked: requests end about in order, and all must end.
         """
         check, free = self._ucp.ucp_request_check_status, self._ucp.ucp_request_free
         while requests and (status := check(requests[0])) != _IN_PROGRESS:

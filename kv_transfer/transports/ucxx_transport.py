@@ -1,13 +1,13 @@
 """Reads over UCX by ucxx, for sites that bring their own UCX.
 
-- One connection to each peer, made at its listener: only such endpoints report the death of a peer at once. UCX keeps
-  shared memory for them only if told that these transports can tell of errors (OPTIONS).
-- The first message on a connection says whose it is. Until it has left, reads wait: before that, UCX does not know
-  which lanes the connection has, and so not what the peer's key is good for.
-- Each connection has a random tag, so what is left of an old one cannot pass for news.
-- A read is a ucp_get into the registered pool for each run. Over shared memory it has copied before its start returns;
-  over TCP the peer's CPU has to help, so both sides must poll.
-- No thread, no request that waits for what may never come: `poll` probes for notifications and then takes them.
+- One connection to each peer, made at the peer's listener: only such endpoints report the death of a peer at once. UCX
+  uses shared memory for them only where OPTIONS say that these transports can report errors.
+- The first message on a connection names its sender. Reads wait until that message has left: before, UCX does not know
+  the lanes of the connection, which the peer's key needs.
+- Each connection has a random tag, so messages of an old connection do not match.
+- A read is one ucp_get into the registered pool for each run. Over shared memory ucp_get copies before it returns; over
+  TCP the peer's CPU takes part, so both sides must poll.
+- There is no thread and no posted receive: `poll` probes for notifications and then receives them.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from ucxx._lib.arr import Array  # noqa: E402
 from ucxx.types import Tag, TagMask  # noqa: E402
 
 for _name in os.environ.keys() - _environment.keys():
-    del os.environ[_name]  # importing ucxx sets options for every UCX of the process; ours are in OPTIONS
+    del os.environ[_name]  # ucxx sets options for every UCX of the process when it is imported; ours are in OPTIONS
 
 from kv_transfer.transports.ucp_memory import RemoteKey, UcpMemory, failure  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 OPTIONS = {
-    # Shared memory tells of errors, and so serves connections that report the death of a peer.
+    # Shared memory reports errors, so UCX may use it for connections that report the death of a peer.
     "POSIX_ERROR_HANDLING": "y",
     "SYSV_ERROR_HANDLING": "y",
-    # The kernel's copy from process to process cannot tell of them while a message waits for its receiver to fetch it,
-    # so UCX offers it to such connections only where no message may be sent so. Ours are small.
+    # The kernel's copy between processes reports no errors during a rendezvous, so UCX uses it for such connections
+    # only where no message may be sent by rendezvous. Our messages are small.
     "RNDV_THRESH": "inf",
-    "CMA_SEG_SIZE": "64m",  # by that copy, in one call; UCX's 512 KB cost blocks of 2 MiB 8 % of their speed
-    "CMA_TX_QUOTA": "64",  # copies in a row: the Python between two of them would find the caches emptied
+    "CMA_SEG_SIZE": "64m",  # of one such copy; UCX's default of 512 KB costs 8 % of the speed of 2 MiB blocks
+    "CMA_TX_QUOTA": "64",  # copies in a row: Python code between two copies would run with cold caches
 }
 MAX_GETS_IN_FLIGHT = 64  # per read; a run is one get
-MAX_CONNECTIONS = 1024  # that others have made to us
-MAX_STEPS = 16  # of progress in a row: while bytes keep coming over TCP there would be no end
+MAX_CONNECTIONS = 1024  # from peers to us
+MAX_STEPS = 16  # of progress in a row: while bytes arrive over TCP, progress would not end
 CONNECT_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 0.5  # a cancelled read that has not ended by then takes its connection with it
 CLOSE_TIMEOUT_S = 0.5  # for the last notifications to leave
-# UCX 1.21 crashes where a listener goes while somebody connects to it, so one stays until the process ends.
+# UCX 1.21 crashes where a listener is freed while a peer connects, so listeners stay until the process ends.
 _closed: list[tuple[Any, Any, Any]] = []
 _HELLO, _NOTIFICATION = b"h", b"n"  # the first byte of a message
 
@@ -78,7 +78,7 @@ def _errors_mapped(doing: str) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A connection that we have made."""
+    """A connection from us to a peer."""
 
     address: AgentAddress
     endpoint: Any
@@ -86,7 +86,7 @@ class _Peer:
     packed_key: bytes
     pool_bytes: int
     connect_by: float
-    # Requests and their bytes, which UCX may still need, oldest first; the first of all is the hello.
+    # Requests and their bytes, which UCX may still read, oldest first; the very first is the hello.
     sends: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)
     key: RemoteKey | None = None  # None until connected
     gone: str = ""  # why
@@ -98,15 +98,15 @@ class _Read:
     runs: deque[tuple[int, int, int]]  # not started yet: source, target, length
     gets: deque[int] = field(default_factory=deque)  # requests in flight, oldest first
     broken: TransportError | None = None
-    end_by: float = math.inf  # of a cancelled one
+    end_by: float = math.inf  # of a cancelled read
 
 
 @dataclass(slots=True)
 class _Sender:
-    """A connection made to us, known by its tag."""
+    """A connection from a peer to us, known by its tag."""
 
-    name: str = ""  # until its hello has come
-    receives: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)  # in the order of their arrival
+    name: str = ""  # known once its hello has come
+    receives: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)  # oldest first
 
 
 class UcxxTransport:
@@ -121,7 +121,7 @@ class UcxxTransport:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._next_handle = 0
-        self._requests: deque[int] = deque()  # to connect to us, from the listener
+        self._requests: deque[int] = deque()  # connection requests from the listener
         self._accepted: list[Any] = []  # endpoints; dropping one closes it
         self._senders: OrderedDict[int, _Sender] = OrderedDict()  # by tag, oldest first
         with _errors_mapped("start ucxx"):
@@ -176,7 +176,7 @@ class UcxxTransport:
         assert self._pool is not None
         return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]
         if not self._has_ended(read) or read.broken is not None:
             return False
@@ -216,7 +216,7 @@ class UcxxTransport:
         while self._reads and time.monotonic() < give_up_at + CLOSE_TIMEOUT_S:
             self.poll()
         if self._reads:
-            raise TransportError("a read could not be cancelled")
+            raise TransportError(f"a cancelled read did not end within {CLOSE_TIMEOUT_S} s")
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -226,7 +226,7 @@ class UcxxTransport:
     # ---- connections
 
     def _accept(self) -> None:
-        """Take who asks to be connected, and let those go that are gone."""
+        """Accept connection requests, and close connections of peers that are gone."""
         for endpoint in [endpoint for endpoint in self._accepted if not endpoint.alive]:
             endpoint.close_blocking()
             self._accepted.remove(endpoint)
@@ -260,7 +260,7 @@ class UcxxTransport:
             peer.sends.append((peer.endpoint.tag_send(Array(data), Tag(peer.tag)), data))
 
     def _look_after(self, peer: _Peer) -> None:
-        """Take note of what was sent, of the end of connecting, and of the end of the connection."""
+        """Complete sends, finish connecting, and notice a broken connection."""
         try:
             while peer.sends and peer.sends[0][0].completed:
                 peer.sends.popleft()[0].check_error()
@@ -276,7 +276,7 @@ class UcxxTransport:
             self._hang_up(peer, f"no connection within {self._connect_timeout_s} s")
 
     def _hang_up(self, peer: _Peer, why: str) -> None:
-        """Nothing of it writes into our pool from here on."""
+        """Close the connection. From here on none of its reads writes into our pool."""
         peer.gone = peer.gone or why
         for read in self._reads.values():
             if read.peer is peer:
@@ -292,7 +292,7 @@ class UcxxTransport:
     # ---- reads
 
     def _progress(self, until_ended: _Read | None = None) -> bool:
-        """Whether UCX did anything. Over shared memory it copies here. What it raises is the end of the transport."""
+        """Whether UCX progressed. Over shared memory it copies here. An error of UCX ends the transport."""
         for step in range(MAX_STEPS):
             if not self._worker.progress_once():
                 return step > 0
@@ -309,7 +309,7 @@ class UcxxTransport:
             self._break(read, error)
 
     def _has_ended(self, read: _Read) -> bool:
-        """Nothing of it is in flight, and nothing is left to start."""
+        """Whether none of its runs is in flight or left to start."""
         assert self._memory is not None
         while status := self._memory.forget_ended(read.gets):
             self._break(read, failure(status, f"read from {read.peer.address.name}"))

@@ -85,7 +85,7 @@ async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
     finding = await doctor.transport(TransferConfig(transport=transport, slow_path_share=1e-6))
     assert finding.health is health, finding.text
     assert ("fallback: TCP, " if lanes else "fine: shared memory, ") in finding.text
-    assert bool(finding.mend) == bool(lanes)
+    assert bool(finding.fix) == bool(lanes)
 
 
 async def test_the_doctor_lists_the_paths_of_a_router_that_serves() -> None:

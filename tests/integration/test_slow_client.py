@@ -29,19 +29,19 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(monke
     async with deploy(tiny_config(default_timeout_s=TIMEOUT_S, max_in_flight_per_worker=32)) as deployment:
         # 16 choices of 500 tokens with 20 log-probabilities each: some megabytes, more than the connection holds.
         call = deployment.inference.Generate(make_request(text="speak on", max_tokens=500, n=16, logprobs=20))
-        assert await call.read() is not grpc.aio.EOF
+        assert await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]
         async with asyncio.timeout(PATIENCE_S):
             await ended.wait()
         shell = deployment.router._shell
         assert shell is not None
         assert shell.num_open == 0
         assert shell.machine.num_in_flight == shell.machine.num_queued == 0
-        await deployment.assert_pools_settle()
+        await deployment.settle()
         with pytest.raises(grpc.aio.AioRpcError, match="the client did not read"):
             await _read_to_the_end(call)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def _read_to_the_end(call: grpc.aio.UnaryStreamCall) -> None:  # type: ignore[type-arg]
-    while await call.read() is not grpc.aio.EOF:
+    while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
         pass

@@ -162,37 +162,6 @@ def test_threads_that_copy_and_hash_give_way_to_all_others(hand_off: HandOff) ->
     assert niceness == {"transfer": {NICENESS}, "digests": {NICENESS}, "MainThread": {0}}
 
 
-def test_a_bit_flipped_on_the_way_is_read_again(fabric: MemoryFabric, hand_off: HandOff) -> None:
-    fabric.flip_byte_in_read(2)
-    hand_off.run()
-    assert fabric.faults_done["flip"] == 1
-    assert hand_off.assert_completed().stats.num_blocks_reread == 1
-
-
-def test_lost_and_doubled_notifications_are_made_good(fabric: MemoryFabric, opener: Opener) -> None:
-    seen: list[bytes] = []
-
-    def fate(_sender: str, _receiver: str, payload: bytes) -> tuple[int, ...]:
-        seen.append(payload)
-        return {0: (), 2: (0, 0), 3: ()}.get(len(seen) - 1, (0,))
-
-    fabric.fate = fate
-    hand_off = HandOff(opener, config=replace(CONFIG, lease_s=0.6))
-    hand_off.run()
-    assert fabric.faults_done["fate"] == 3
-    hand_off.assert_completed()
-    hand_off.close()
-
-
-def test_a_read_without_end_times_out(fabric: MemoryFabric, hand_off: HandOff) -> None:
-    fabric.stall_reads = True
-    hand_off.run()
-    assert fabric.faults_done["stall"] > 0
-    result = hand_off.assert_failed(AbortReason.READ_FAILED)
-    assert "no end after" in result.detail
-    assert not hand_off.puller.bytes.any()
-
-
 def test_a_dead_owner_fails_the_pull(fabric: MemoryFabric, hand_off: HandOff) -> None:
     fabric.stall_reads = True
     hand_off.begin()

@@ -94,7 +94,7 @@ def test_over_shared_memory_a_read_has_copied_when_its_start_returns(owner: Owne
     """What makes hashing a slice cheap: without it each slice would wait for a poll."""
     transport, array = reader_of(owner)
     for block in range(8, 40):
-        assert transport.take_ended(transport.start_block_read(owner.address.name, (block,), (block,)))
+        assert transport.try_complete(transport.start_block_read(owner.address.name, (block,), (block,)))
         assert (array[block] == known_bytes(block)).all()
     transport.close()
 
@@ -110,7 +110,7 @@ def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None
 
 
 @pytest.mark.parametrize("owner", ["ucxx"], indirect=True)  # nixl knows what was registered, and refuses
-@pytest.mark.parametrize("steps_in_start", [16, 0])  # 0: it is `take_ended` that sees first how the read went
+@pytest.mark.parametrize("steps_in_start", [16, 0])  # 0: it is `try_complete` that sees first how the read went
 def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(
     owner: OwnerProcess, steps_in_start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(
     monkeypatch.setattr(ucxx_transport, "MAX_STEPS", steps_in_start)
     handle = transport.start_block_read(owner.address.name, [1 << 29], [0])
     transport._worker.progress()  # type: ignore[attr-defined]
-    assert not transport.take_ended(handle)
+    assert not transport.try_complete(handle)
     event = wait_for_end(transport)
     assert isinstance(event, ReadBroken)
     assert event.handle == handle

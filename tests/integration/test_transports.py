@@ -77,7 +77,7 @@ class TestContract:
         ends.read(blocks([(0, 0)]))  # connects
         for block in range(1, 32):
             handle = ends.b.start_read("a", blocks([(block, block)]))
-            if ends.b.take_ended(handle):
+            if ends.b.try_complete(handle):
                 assert (ends.bytes_b[block] == known_bytes(block)).all()
                 assert not any(isinstance(event, ReadDone | ReadBroken) for event in ends.b.poll())
             else:

@@ -155,9 +155,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.cached())
     @rule(pick=picks)
-    def distrust(self, pick: int) -> None:
+    def invalidate(self, pick: int) -> None:
         cached = self.cached()[pick % len(self.cached())]
-        self.pool.distrust([cached.block])
+        self.pool.invalidate([cached.block])
         assert cached not in self.cached()
         assert cached.sequence_hash not in self.pool.known_hashes()
 

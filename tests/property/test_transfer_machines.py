@@ -22,6 +22,7 @@ from core.block_pool import Column
 from core.config import TransferConfig
 from core.handoff import AbortReason, OwnerState, PullerState, TransferId
 from core.machine import Tick
+from core.paths import PeerLeft
 from kv_transfer.events import OfferEnded, PeerLost, PullCompleted, PullFailed
 from tests.unit.kv_transfer.transfer_pair import Pair, Side
 
@@ -266,6 +267,8 @@ class TwoMachines(RuleBasedStateMachine):
             side.machine.check()
             side.pool.check()
             assert not side.machine.alive
+            for peer in self.pair.sides:
+                self.pair.event(side, PeerLeft(peer))
             assert side.machine.next_deadline() is None
             assert side.pool.ledger()[Column.FREE] == side.pool.num_blocks
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -118,34 +117,6 @@ def test_a_plan_copies_what_both_pools_hold_and_nothing_else(
     assert np.array_equal(by_plan, copy_by_element(plan, maps, source_pool, target_pool))
     touched = sum(run.num_bytes for run in runs)
     assert touched == len({run.target + i for run in runs for i in range(run.num_bytes)}), "a byte is written twice"
-
-
-def random_layout(rng: random.Random, block_sizes: tuple[int, ...]) -> KVLayout:
-    return KVLayout(
-        model="m",
-        dtype="float16",
-        num_layers=rng.randint(1, 3),
-        num_kv_heads=rng.randint(1, 4),
-        block_size=rng.choice(block_sizes),
-        head_dim=2,
-        first_layer=rng.randint(0, 2),
-        first_kv_head=rng.randint(0, 3),
-    )
-
-
-def test_thousands_of_random_layouts_are_copied_as_element_by_element() -> None:
-    rng = random.Random(20)
-    num_compared = 0
-    while num_compared < 2000:
-        source, target = random_layout(rng, (1, 2, 4)), random_layout(rng, (1, 2, 4, 8))
-        if not overlap(source, target):
-            continue
-        plan = TransferPlan(source, target)
-        maps = tuple(dict(zip(rng.sample(range(5), 3), rng.sample(range(POOL_BLOCKS), 3), strict=True)) for _ in "ab")
-        source_pool, target_pool = pool(source, num_compared), pool(target, num_compared + 1)
-        by_plan = copy_by_plan(runs_of(plan, *maps), source_pool, target_pool)
-        assert np.array_equal(by_plan, copy_by_element(plan, maps, source_pool, target_pool)), (source, target, maps)
-        num_compared += 1
 
 
 @settings(max_examples=100, deadline=None)

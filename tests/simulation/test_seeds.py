@@ -19,11 +19,11 @@ BATCH = 20
 
 # What has to have happened somewhere in the two hundred, or they prove less than they seem to.
 FAULTS_THAT_MUST_HAPPEN = (
-    "lost notification", "doubled notification", "slow read", "broken read", "corrupted block", "spoilt block",
+    "lost notification", "doubled notification", "slow read", "broken read", "corrupted block",
     "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
-    "expired lease", "digest mismatch", "spoilt block found", "preemption", "retried", "READY repeated",
+    "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
     "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
     "finished disaggregated", "finished local", "finished recomputed",
@@ -50,11 +50,10 @@ def test_every_request_of_every_seed_ends_once_with_the_right_tokens_and_leaves_
 
 
 def test_nor_is_anything_wrong_in_worlds_where_rare_things_meet() -> None:
-    """Such as a cached block that changes and is evicted while it is compared: once that gave out a wrong token."""
     totals: Counter[str] = Counter()
     for seed in HARSH_SEEDS:
         totals += run_seed(seed, harsh=True).counts
-    assert totals["spoilt block found"] > 0
+    assert totals["digest mismatch"] > 0
     assert totals["preemption"] > 0
 
 

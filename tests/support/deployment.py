@@ -19,6 +19,7 @@ import grpc.aio
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
 from core.block_pool import Column
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
+from core.paths import PathState
 from core.service import Endpoint
 from decode_worker.machine import DecodeMachine
 from fleet.service_host import Placement
@@ -224,11 +225,10 @@ async def wait_until_met(deployment: Deployment) -> None:
     """Until each pair of workers is connected and measured, so that nothing moves that a test has not asked for."""
 
     def met(worker: WorkerService) -> bool:
-        machine = machine_of(worker)
-        others = deployment.prefill if worker in deployment.decode else deployment.decode
-        return len(machine.transfers.paths_settled) == len(others)
+        measured = [path for path in machine_of(worker).transfers.paths if path.state is not PathState.CONNECTING]
+        return len(measured) == len(deployment.prefill)
 
-    await until(lambda: all(map(met, deployment.workers)), "all have met", SETTLE_TIMEOUT_S)
+    await until(lambda: all(map(met, deployment.decode)), "all have met", SETTLE_TIMEOUT_S)
 
 
 def place(ordinal: int) -> Placement:

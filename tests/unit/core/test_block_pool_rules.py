@@ -131,42 +131,31 @@ def test_stored_and_removed_are_told_in_order_and_once() -> None:
     assert pool.drain_events() == []
 
 
-def test_a_cached_block_that_is_distrusted_is_free_and_told_as_removed() -> None:
+def test_an_invalidated_cached_block_is_free_and_reported_as_removed() -> None:
     pool = BlockPool(2)
     blocks = cached(pool, [1, 2])
     pool.drain_events()
-    pool.distrust([blocks[0]])
+    pool.invalidate([blocks[0]])
     assert pool.drain_events() == [BlockRemoved(1)]
     assert pool.known_hashes() == [2]
     assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 1, Column.CACHED: 1}
-    pool.distrust(blocks[:1])
+    pool.invalidate(blocks[:1])
     assert pool.drain_events() == [], "it has no content any more"
 
 
-def test_a_held_block_that_is_distrusted_stays_with_its_holders_and_nobody_new_finds_it() -> None:
+def test_an_invalidated_held_block_stays_with_its_holders_and_no_prefix_matches_it() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
     assert blocks is not None
     register_prefix(pool, blocks, [1])
     pool.drain_events()
-    pool.distrust(blocks)
+    pool.invalidate(blocks)
     assert pool.drain_events() == [BlockRemoved(1)]
     assert match(pool, [1]) == []
     assert pool.column_of(blocks[0]) is Column.HELD
     pool.check()
     pool.release(blocks)
     assert pool.column_of(blocks[0]) is Column.FREE
-
-
-def test_what_a_block_holds_is_another_content_each_time_it_is_handed_out() -> None:
-    pool = BlockPool(1)
-    (block,) = cached(pool, [1])
-    first = pool.content_of(block)
-    pool.share([block])
-    assert pool.content_of(block) == first, "the same bytes"
-    pool.release([block])
-    pool.reserve(1)
-    assert pool.content_of(block) == first + 1
 
 
 def test_blocks_that_a_pull_has_filled_are_held_and_those_of_a_failed_one_are_free() -> None:

@@ -143,7 +143,7 @@ def test_behind_a_block_that_is_not_in_the_cache_nothing_is_registered() -> None
     first, second, third, _ = allocated(pool, 4)
     parent = pool.register(first, blocks[0], "")
     assert isinstance(parent, PrefixBlock)
-    pool.distrust([first])
+    pool.invalidate([first])
     assert pool.register(second, blocks[1], parent) is None
     assert pool.register(third, blocks[1], None) is None
     assert pool.known_hashes() == []

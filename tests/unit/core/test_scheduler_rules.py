@@ -156,27 +156,27 @@ def test_blocks_filled_by_decoding_are_found_too() -> None:
 
 
 def assert_never_found_again(driven: Driven, holder: Sequence) -> None:
-    """Neither its first two blocks, which were distrusted, nor what it computes from them."""
+    """Neither its first two blocks, which were invalidated, nor what it computes from them."""
     first, second, third, *_ = [block.sequence_hash for block in holder.full_blocks(BLOCK_SIZE)]
     assert not {first, second, third} & set(driven.pool.known_hashes())
 
 
-def test_computed_blocks_that_are_distrusted_are_not_made_findable_again_by_who_holds_them() -> None:
+def test_invalidated_blocks_are_not_registered_again_by_the_sequence_that_holds_them() -> None:
     driven = Driven()
     holder = driven.add("holder", range(1, 10), max_tokens=12)
     driven.step()
-    driven.pool.distrust(holder.block_table)
+    driven.pool.invalidate(holder.block_table)
     driven.run_until_idle()
     assert_never_found_again(driven, holder)
 
 
-def test_nor_are_cached_blocks_that_are_distrusted_while_they_are_used() -> None:
+def test_cached_blocks_invalidated_during_a_step_are_not_registered_again() -> None:
     driven = Driven()
     driven.add("before", range(1, 10), max_tokens=1)
     driven.run_until_idle()
     holder = driven.add("holder", range(1, 10), max_tokens=12)
     plan = driven.begin()
-    driven.pool.distrust(holder.block_table)
+    driven.pool.invalidate(holder.block_table)
     driven.end(plan)
     driven.run_until_idle()
     assert_never_found_again(driven, holder)

@@ -48,7 +48,7 @@ class Decode(DrivenWorker):
         reads = self.of(StartRead)[ended:]
         self._reads_ended = ended + len(reads)
         for read in reads:
-            self.post(ReadFinished(read.read_id, ()))
+            self.post(ReadFinished(read.read_id, (), 0.01))
 
     def pull(self, ticket: int = 1, token: int = 20) -> None:
         """The whole hand-off."""

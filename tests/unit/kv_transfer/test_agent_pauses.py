@@ -15,7 +15,7 @@ from kv_transfer.transports.poll_time import EMPTY_POLL_S, WARM_S, PollTime
 from kv_transfer.transports.transport import PoolMemory, TransportEvent
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=4)
-CONFIG = TransferConfig(idle_pump_s=0.02, active_pump_s=0.001)
+CONFIG = TransferConfig(idle_poll_interval_s=0.02, active_poll_interval_s=0.001)
 ROUND_S = 0.00002  # what each look at the transport takes here
 
 
@@ -99,7 +99,7 @@ def test_it_does_not_sleep_at_once(clock: Clock) -> None:
 def test_pauses_grow_with_the_quiet_and_no_further_than_the_config_says(clock: Clock, active: bool) -> None:
     begun, wire, wake = clock.now, Wire(clock), Wake(clock)
     pump(clock, wire, wake, seconds=1.0, active=active)
-    longest = CONFIG.active_pump_s if active else CONFIG.idle_pump_s
+    longest = CONFIG.active_poll_interval_s if active else CONFIG.idle_poll_interval_s
     lengths = [length for _, length in wake.pauses]
     assert lengths[0] == FIRST_PAUSE_S
     assert lengths == sorted(lengths)
@@ -113,7 +113,7 @@ def test_whatever_moves_ends_the_pauses_for_a_while(clock: Clock) -> None:
     wire, wake = Wire(clock, busy_at=(moved_at,)), Wake(clock)
     pump(clock, wire, wake, seconds=0.6)
     seen_at = next(when for when in wire.polled_at if when >= moved_at)
-    assert seen_at - moved_at <= CONFIG.idle_pump_s + ROUND_S
+    assert seen_at - moved_at <= CONFIG.idle_poll_interval_s + ROUND_S
     after = [when for when, _ in wake.pauses if when > seen_at]
     assert after[0] - seen_at >= SPIN_S
     assert next(length for when, length in wake.pauses if when > seen_at) == FIRST_PAUSE_S

@@ -9,9 +9,8 @@ import pytest
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Release, Want
-from kv_transfer.events import BlocksChecked, Connect, MessageReceived
+from kv_transfer.events import Connect, MessageReceived
 from kv_transfer.peers import Drop
-from tests.support.cached_blocks import register_prefix
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
 
@@ -130,17 +129,3 @@ def test_a_ready_that_is_still_on_its_way_is_not_repeated() -> None:
         pair.deliver(mail)
     pair.run()
     assert_completed(pair)
-
-
-def test_what_was_computed_is_known_until_the_last_check_of_a_prompt_that_was_preempted() -> None:
-    """It begins again from blocks that it computed itself, and those are checked like any other."""
-    pair = Pair()
-    blocks = pair.offer([0, 1], last=False)
-    register_prefix(pair.owner.pool, [block for _, block in blocks], [1000, 1001])
-    first = blocks[0][1]
-    pair.act(pair.owner, pair.owner.machine.check_cached(ID, [first]))
-    pair.answer_checks(pair.owner)
-    pair.act(pair.owner, pair.owner.machine.check_cached(ID, [first]))
-    (check,) = pair.owner.checks
-    pair.event(pair.owner, BlocksChecked(ID, check.blocks))
-    assert not pair.owner.pool.known_hashes()

@@ -10,7 +10,6 @@ import xxhash
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress
 from core.kv_layout import KVLayout
-from kv_transfer.digests import ReadDigests
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
@@ -50,7 +49,7 @@ class Copier:
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), LAYOUT.block_bytes))
 
-    def take_ended(self, handle: int) -> bool:
+    def try_complete(self, handle: int) -> bool:
         return self.waiting.pop(handle, None) is not None if self.at_once else False
 
     def copy(self, handle: int) -> None:
@@ -74,7 +73,7 @@ class Copier:
 
 def reads_into(copier: Copier, verify: bool = True) -> Reads:
     pool = PoolMemory(copier.target.ctypes.data, NUM_BLOCKS, LAYOUT, copier.target.reshape(-1).data)
-    return Reads(ReadDigests(pool, verify))
+    return Reads(pool, verify)
 
 
 def start_of(num_blocks: int) -> StartRead:
@@ -91,7 +90,7 @@ def test_slices_that_land_at_once_end_the_read_at_once() -> None:
     reads, count = reads_into(copier), 2 * PER_SLICE + 3
     read = reads.start(copier, start_of(count), PLAN, 1.0)
     assert read is not None
-    assert read.result() == ReadFinished(7, digests_of(copier, count))
+    assert read.result(0.5) == ReadFinished(7, digests_of(copier, count), 0.5)
     assert copier.sizes == [SLICE_BYTES, SLICE_BYTES, 3 * LAYOUT.block_bytes]
     assert not reads
 
@@ -100,7 +99,7 @@ def test_without_digests_a_read_is_one_slice() -> None:
     copier = Copier(at_once=True)
     read = reads_into(copier, verify=False).start(copier, start_of(3 * PER_SLICE), PLAN, 1.0)
     assert read is not None
-    assert read.result() == ReadFinished(7, ())
+    assert read.result(0.5) == ReadFinished(7, (), 0.5)
     assert copier.sizes == [3 * SLICE_BYTES]
 
 
@@ -118,7 +117,7 @@ def test_slices_that_land_later_in_any_order_are_bounded_in_number() -> None:
     assert len(copier.sizes) == 30
     last = ended[-1]
     assert last is not None
-    assert last.result() == ReadFinished(7, digests_of(copier, count))
+    assert last.result(0.5) == ReadFinished(7, digests_of(copier, count), 0.5)
 
 
 def test_a_slice_that_breaks_ends_the_read_only_when_none_is_in_flight() -> None:
@@ -131,7 +130,7 @@ def test_a_slice_that_breaks_ends_the_read_only_when_none_is_in_flight() -> None
     read = reads.broke(copier, 2, TransportError("cancelled"))
     assert read is not None
     assert read.peer_is_gone
-    assert read.result() == ReadFailed(7, AbortReason.PEER_LOST, "gone")
+    assert read.result(0.5) == ReadFailed(7, AbortReason.PEER_LOST, "gone")
 
 
 def test_a_slice_that_cannot_start_cancels_those_before_it() -> None:
@@ -143,18 +142,18 @@ def test_a_slice_that_cannot_start_cancels_those_before_it() -> None:
     assert reads.broke(copier, 0, TransportError("cancelled")) is None
     read = reads.broke(copier, 1, TransportError("cancelled"))
     assert read is not None
-    assert read.result() == ReadFailed(7, AbortReason.READ_FAILED, "told to")
+    assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "told to")
 
 
 def test_a_late_read_is_cancelled_once_and_says_how_long_it_took() -> None:
     copier = Copier(at_once=False)
     reads = reads_into(copier)
-    assert reads.start(copier, start_of(1), PLAN, deadline=5.0) is None
+    assert reads.start(copier, start_of(1), PLAN, began_at=4.0) is None
     assert not reads.time_out(copier, 4.9)
     assert not copier.cancelled
-    assert [late.timed_out for late in reads.time_out(copier, 5.0)] == ["no end after 1.0 s"]
+    assert [late.timed_out for late in reads.time_out(copier, 5.0)] == ["a read did not end within 1.0 s"]
     assert not reads.time_out(copier, 6.0)
     assert copier.cancelled == [0]
     read = reads.broke(copier, 0, TransportError("cancelled"))
     assert read is not None
-    assert read.result() == ReadFailed(7, AbortReason.READ_FAILED, "no end after 1.0 s")
+    assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "a read did not end within 1.0 s")

@@ -45,7 +45,7 @@ def test_a_ticket_in_other_hands_can_neither_free_the_blocks_nor_keep_them(other
     ):
         pair.event(pair.owner, MessageReceived(name, letter))
     assert pair.num_leases() == 2
-    assert pair.owner.machine.offer_state(ID) is OwnerState.OFFERED
+    assert pair.owner.offer_state(ID) is OwnerState.OFFERED
     pair.wait(CONFIG.lease_s, deliver=False)
     assert pair.offer_result().state is OwnerState.EXPIRED, "the stranger's heartbeat renewed it"
     assert pair.num_leases() == 0

@@ -73,7 +73,7 @@ def test_a_pull_cancelled_while_verifying_ends_at_once() -> None:
     pair.wait(2 * CONFIG.heartbeat_s, deliver=False)
     pair.time += CONFIG.lease_s
     pair.end_read(pair.puller, 0)
-    assert pair.puller.machine.pull_state(ID) is PullerState.VERIFYING
+    assert pair.puller.pull_state(ID) is PullerState.VERIFYING
     pair.cancel_pull()
     assert_failed(pair, AbortReason.CANCELLED, PullerState.CANCELLED)
 

@@ -42,7 +42,7 @@ def read_across_the_end_of_the_lease(pair: Pair) -> None:
 def test_bytes_read_after_the_lease_ended_are_not_trusted() -> None:
     pair = Pair(digests=False)
     read_across_the_end_of_the_lease(pair)
-    assert pair.puller.machine.pull_state(ID) is PullerState.VERIFYING
+    assert pair.puller.pull_state(ID) is PullerState.VERIFYING
     pair.deliver_all()  # the heartbeat that asks, and the answer
     assert_failed(pair, AbortReason.LEASE_EXPIRED)
 
@@ -65,7 +65,7 @@ def test_a_late_read_is_trusted_once_the_owner_confirms_the_lease() -> None:
                 if isinstance(mail.message, Heartbeat):
                     pair.deliver(Mail(mail.sender, mail.receiver, replace(mail.message, ack=1)))
     pair.end_read(pair.puller, 0)
-    assert pair.puller.machine.pull_state(ID) is PullerState.VERIFYING
+    assert pair.puller.pull_state(ID) is PullerState.VERIFYING
     pair.deliver_all()
     assert_completed(pair)
 
@@ -169,10 +169,10 @@ def assert_failed_but_one_goes_on(pair: Pair) -> None:
     result = pair.pull_result()
     assert isinstance(result, PullFailed)
     assert (result.transfer_id, result.reason) == (ID, AbortReason.PEER_LOST)
-    assert pair.puller.machine.pull_state(1) is PullerState.RESERVED
+    assert pair.puller.pull_state(1) is PullerState.RESERVED
     old = Abort(1, 11, 10_000, AbortReason.CANCELLED)  # the old incarnation knows nothing of the new transfer
     pair.event(pair.puller, MessageReceived("owner", old))
-    assert pair.puller.machine.pull_state(1) is PullerState.RESERVED
+    assert pair.puller.pull_state(1) is PullerState.RESERVED
     assert pair.puller.machine.counters.dropped[Drop.FOREIGN] == 1
 
 

@@ -1,6 +1,7 @@
 """Hand-offs where all goes well, and what the machine refuses."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_blocks_are_pulled_while_later_ones_are_still_computed() -> None:
     pair.offer([0, 1], last=False)
     pair.run()
     assert len(pair.puller.machine._puller.pulls[ID].verified) == 2
-    assert pair.puller.machine.pull_state(ID) is PullerState.WANTING
+    assert pair.puller.pull_state(ID) is PullerState.WANTING
     pair.add_ready([2, 3], last=False)
     pair.run()
     pair.add_ready([4], last=True)
@@ -98,7 +99,7 @@ def test_a_reserved_pull_keeps_the_offer_alive_for_many_leases() -> None:
     pair.offer([0, 1])
     pair.reserve_pull()
     pair.wait(5 * CONFIG.lease_s)
-    assert pair.owner.machine.offer_state(ID) is OwnerState.OFFERED
+    assert pair.owner.offer_state(ID) is OwnerState.OFFERED
     targets = pair.start_pull([0, 1])
     pair.run()
     assert_pulled(pair, targets)
@@ -242,7 +243,7 @@ def test_a_puller_beats_and_trusts_by_the_lease_of_its_owner() -> None:
     pair.offer([0])
     pair.reserve_pull()
     pair.wait(5 * CONFIG.lease_s)
-    assert pair.owner.machine.offer_state(ID) is OwnerState.OFFERED
+    assert pair.owner.offer_state(ID) is OwnerState.OFFERED
     targets = pair.start_pull([0])
     pair.deliver_all()
     pair.wait(2 * short.heartbeat_s, deliver=False)
@@ -251,4 +252,9 @@ def test_a_puller_beats_and_trusts_by_the_lease_of_its_owner() -> None:
     (read_id,) = pair.puller.reads
     pair.end_read(pair.puller, read_id)
     assert targets
-    assert pair.puller.machine.pull_state(ID) is PullerState.VERIFYING
+    assert pair.puller.pull_state(ID) is PullerState.VERIFYING
+
+
+def test_an_event_that_no_case_handles_is_an_error() -> None:
+    with pytest.raises(AssertionError):
+        Pair().owner.machine.handle(cast(Any, object()), 0.0)

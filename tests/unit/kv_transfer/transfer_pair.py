@@ -13,15 +13,14 @@ from typing import Any
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
-from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
+from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, Ready, TransferId
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from kv_transfer.events import (
-    BlocksChecked,
-    CheckBlocks,
+    ComputeDigests,
     Connect,
     Disconnect,
-    KeepDigests,
+    LogPath,
     MessageReceived,
     OfferEnded,
     PullCompleted,
@@ -59,8 +58,7 @@ class Side:
         self.pool = BlockPool(address.num_blocks)
         self.machine = TransferMachine(config, self.pool, address)
         self.content: dict[int, int] = {}  # block -> its bytes
-        self.kept: dict[int, int] = {}  # block -> digest
-        self.checks: list[CheckBlocks] = []  # not answered
+        self.digests: dict[int, int] = {}  # of offered blocks
         self.reads: dict[int, StartRead] = {}  # in flight
         self.links: list[Connect | Disconnect] = []
         self.results: list[Any] = []  # PullCompleted, PullFailed, OfferEnded
@@ -69,6 +67,12 @@ class Side:
     @property
     def address(self) -> AgentAddress:
         return self.machine.address
+
+    def offer_state(self, transfer_id: TransferId) -> OwnerState:
+        return self.machine._owner.offers[transfer_id].state
+
+    def pull_state(self, transfer_id: TransferId) -> PullerState:
+        return self.machine._puller.pulls[transfer_id].state
 
     def computed_blocks(self, positions: list[int]) -> list[tuple[int, int]]:
         """Blocks of a sequence that has been prefilled: (position, block), each holding 100 + position."""
@@ -95,6 +99,7 @@ class Pair:
     def __init__(self, config: TransferConfig = CONFIG, digests: bool = True, num_blocks: int = 32) -> None:
         self.time = 0.0
         self.digests = digests
+        self.read_seconds = 0.01
         self.owner = Side(address("owner", 11, num_blocks, lease_s=config.lease_s), 0.0, config)
         self.puller = Side(address("puller", 22, num_blocks, lease_s=config.lease_s), 1000.0, config)
         self.sides = {"owner": self.owner, "puller": self.puller}
@@ -155,14 +160,7 @@ class Pair:
             assert side.pool.column_of(target) is Column.INCOMING, "a read writes into a block that is somebody else's"
             side.content[target] = source.content[source_block]
         digests = tuple(digest(side.content[target]) for _, target in read.pairs) if self.digests else ()
-        self.event(side, ReadFinished(read_id, digests))
-
-    def answer_checks(self, side: Side) -> None:
-        """The agent has compared the blocks with their digests."""
-        checks, side.checks = side.checks, []
-        for check in checks:
-            spoilt = tuple(pair for pair in check.blocks if side.kept[pair[0]] != digest(side.content[pair[0]]))
-            self.event(side, BlocksChecked(check.transfer_id, spoilt))
+        self.event(side, ReadFinished(read_id, digests, self.read_seconds))
 
     def fail_read(self, side: Side, read_id: int, reason: AbortReason = AbortReason.READ_FAILED) -> None:
         del side.reads[read_id]
@@ -222,12 +220,12 @@ class Pair:
                     self.mail.append(Mail(side.name, peer, self._with_digests(side, message)))
                 case StartRead():
                     side.reads[action.read_id] = action
-                case KeepDigests(blocks):
-                    side.kept.update((block, digest(side.content[block])) for block in blocks)
-                case CheckBlocks():
-                    side.checks.append(action)
+                case ComputeDigests(blocks):
+                    side.digests.update((block, digest(side.content[block])) for block in blocks)
                 case Connect() | Disconnect():
                     side.links.append(action)
+                case LogPath():
+                    pass
                 case PullGivenUp():
                     side.given_up.append(action)
                 case _:
@@ -239,5 +237,5 @@ class Pair:
     def _with_digests(self, side: Side, message: HandoffMessage) -> HandoffMessage:
         if not isinstance(message, Ready) or not self.digests:
             return message
-        digests = tuple(side.kept[block] for block in message.blocks.blocks)
+        digests = tuple(side.digests[block] for block in message.blocks.blocks)
         return replace(message, blocks=replace(message.blocks, digests=digests))

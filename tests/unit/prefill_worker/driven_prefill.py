@@ -5,7 +5,6 @@ from __future__ import annotations
 from core.config import SchedulerConfig
 from core.handoff import AbortReason, Ready, Release, Want
 from core.request import Request
-from kv_transfer.events import BlocksChecked, CheckBlocks
 from prefill_worker.machine import PrefillArrived, PrefillMachine
 from tests.support.driven_worker import LAYOUT, DrivenWorker
 
@@ -22,11 +21,6 @@ class Prefill(DrivenWorker):
 
     def release(self, ticket: int = 1, reason: AbortReason | None = None) -> list[object]:
         return self.hear(lambda i, c: Release(ticket, i, c, reason))
-
-    def check_cached(self, *spoilt: int) -> list[object]:
-        """The agent's answer to the check that was asked for last."""
-        asked = self.of(CheckBlocks)[-1]
-        return self.post(BlocksChecked(asked.transfer_id, tuple(pair for pair in asked.blocks if pair[0] in spoilt)))
 
     def offered(self) -> list[int]:
         """Positions announced so far, in order."""

@@ -95,7 +95,6 @@ def test_a_cached_prefix_is_offered_with_the_rest_and_counted() -> None:
     assert worker.chunks() == [("b", 8, 2)]
     worker.finish_step()
     assert worker.offered()[2:] == [0, 1, 2]
-    worker.check_cached()
     assert worker.of(PrefillDone)[1].cached_tokens == 8
 
 
@@ -335,3 +334,22 @@ def test_where_every_reader_has_room_the_unfinished_prompt_of_the_lowest_rank_yi
     worker.release(ticket=2, reason=AbortReason.OVERLOADED)
     worker.run_until_idle()
     assert [done.request_id for done in worker.of(PrefillDone)][:2] == ["x", "high"]
+
+
+def test_a_preempted_prompt_goes_on_offering_where_it_was() -> None:
+    worker = Prefill(num_blocks=6)
+    worker.arrive(request("x", 8, first=30), ticket=2)
+    worker.run_until_idle()
+    worker.arrive(request("a", 20))
+    worker.want(0, 1, 2, 3, 4)
+    worker.run_until_idle()
+    assert worker.offered() == [0, 1, 2, 3], "the last block is missing: x's reader keeps two"
+    sequence = worker.core.scheduler.get("a")
+    assert sequence is not None
+    worker.core.scheduler._preempt(sequence)
+    assert worker.ledger == {"leased": 6}, "what was announced stays readable"
+    worker.release(ticket=2)
+    assert worker.chunks() == [("a", 16, 4)], "its own leased blocks are its cached prefix"
+    worker.finish_step()
+    assert worker.offered() == [0, 1, 2, 3, 4], "each position once"
+    assert worker.sent(Ready)[-1].last

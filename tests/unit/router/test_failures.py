@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import LayoutMismatch, QueueFull, TandemError, TransferFailed, WorkerUnavailable
-from core.lifecycle import FinishReason, Path, ServiceRole
+from core.lifecycle import FinishReason, RequestPath, ServiceRole
 from core.step import SampledToken
 from router import events
 from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, request
@@ -51,7 +51,7 @@ def test_when_the_decode_worker_dies_in_mid_stream_another_goes_on_at_the_next_i
     router.decoded("r#2")
     assert router.delivered() == [11, 12, 13, 14], "what the dead worker still said does not count"
     outcome = router.only(events.Finish).outcome
-    assert (outcome.path, outcome.attempts) == (Path.RECOMPUTED, 2)
+    assert (outcome.path, outcome.attempts) == (RequestPath.RECOMPUTED, 2)
 
 
 def test_a_worker_that_dies_after_the_last_token_but_before_its_last_word_ends_the_request_well() -> None:

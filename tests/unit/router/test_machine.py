@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, QueueFull, RequestCancelled, WorkerUnavailable
-from core.lifecycle import FinishReason, Path, ServiceRole, Stage, WorkerState
+from core.lifecycle import FinishReason, RequestPath, ServiceRole, Stage, WorkerState
 from core.step import SampledToken
 from router import events
 from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, agent, request
@@ -46,7 +46,11 @@ def test_the_first_token_comes_from_the_prefill_worker_and_the_rest_from_the_dec
     router.decoded()
     assert router.delivered() == [11, 12, 13, 14]
     outcome = router.only(events.Finish).outcome
-    assert (outcome.finish_reason, outcome.path, outcome.attempts) == (FinishReason.LENGTH, Path.DISAGGREGATED, 1)
+    assert (outcome.finish_reason, outcome.path, outcome.attempts) == (
+        FinishReason.LENGTH,
+        RequestPath.DISAGGREGATED,
+        1,
+    )
     assert outcome.num_output_tokens == 4
     assert not router.of(events.CancelDispatch), "both calls had ended"
 
@@ -138,7 +142,7 @@ def test_with_no_prefill_worker_the_decode_worker_computes_the_prompt() -> None:
     assert router.only(events.StartDecode).source is None
     router.tokens(0, 11, 12, 13, 14)
     router.decoded()
-    assert router.only(events.Finish).outcome.path is Path.LOCAL
+    assert router.only(events.Finish).outcome.path is RequestPath.LOCAL
 
 
 def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:

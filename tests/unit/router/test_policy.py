@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.config import RouterConfig
-from core.lifecycle import Path
+from core.lifecycle import RequestPath
 from router.policy import Candidate, WorkerView, candidates, choose, reason_for
 from router.prefix_index import PrefixIndex
 
@@ -56,7 +56,7 @@ def test_the_pair_is_chosen_jointly_by_the_sum_of_its_terms() -> None:
         ("p1", "d1"),
     ]
     assert found[0].cost == 0 + 100 + 15 + 0 + 32  # queue, uncached, blocks d2 lacks, sequences, the dispatch
-    assert (found[0].uncached_tokens, found[0].transfer_blocks, found[0].path) == (100, 15, Path.DISAGGREGATED)
+    assert (found[0].uncached_tokens, found[0].transfer_blocks, found[0].path) == (100, 15, RequestPath.DISAGGREGATED)
 
 
 def test_a_decode_worker_that_holds_the_prefix_saves_its_transfer() -> None:
@@ -65,7 +65,7 @@ def test_a_decode_worker_that_holds_the_prefix_saves_its_transfer() -> None:
 
 def test_few_uncached_tokens_are_computed_on_the_decode_worker() -> None:
     chosen = best(100, [view("p")], [view("d", cached_tokens=88)])
-    assert (chosen.prefill_worker, chosen.uncached_tokens, chosen.path) == (None, 12, Path.LOCAL)
+    assert (chosen.prefill_worker, chosen.uncached_tokens, chosen.path) == (None, 12, RequestPath.LOCAL)
     assert "12 uncached tokens" in reason_for(chosen, True)
 
 
@@ -79,7 +79,7 @@ def test_a_long_prompt_waits_for_a_prefill_worker_with_room() -> None:
 
 def test_without_a_prefill_worker_alive_any_prompt_is_computed_on_the_decode_worker() -> None:
     chosen = best(100, [], [view("d")], alive=False)
-    assert chosen.path is Path.LOCAL
+    assert chosen.path is RequestPath.LOCAL
     assert "no prefill worker" in reason_for(chosen, False)
 
 

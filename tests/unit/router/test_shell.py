@@ -34,8 +34,8 @@ class Worker:
         self.watched.set()
         return self.reports
 
-    async def MeetPeers(self, _: worker_pb2.MeetPeersRequest, **__: object) -> worker_pb2.MeetPeersResponse:
-        return worker_pb2.MeetPeersResponse()
+    async def UpdatePeers(self, _: worker_pb2.UpdatePeersRequest, **__: object) -> worker_pb2.UpdatePeersResponse:
+        return worker_pb2.UpdatePeersResponse()
 
 
 @pytest_asyncio.fixture

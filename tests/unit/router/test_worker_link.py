@@ -6,17 +6,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from core.block_pool import Column
 from core.errors import WorkerUnavailable
-from core.lifecycle import ServiceRole
-from core.paths import PeerDismissed
+from core.lifecycle import ServiceRole, WorkerState
+from core.paths import PathState, PathStatus, PeerLeft
 from core.request import Request, SamplingParams
 from core.service import Endpoint
-from protos import worker_pb2
+from core.worker_load import WorkerLoad
+from protos import codec, worker_pb2
 from router.events import DecodeReturned, PrefillReturned, StartDecode, StartPrefill, WorkerJoined, WorkerLost
 from router.worker_link import WorkerLink
 from runtime.security import OPEN
@@ -31,17 +34,17 @@ class Worker:
 
     def __init__(self) -> None:
         self.told: list[list[str]] = []
-        self.and_then: list[list[PeerDismissed]] = []
+        self.and_then: list[list[PeerLeft]] = []
         self.link: WorkerLink | None = None
         self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
         self.reports = Reports()
 
-    async def MeetPeers(self, request: worker_pb2.MeetPeersRequest, **_: object) -> worker_pb2.MeetPeersResponse:
-        self.told.append([change.gone for change in request.changes])
+    async def UpdatePeers(self, request: worker_pb2.UpdatePeersRequest, **_: object) -> worker_pb2.UpdatePeersResponse:
+        self.told.append([change.left for change in request.changes])
         assert self.link is not None
         if self.and_then:
-            asyncio.get_running_loop().call_soon(self.link.introduce, self.and_then.pop(0))
-        return worker_pb2.MeetPeersResponse()
+            asyncio.get_running_loop().call_soon(self.link.update_peers, self.and_then.pop(0))
+        return worker_pb2.UpdatePeersResponse()
 
     async def Prefill(self, _: worker_pb2.PrefillRequest, **__: object) -> worker_pb2.PrefillResponse:
         return worker_pb2.PrefillResponse(finish_reason=UNHEARD_OF)
@@ -65,8 +68,8 @@ async def worker() -> AsyncIterator[Worker]:
 
 async def test_news_that_comes_as_a_call_ends_is_told_by_the_next_one(worker: Worker) -> None:
     assert worker.link is not None
-    worker.and_then = [[PeerDismissed("c")], [PeerDismissed("d")]]
-    worker.link.introduce([PeerDismissed("a"), PeerDismissed("b")])
+    worker.and_then = [[PeerLeft("c")], [PeerLeft("d")]]
+    worker.link.update_peers([PeerLeft("a"), PeerLeft("b")])
     async with asyncio.timeout(5):
         while len(worker.told) < 3:
             await asyncio.sleep(0)
@@ -102,12 +105,12 @@ async def test_an_unexpected_exception_in_a_call_ends_the_call_with_an_error_tha
         assert str(event.result) == "a call to a worker failed in the router: ZeroDivisionError"
 
 
-async def test_an_unexpected_exception_in_an_introduction_does_not_stop_the_next_one(worker: Worker) -> None:
+async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_next_one(worker: Worker) -> None:
     assert worker.link is not None
     nonsense: Any = "no change of a peer"
-    worker.link.introduce([nonsense])
+    worker.link.update_peers([nonsense])
     await asyncio.sleep(0)
-    worker.link.introduce([PeerDismissed("a")])
+    worker.link.update_peers([PeerLeft("a")])
     async with asyncio.timeout(5):
         while not worker.told:
             await asyncio.sleep(0)
@@ -153,3 +156,18 @@ async def test_an_unexpected_exception_in_the_watch_loses_the_worker_and_the_nex
     worker.reports.put(snapshot("w"))
     async with asyncio.timeout(5):
         assert isinstance(await worker.posted.get(), WorkerJoined)
+
+
+async def test_a_report_without_paths_leaves_them_as_they_were(worker: Worker) -> None:
+    slow = PathStatus("p", PathState.SLOW, detail="a probe failed")
+    fine = replace(slow, state=PathState.FINE, detail="")
+    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), paths=(slow,))
+    first = snapshot("w")
+    first.load.CopyFrom(codec.encode_load(load))
+    worker.reports.put(first)
+    for number, paths in enumerate((None, (fine,), None), start=1):
+        changed = codec.encode_load(replace(load, paths=paths or ()), with_paths=paths is not None)
+        worker.reports.put(worker_pb2.WorkerReport(sequence_number=number, load=changed))
+    async with asyncio.timeout(5):
+        events = [await worker.posted.get() for _ in range(4)]
+    assert [event.load.paths for event in events] == [(slow,), (slow,), (fine,), (fine,)]

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -58,7 +59,7 @@ def byte_level_codec(directory: Path) -> Codec:
     return directory_codec(directory, tokenizer)
 
 
-def sentencepiece(normalizer: object, pre_tokenizer: object) -> Tokenizer:
+def sentencepiece(normalizer: Any, pre_tokenizer: Any) -> Tokenizer:
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581a"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[("\u2581", "a")], unk_token="<unk>", byte_fallback=True))

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from core.block_pool import Column
+from core.block_pool import BlockPool, Column
 from core.config import WorkerConfig
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, Location, OwnerState, PullerState
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
-from core.lifecycle import WorkerState
-from core.paths import Lane, PathState, PathStatus, PeerDismissed, PeerIntroduced
+from core.lifecycle import ServiceRole, WorkerState
+from core.paths import Lane, PathState, PathStatus, PeerJoined, PeerLeft
 from core.worker_load import WorkerLoad
 from protos import codec, worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
+from worker.service import WorkerService
 
 NOBODY: Any = None  # the call's context, which is not used
 
 
-def feed_of(num_holders: int, met: list[PeerIntroduced | PeerDismissed]) -> ReportFeed:
+def feed_of(num_holders: int, met: list[PeerJoined | PeerLeft]) -> ReportFeed:
     holders = [worker_pb2.BlockHolder(name=str(number)) for number in range(num_holders)]
     return ReportFeed(
         WorkerConfig(),
-        worker_pb2.WorkerSnapshot,
+        lambda: worker_pb2.WorkerReport(snapshot=worker_pb2.WorkerSnapshot()),
         worker_pb2.WorkerReport,
         lambda: worker_pb2.DescribeLedgerResponse(worker_id="w", holders=holders),
         met.append,
@@ -74,16 +77,12 @@ def test_the_kind_of_a_holder_follows_from_its_state() -> None:
 
 
 async def test_news_of_the_fleet_arrives_in_order() -> None:
-    met: list[PeerIntroduced | PeerDismissed] = []
-    news: list[PeerIntroduced | PeerDismissed] = [
-        PeerIntroduced(agent("p"), True),
-        PeerIntroduced(agent("d"), False),
-        PeerDismissed("p"),
-    ]
-    request = worker_pb2.MeetPeersRequest(changes=map(codec.encode_change, news))
-    await feed_of(0, met).MeetPeers(request, NOBODY)
+    met: list[PeerJoined | PeerLeft] = []
+    news: list[PeerJoined | PeerLeft] = [PeerJoined(agent("p"), True), PeerJoined(agent("d"), False), PeerLeft("p")]
+    request = worker_pb2.UpdatePeersRequest(changes=map(codec.encode_change, news))
+    await feed_of(0, met).UpdatePeers(request, NOBODY)
     assert met == news
-    with pytest.raises(InvalidRequest, match="one of owner, reader and gone"):
+    with pytest.raises(InvalidRequest, match="one of owner, reader and left"):
         codec.decode_change(worker_pb2.PeerChange())
 
 
@@ -115,6 +114,21 @@ async def test_a_closed_feed_ends_its_streams_and_refuses_new_ones() -> None:
     with pytest.raises(Refused, match="UNAVAILABLE"):
         await feed.Watch(request, context)  # type: ignore[arg-type]
     assert context.written.empty()
+
+
+def test_a_worker_reports_its_paths_in_a_snapshot_and_when_one_of_them_has_changed() -> None:
+    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), paths=(PathStatus("p", PathState.FINE),))
+    machine = SimpleNamespace(load=lambda: load, core=SimpleNamespace(pool=BlockPool(4)))
+    service = WorkerService(ServiceRole.DECODE, WorkerConfig(), NOBODY, NOBODY, NOBODY)
+    parts: Any = SimpleNamespace(
+        worker_id="w", machine=machine, agent=SimpleNamespace(num_malformed=0, address=agent("w"))
+    )
+    service._parts = parts
+    assert service._snapshot().load.has_paths
+    assert [service._changes().load.has_paths for _ in range(2)] == [True, False]
+    load = replace(load, paths=(PathStatus("p", PathState.SLOW),))
+    assert [service._changes().load.has_paths for _ in range(2)] == [True, False]
+    assert len(service._snapshot().load.paths) == 1
 
 
 def agent(name: str) -> AgentAddress:

@@ -1,0 +1,105 @@
+"""Digests of the blocks we offer, computed on a thread beside the agent's.
+
+    ComputeDigests --thread--> digest of each block
+    READY          --waits for its digests and for every READY before it--> sent
+
+A block does not change while it is leased, so its digest is computed once for each offer, when it is offered. Where the
+reader's layout differs, a READY names pieces of blocks, and their digests are computed when the READY is sent.
+
+The thread yields every few blocks: where it shares a core with the agent's thread, messages wait less.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from core.handoff import Ready
+from core.kv_layout import KVLayout
+from kv_transfer.digests import Digests, of_blocks, of_pieces
+from kv_transfer.plan import TransferPlan
+from kv_transfer.transports.transport import PoolMemory
+
+BLOCKS_PER_TURN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A READY that waits for its digests."""
+
+    is_done: Callable[[], bool]
+    send: Callable[[], None]
+
+
+class OfferedDigests:
+    def __init__(self, name: str, pool: PoolMemory, enabled: bool, wake: Callable[[], None]) -> None:
+        """The thread calls `wake` when digests are ready. Device memory has no digests."""
+        self._layout = pool.layout
+        self._view = pool.view if enabled else None
+        self._wake = wake
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"digests-{name}")
+        self._jobs: deque[Future[None]] = deque()  # oldest first
+        self._num_jobs = 0
+        self._job_of: dict[int, int] = {}  # block -> the newest job that computes its digest
+        self._digests: dict[int, tuple[int, int]] = {}  # block -> (job, digest)
+        self._waiting: deque[_Waiting] = deque()  # oldest first
+
+    def compute(self, blocks: tuple[int, ...]) -> None:
+        """Begin to compute the digests of blocks that are leased from now on."""
+        if self._view is None:
+            return
+        self._num_jobs += 1
+        self._job_of.update(dict.fromkeys(blocks, self._num_jobs))
+        self._jobs.append(self._thread.submit(self._compute, self._view, blocks, self._num_jobs))
+
+    def when_ready(self, ready: Ready, peer: KVLayout, send: Callable[[Digests], None]) -> None:
+        """Call `send` with the digests of a READY, none where digests are off."""
+        if self._view is None:
+            send(())
+        elif peer == self._layout:
+            blocks = ready.blocks.blocks
+            digests = self._digests
+            self._waiting.append(
+                _Waiting(lambda: self._has(blocks), lambda: send(tuple([digests[block][1] for block in blocks])))
+            )
+            self.send_ready()
+        else:
+            plan = TransferPlan(self._layout, peer)
+            pieces = [plan.source_spans(piece, block) for piece, block, _ in ready.blocks]
+            future = self._thread.submit(of_pieces, self._view, pieces)
+            self._waiting.append(_Waiting(future.done, lambda: send(future.result())))
+            future.add_done_callback(lambda _: self._wake())
+
+    def send_ready(self) -> None:
+        """Send the READYs whose digests are there, in order. Raises what the thread raised."""
+        while self._jobs and self._jobs[0].done():
+            self._jobs.popleft().result()
+        while self._waiting and self._waiting[0].is_done():
+            self._waiting.popleft().send()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a READY waits for its digests."""
+        return bool(self._waiting)
+
+    def close(self) -> None:
+        """End the thread. Digests not computed yet are dropped."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _has(self, blocks: tuple[int, ...]) -> bool:
+        computed, job_of = self._digests, self._job_of  # the last block of a job is computed last
+        return all(block in computed and computed[block][0] == job_of[block] for block in reversed(blocks))
+
+    # ---- on the thread
+
+    def _compute(self, memory: memoryview, blocks: tuple[int, ...], job: int) -> None:
+        for first in range(0, len(blocks), BLOCKS_PER_TURN):
+            turn = blocks[first : first + BLOCKS_PER_TURN]
+            for block, digest in zip(turn, of_blocks(memory, turn, self._layout.block_bytes), strict=True):
+                self._digests[block] = (job, digest)
+            if self._waiting:
+                self._wake()
+            os.sched_yield()
