@@ -44,7 +44,7 @@ class _Call:
     arrived_at: float
     num_delivered: int = 0
     dispatches: set[str] = field(default_factory=set)
-    newest: dict[str, dict[str, float]] = field(default_factory=dict)  # request id -> worker asked last -> when
+    newest: dict[str, dict[str, float]] = field(default_factory=dict)  # request id -> last worker -> time
 
     def dispatched(self, dispatch_id: str, worker_id: str, now: float) -> None:
         if dispatch_id not in self.dispatches:
@@ -185,16 +185,16 @@ class Oracle:
         return any(f"{what} of {dispatch}" in self._world.marks for dispatch in call.dispatches)
 
     def _decode_pool_had_trouble(self, call: _Call) -> bool:
-        """Every decode worker, while this call was here."""
+        """Whether every decode worker had a fault since the arrival of the call."""
         pool = [spec.worker_id for spec in self._scenario.workers if spec.role is ServiceRole.DECODE]
         return all(self._world.had_trouble(worker_id, call.arrived_at) for worker_id in pool)
 
     def _workers_had_trouble(self, call: _Call) -> bool:
-        """One that the newest dispatch of a choice asked, since then. Choices without a token fail together."""
-        asked = [pair for workers in call.newest.values() for pair in workers.items()]
+        """Whether a worker of a choice's last dispatch had a fault since. Choices without a token fail together."""
+        dispatched = [pair for workers in call.newest.values() for pair in workers.items()]
         return any(
             self._world.had_trouble(worker_id, since) or f"spoilt block of {worker_id}" in self._world.marks
-            for worker_id, since in asked
+            for worker_id, since in dispatched
         )
 
     def _end(self, request_id: str, now: float) -> _Expected:

@@ -60,13 +60,13 @@ class World:
         return probability > 0.0 and self.random.random() < probability
 
     def trouble(self, *names: str, until: float = 0.0) -> None:
-        """Record a fault of these workers or agents, which lasts until `until`."""
+        """Record a fault that affects these workers until `until`. `names` are worker ids or names of agents."""
         for name in names:
             worker_id = name.partition("@")[0]
             self._troubled_until[worker_id] = max(self._troubled_until.get(worker_id, 0.0), until, self.now)
 
     def end_trouble(self, worker_id: str) -> None:
-        """End a fault that was recorded without an end."""
+        """End a fault that was recorded without a known end."""
         if self._troubled_until.get(worker_id) == math.inf:
             self._troubled_until[worker_id] = self.now
 

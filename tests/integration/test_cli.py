@@ -135,19 +135,19 @@ async def test_doctor_measures_the_transport_and_finds_no_fault() -> None:
 
 
 @pytest.mark.timeout(240)
-async def test_demo_says_paris_and_takes_every_question_through_both_pools_and_leaves_no_process() -> None:
+async def test_demo_answers_paris_sends_every_question_through_both_pools_and_leaves_no_process() -> None:
     process = await start("demo")
     assert process.stdout is not None
-    said = b""
+    output = b""
     async with asyncio.timeout(PATIENCE_S):
-        while b"router at" not in said:
+        while b"router at" not in output:
             line = await process.stdout.readline()
-            assert line, f"no router came up: {said.decode()}"
-            said += line
+            assert line, f"no router started: {output.decode()}"
+            output += line
         fleet = Served(process, "", psutil.Process(process.pid).children(recursive=True))
-        assert len(fleet.family) > 6, "Ray's own, a router and two workers"
+        assert len(fleet.family) > 6, "processes of Ray, a router and two workers"
         rest, err_bytes = await process.communicate()
-    out, err = (said + rest).decode(), err_bytes.decode()
+    out, err = (output + rest).decode(), err_bytes.decode()
     assert process.returncode == 0, out + err
     assert await fleet.left() == []
     assert "Paris" in out

@@ -31,7 +31,7 @@ def test_a_flag_overrides_the_file_and_the_file_overrides_the_default(tmp_path: 
     assert (cluster.num_prefill, cluster.num_decode) == (7, 4)
 
 
-# Parameter of `tandem serve`, the value given, and where the config has it.
+# Parameter of `tandem serve`, its value, and the table and option that it sets.
 GIVEN = [
     ("model", "fake:tiny", "engine", "model"),
     ("prefill", 9, "cluster", "num_prefill"),
@@ -58,7 +58,7 @@ def test_each_flag_sets_its_option_and_no_other(parameter: str, value: int | str
     assert load_config(None, {parameter: value}) == from_mapping({table: {option: value}}) != TandemConfig()
 
 
-def test_no_flag_is_without_its_row() -> None:
+def test_every_flag_has_a_row() -> None:
     assert {flag.parameter for flag in FLAGS} == {row[0] for row in GIVEN}
 
 

@@ -11,7 +11,7 @@ from cli.main import app
 from core.errors import InvalidRequest
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
-# What a user types, and the message the router gets.
+# A command line, and the message that it makes.
 TYPED = [
     ("--max-tokens 7", GenerateRequest(stop=StopConditions(max_tokens=7))),
     ("--temperature 0.5", GenerateRequest(sampling=SamplingParams(temperature=0.5))),
@@ -47,7 +47,7 @@ def test_each_flag_sets_its_field_and_no_other(typed: str, wanted: GenerateReque
     assert request == wanted
 
 
-def test_no_flag_is_without_its_row() -> None:
+def test_every_flag_has_a_row() -> None:
     assert {f"--{flag.name}" for flag in (*REQUEST_FLAGS, *CHOICE_FLAGS)} == {typed.split()[0] for typed, _ in TYPED}
 
 
