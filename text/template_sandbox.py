@@ -195,6 +195,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name in ("replace", "join"):
-            bounded = functools.partial(_replaced, owner) if name == "replace" else lambda parts: _joined(parts, owner)
-            return _counted(bounded(*args, **kwargs))
-        return _counted(super().call(__context, __obj, *args, **kwargs))  # type: ignore[no-untyped-call]
+            if name == "replace":
+                return _counted(_replaced(owner, *args, **kwargs))
+            return _counted(_joined(*args, separator=owner, **kwargs))
+        return _counted(super().call(__context, __obj, *args, **kwargs))
