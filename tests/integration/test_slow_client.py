@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import grpc.aio
 import pytest
 
+from protos import inference_pb2_grpc
 from router.inference_servicer import InferenceServicer
 from tests.support.deployment import deploy, make_request, tiny_config
 
@@ -26,9 +28,13 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(monke
             ended.set()
 
     monkeypatch.setattr(InferenceServicer, "Generate", watched)
-    async with deploy(tiny_config(default_timeout_s=TIMEOUT_S, max_in_flight_per_worker=32)) as deployment:
-        # 16 choices of 500 tokens with 20 log-probabilities each: some megabytes, more than the connection holds.
-        call = deployment.inference.Generate(make_request(text="speak on", max_tokens=500, n=16, logprobs=20))
+    async with contextlib.AsyncExitStack() as stack:
+        deployment = await stack.enter_async_context(deploy(tiny_config(default_timeout_s=TIMEOUT_S)))
+        # 16 choices of 500 tokens with 20 log-probabilities each are megabytes; this client's window is 64 KiB.
+        window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(deployment.router_address, window))
+        inference = inference_pb2_grpc.InferenceStub(channel)
+        call = inference.Generate(make_request(text="speak on", max_tokens=500, n=16, logprobs=20))
         assert await call.read() is not grpc.aio.EOF  # type: ignore[attr-defined]
         async with asyncio.timeout(PATIENCE_S):
             await ended.wait()
