@@ -148,7 +148,7 @@ class _Metering(NodeTransformer):
         return node
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -195,7 +195,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name in ("replace", "join"):
-            if name == "replace":
-                return _counted(_replaced(owner, *args, **kwargs))
-            return _counted(_joined(*args, separator=owner, **kwargs))
+            bounded: Callable[..., str] = functools.partial(_replaced, owner)
+            if name == "join":
+                bounded = functools.partial(_joined, separator=owner)
+            return _counted(bounded(*args, **kwargs))
         return _counted(super().call(__context, __obj, *args, **kwargs))
