@@ -12,10 +12,10 @@ from core.request import Request
 from protos import codec, inference_pb2, worker_pb2
 from router.validation import prepare
 from tests.support.requests import VOCAB_SIZE, requests
-from text.tokenizer import ModelTokenizer
+from text.tokenizer import ByteCodec, ModelTokenizer
 
 INFO = ModelInfo("a-model", "fingerprint", VOCAB_SIZE, context_length=1 << 20, eos_token_ids=frozenset())
-TOKENIZER = ModelTokenizer(INFO, codec=None, template=None)  # type: ignore[arg-type]  # prompts are token ids here
+TOKENIZER = ModelTokenizer(INFO, ByteCodec(), template=None)  # prompts are token ids here
 
 
 @given(requests())

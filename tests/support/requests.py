@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from core.request import MAX_LOGPROBS, MAX_SEED, Request, SamplingParams
+from core.request import MAX_LOGPROBS, MAX_SEED, MIN_REPETITION_PENALTY, Request, SamplingParams
 
 VOCAB_SIZE = 1 << 16
 TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
@@ -24,7 +24,7 @@ SAMPLING: dict[str, st.SearchStrategy[object]] = {
     "top_k": st.integers(0, VOCAB_SIZE),
     "top_p": float32(0, 1, low_allowed=False),
     "min_p": float32(0, 1),
-    "repetition_penalty": float32(0, 100, low_allowed=False),
+    "repetition_penalty": float32(MIN_REPETITION_PENALTY, 100),
     "presence_penalty": float32(-2, 2),
     "frequency_penalty": float32(-2, 2),
     "seed": st.integers(0, MAX_SEED),
