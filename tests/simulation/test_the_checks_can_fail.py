@@ -13,7 +13,7 @@ from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailabl
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import ServiceRole
 from decode_worker.machine import DecodeMachine
-from kv_transfer.events import PullFailed
+from kv_transfer.events import Actions, PullFailed
 from kv_transfer.owner import Owner
 from kv_transfer.pull import Pull
 from kv_transfer.puller import Puller
@@ -120,14 +120,14 @@ def test_a_pool_that_forgets_to_unlease_is_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_owner_that_never_ends_a_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Owner, "on_tick", lambda _self, _now: None)
+    monkeypatch.setattr(Owner, "on_tick", lambda _self, _now: [])
     monkeypatch.setattr(Owner, "deadlines", lambda _self: [])
     assert "still has" in first_failure()
 
 
 def test_a_machine_that_asks_for_the_same_tick_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simulator.world.MAX_EVENTS", 10_000)
-    monkeypatch.setattr(Owner, "on_tick", lambda _self, _now: None)
+    monkeypatch.setattr(Owner, "on_tick", lambda _self, _now: [])
     assert "no end after 10000 events" in first_failure()
 
 
@@ -143,17 +143,17 @@ def test_an_owner_that_frees_blocks_under_a_reader_is_caught(monkeypatch: pytest
 def test_a_puller_that_gives_targets_back_before_its_reads_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_at_once(
         self: Puller, pull: Pull, reason: AbortReason, detail: str, _now: float, state: PullerState = PullerState.FAILED
-    ) -> None:
+    ) -> Actions:
         for read_id in list(pull.reads):
             del pull.reads[read_id]
             self._pull_of_read.pop(read_id)
-        self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
+        return self._end(pull, state, PullFailed(pull.transfer_id, state, reason, detail))
 
     handlers = {name: getattr(Puller, name) for name in ("on_read_finished", "on_read_timed_out", "on_read_failed")}
     monkeypatch.setattr(Puller, "_fail", end_at_once)
     for name, method in handlers.items():
         monkeypatch.setattr(
-            Puller, name, lambda s, e, now, m=method: m(s, e, now) if e.read_id in s._pull_of_read else None
+            Puller, name, lambda s, e, now, m=method: m(s, e, now) if e.read_id in s._pull_of_read else []
         )
     assert "which is not reserved" in first_failure()
 
