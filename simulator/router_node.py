@@ -224,8 +224,9 @@ class RouterNode:
                 del self._streams[worker_id]  # a worker counted as lost reports again
                 self.subscribe(worker_id)
                 return
-            if isinstance(event, events.WorkerJoined) and event.agent == self._fleet[worker_id].address:
-                self._world.end_trouble(worker_id)  # until now, requests were sent to the incarnation before
+            current = self._fleet[worker_id]
+            if isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive:
+                self._world.end_trouble(worker_id)  # until now, the router sent requests to a dead incarnation
             self.post(event)
 
         def open_stream() -> None:

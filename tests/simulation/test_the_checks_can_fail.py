@@ -89,7 +89,9 @@ def test_a_router_that_takes_repeated_tokens_for_new_ones_is_caught(monkeypatch:
 
 def test_a_router_that_ignores_the_death_of_workers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RouterMachine, "_on_lost", lambda _self, _event, _now: [])
-    assert "the router's index of" in first_failure()
+    # Either the router waits for a dead worker until the deadline, or its index keeps the blocks of the worker.
+    failure = first_failure()
+    assert "failed without cause: DeadlineExceeded" in failure or "the router's index of" in failure
 
 
 def test_a_router_that_swallows_failures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
