@@ -1,1 +1,1 @@
-"""Pure words and laws of Tandem. Nothing in here waits, reads a clock, draws a random number or does I/O."""
+"""The data types and rules of Tandem. No code here waits, reads a clock, draws a random number or does I/O."""

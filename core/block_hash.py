@@ -1,12 +1,12 @@
-"""Names for the content of KV blocks.
+"""Hashes of the content of KV blocks.
 
 The local hash of a full block is XXH3_64 (seed 1337) over its tokens as little-endian u32. The sequence hash of block i
-is XXH3_64 over LE64(sequence hash of block i-1) || LE64(local hash of block i), so it names the block *and* everything
-before it. The first block's sequence hash is its local hash, unless a salt (tenant, adapter) gives the chain another
-root. Other routers of the field use the same function, so traces and block events can be compared.
+is XXH3_64 over LE64(sequence hash of block i-1) || LE64(local hash of block i), so it identifies the block *and* every
+block before it. The sequence hash of the first block is its local hash, unless a salt (tenant, adapter) gives the chain
+another root. Other routers of the field use the same function, so their traces and block events can be compared.
 
-A hash is a hint: the seed is public, and a second list of tokens for a given hash is found in a minute. `BlockPool`
-compares the tokens themselves before a block is shared.
+A hash is only a hint: the seed is public, and finding other tokens with a given hash takes a minute. `BlockPool`
+compares the tokens before it shares a block.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ HASH_SEED = 1337
 
 
 class FullBlock(NamedTuple):
-    """Content of a full block of a sequence, without what stands before."""
+    """Content of one full block of a sequence, without the blocks before it."""
 
     sequence_hash: int
     token_bytes: bytes  # the block's tokens as little-endian u32
 
 
 def local_hash(token_bytes: bytes) -> int:
-    """Hash of one full block's tokens alone, wherever the block stands."""
+    """Hash of the tokens of one full block, independent of its position."""
     return xxhash.xxh3_64_intdigest(token_bytes, seed=HASH_SEED)
 
 
@@ -38,7 +38,7 @@ def chain_hash(parent: int, local: int) -> int:
 
 
 def root_hash(cache_salt: str, adapter: str = "") -> int | None:
-    """The parent of the first block: None when nothing separates this request from the others."""
+    """The parent hash of the first block; None without a salt and an adapter."""
     if not cache_salt and not adapter:
         return None
     salted = f"{len(cache_salt)}:{cache_salt}{adapter}"
@@ -48,7 +48,7 @@ def root_hash(cache_salt: str, adapter: str = "") -> int | None:
 def extend_full_blocks(
     blocks: list[FullBlock], token_ids: Sequence[int], block_size: int, root: int | None = None
 ) -> None:
-    """Append to `blocks` the full blocks of `token_ids` that it does not cover yet."""
+    """Append to `blocks` the full blocks of `token_ids` that are missing in it."""
     first, end = len(blocks) * block_size, len(token_ids) // block_size * block_size
     packed = struct.pack(f"<{end - first}I", *token_ids[first:end])
     parent = blocks[-1].sequence_hash if blocks else root

@@ -1,7 +1,7 @@
-"""Every option of Tandem, as frozen dataclasses. Each part is given only its own.
+"""Every option of Tandem, as frozen dataclasses. Each part of the system gets only its own class.
 
-Names end in their unit. Defaults suit a laptop; `tandem serve --config` reads the same names from TOML, one table per
-class (`[scheduler]`, `[transfer]`, ...).
+Names end in their unit. Defaults suit a laptop. `tandem serve --config` reads the same names from TOML, one table for
+each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from core.errors import ConfigError
 
 MIN_TOKEN_CHARS = 16
-MAX_TRANSFERS = 16_384  # one heartbeat lists all of them, and is one message
-MAX_THREADS = 4096  # a typing error shall not exhaust the machine's threads
+MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
+MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 
@@ -37,7 +37,7 @@ def _require_positive(config: object, *names: str) -> None:
 
 
 def _require_finite_floats(config: Any) -> None:
-    """Refuses NaN, infinity and negative values in float options: an infinite duration is a wait without a bound."""
+    """Refuses NaN, infinity and negative values of float options: an infinite duration is an unbounded wait."""
     for option in fields(config):
         value = getattr(config, option.name)
         if isinstance(option.default, float):
@@ -48,30 +48,30 @@ def _require_finite_floats(config: Any) -> None:
 class SchedulerConfig:
     max_batched_tokens: int = 512  # token budget of one step
     max_running: int = 64  # sequences in one step
-    max_waiting: int = 256  # beyond it, RESOURCE_EXHAUSTED
+    max_waiting: int = 256  # sequences waiting for a step; more are refused with RESOURCE_EXHAUSTED
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_batched_tokens", "max_running", "max_waiting")
         _require(
             self.max_batched_tokens >= self.max_running,
             f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_running ({self.max_running}), "
-            "or a step could not hold one token of each sequence",
+            "so that one step can hold a token of every sequence",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
-    dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 where the CPU or GPU multiplies it natively
-    quantization: str = "none"  # none | int8 | int4: bits of a weight; the same on every worker
+    dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
+    quantization: str = "none"  # of the weights: none | int8 | int4; the same on every worker
     device: str = "auto"  # auto | cpu | cuda
     block_size: int = 16  # tokens per KV block
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
     kv_memory_mb: int = 512  # size of the KV pool
-    num_threads: int = 0  # compute threads; 0 = the machine's cores divided among its workers
-    pin_threads: bool = True  # keep them on the worker's share of the cores, if num_threads asks for no more
-    max_context: int = 0  # 0 = what the model was trained for
-    kernels: str = "auto"  # auto | torch; auto = the C kernels on a CPU where they can be compiled
+    num_threads: int = 0  # compute threads; 0 = the cores of the machine divided among its workers
+    pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
+    max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
+    kernels: str = "auto"  # auto | torch; auto = C kernels, on a CPU for which they compile
 
     def __post_init__(self) -> None:
         _require_given(self, "model")
@@ -96,27 +96,27 @@ class EngineConfig:
 
 
 def heartbeat_s(lease_s: float) -> float:
-    """How often a reader gives a sign of life to an owner that keeps its blocks for `lease_s`."""
+    """The interval between heartbeats of a reader to an owner with this lease."""
     return lease_s / 6
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    transport: str = "nixl"  # nixl | ucxx (the extra of that name) | memory (in one process, for tests)
-    lease_s: float = 20.0  # an offered block is kept this long after the last sign of life of its reader
-    connect_timeout_s: float = 5.0  # a peer that gives no sign of life for so long after we connect is unreachable
-    min_bytes_per_s: float = 50e6  # a read slower than this (plus read_grace_s) has failed
-    read_grace_s: float = 2.0
+    transport: str = "nixl"  # nixl | ucxx (install the extra ucxx) | memory (one process only, for tests)
+    lease_s: float = 20.0  # an offered block is kept for this long after the last heartbeat of its reader
+    connect_timeout_s: float = 5.0  # a peer is unreachable if it sends nothing for this long after connecting
+    min_bytes_per_s: float = 50e6  # a read slower than this fails
+    read_grace_s: float = 2.0  # added to the time limit of each read
     max_reads_in_flight: int = 4  # per transfer
-    max_blocks_per_read: int = 512  # a read costs time of its own, more than the copy of ten blocks; but it must end
-    max_bytes_per_read: int = 134_217_728  # soon enough to cancel, and over shared memory the agent waits for its copy
+    max_blocks_per_read: int = 512  # more blocks cost less per block; fewer let a cancelled read end sooner
+    max_bytes_per_read: int = 134_217_728  # the same in bytes; a copy over shared memory blocks the transfer agent
     max_read_attempts: int = 2  # of the same blocks, when a digest does not match
-    max_transfers: int = 1024  # offers and pulls alive at one time, each
-    verify_digests: bool = True
-    slow_path_share: float = 0.25  # a path below this share of what the hardware promises is slow: log, status, metric
-    expected_path_bytes_per_s: float = 0.0  # what it promises; 0 = find out (docs/paths.md says how)
-    idle_poll_interval_s: float = 0.02  # between polls of the transport while no transfer is alive
-    active_poll_interval_s: float = 0.001  # between polls while transfers are alive and nothing moves
+    max_transfers: int = 1024  # open offers, and likewise open pulls
+    verify_digests: bool = True  # check the bytes of every block after its read
+    slow_path_share: float = 0.25  # a path is slow below this share of its expected bandwidth
+    expected_path_bytes_per_s: float = 0.0  # expected bandwidth of each path; 0 = derived from the hardware
+    idle_poll_interval_s: float = 0.02  # interval between polls of the transport without an open transfer
+    active_poll_interval_s: float = 0.001  # ... with open transfers, while no bytes move
 
     def __post_init__(self) -> None:
         transports = ("nixl", "ucxx", "memory")
@@ -143,15 +143,15 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a prefill or decode worker's shell needs beside its engine, scheduler and transfers."""
+    """The process of a prefill or decode worker, apart from its engine, scheduler and transfers."""
 
-    host: str = "127.0.0.1"
-    report_interval_s: float = 0.05  # how often changes of load and blocks go to the routers
-    idle_report_interval_s: float = 1.0  # a sign of life when nothing changed
-    drain_timeout_s: float = 30.0
+    host: str = "127.0.0.1"  # address of a worker; 0.0.0.0 = every address; in a joined cluster, its machine's
+    report_interval_s: float = 0.05  # interval between reports of changed load and blocks to the routers
+    idle_report_interval_s: float = 1.0  # interval between reports without a change
+    drain_timeout_s: float = 30.0  # time limit for the open requests of a removed worker
     max_pulls_waiting: int = 256  # hand-offs that wait for blocks on a decode worker
-    default_timeout_s: float = 600.0  # for a call that carries no deadline
-    step_timeout_s: float = 300.0  # a step that runs longer never ends: the worker has failed
+    default_timeout_s: float = 600.0  # time limit of a call without a deadline
+    step_timeout_s: float = 300.0  # a step that takes longer has failed: the worker's process is killed and replaced
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -164,20 +164,20 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # address that the router listens on; 0.0.0.0 = every address of this machine
     port: int = 50051  # 0 = any free port
-    max_queued: int = 1024  # requests waiting for a worker; beyond it, RESOURCE_EXHAUSTED
-    max_in_flight_per_worker: int = 64  # dispatched to one decode worker and not finished
-    default_timeout_s: float = 600.0  # for a call that carries no deadline
+    max_queued: int = 1024  # requests waiting for a worker; more are refused with RESOURCE_EXHAUSTED
+    max_in_flight_per_worker: int = 64  # unfinished requests on one decode worker
+    default_timeout_s: float = 600.0  # time limit of a call without a deadline
     max_attempts: int = 3  # dispatches of one request in a row that deliver no token
-    retry_pause_s: float = 0.05  # before the third of them, doubled before each later one; the second starts at once
-    local_prefill_tokens: int = 48  # a prompt with at most this many uncached tokens is prefilled on the decode worker
-    report_stale_s: float = 3.0  # a worker silent for longer counts as saturated
-    worker_lost_s: float = 10.0  # ... and for longer than this as lost
+    retry_pause_s: float = 0.05  # pause before the third of them, doubled for each later one; the second has none
+    local_prefill_tokens: int = 48  # the decode worker computes prompts with at most this many uncached tokens
+    report_stale_s: float = 3.0  # after this long without a report, a worker counts as saturated
+    worker_lost_s: float = 10.0  # ... and after this long as lost
     worker_wait_s: float = 20.0  # a queued request fails once no decode worker has served for this long
-    max_message_bytes: int = 4 * 1024 * 1024
-    max_prompt_chars: int = 1_000_000
-    drain_timeout_s: float = 10.0
+    max_message_bytes: int = 4 * 1024 * 1024  # largest gRPC message, received or sent
+    max_prompt_chars: int = 1_000_000  # a longer prompt is refused before it is tokenized
+    drain_timeout_s: float = 10.0  # time limit for open requests after Ctrl-C
 
     def __post_init__(self) -> None:
         _require_given(self, "host")
@@ -194,9 +194,9 @@ class RouterConfig:
         )
 
     def pause_after(self, num_attempts: int) -> float:
-        """Seconds from the last of `num_attempts` in a row without a token to the next attempt.
+        """Seconds to wait after `num_attempts` attempts in a row without a token.
 
-        At most one second, or `retry_pause_s` where that is longer.
+        At most one second, or `retry_pause_s` if that is longer.
         """
         if num_attempts < 2:
             return 0.0
@@ -205,14 +205,14 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    address: str = ""  # of a Ray cluster to join; empty = start one on this machine
-    num_prefill: int = 1
-    num_decode: int = 1
-    prefill_resource: str = "prefill"  # the Ray resource each prefill worker takes 1 of
-    decode_resource: str = "decode"
+    address: str = ""  # host:port of a Ray cluster to join; empty = start Ray on this machine
+    num_prefill: int = 1  # prefill workers to start
+    num_decode: int = 1  # decode workers to start
+    prefill_resource: str = "prefill"  # each prefill worker takes 1 of this Ray resource
+    decode_resource: str = "decode"  # each decode worker takes 1 of this Ray resource
     max_workers: int = 256  # of each role
-    start_timeout_s: float = 120.0
-    restart_backoff_s: float = 1.0  # doubled after each failed start, up to 30 s
+    start_timeout_s: float = 120.0  # a start that takes longer has failed
+    restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
 
     def __post_init__(self) -> None:
         _require_positive(self, "start_timeout_s", "restart_backoff_s", "max_workers")
@@ -225,10 +225,10 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
-    otlp_endpoint: str = ""  # e.g. http://localhost:4317; empty = no export
-    trace_file: str = ""  # append every span as one JSON line
-    metrics_port: int = 0  # of the router's Prometheus page; 0 = none
-    service_namespace: str = "tandem"
+    otlp_endpoint: str = ""  # collector of spans, e.g. http://localhost:4317; empty = no export
+    trace_file: str = ""  # file that spans are appended to, as JSON lines; empty = none
+    metrics_port: int = 0  # port of the Prometheus page of the router; 0 = no page
+    service_namespace: str = "tandem"  # attribute of every span that tells deployments apart
 
     def __post_init__(self) -> None:
         _require(
@@ -244,15 +244,15 @@ def is_token(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """Who may talk to whom (docs/security.md). Paths are read on each machine; the token travels with the config."""
+    """Credentials (docs/security.md). Each machine reads the files itself; the token travels with the config."""
 
-    cluster_token: str = field(default="", repr=False)  # what routers show to workers, and operators to routers
-    cluster_token_file: str = ""  # ... or the file it is in; with neither, `tandem serve` makes one
-    tls_cert: str = ""  # PEM file: this machine's certificate; with it, every gRPC connection is TLS
-    tls_key: str = ""  # PEM file: its private key
-    tls_ca: str = ""  # PEM file: who signs the certificates of this cluster
-    tls_server_name: str = ""  # a name all certificates carry; empty = each carries the address it serves on
-    require_client_certs: bool = False  # of clients of the public API; between router and workers they are required
+    cluster_token: str = field(default="", repr=False)  # secret that workers require of routers, routers of operators
+    cluster_token_file: str = ""  # file with this token; without either option, `tandem serve` makes a token
+    tls_cert: str = ""  # PEM file: certificate of this machine; with it, every gRPC connection uses TLS
+    tls_key: str = ""  # PEM file: private key of the certificate
+    tls_ca: str = ""  # PEM file: certificate authority of this cluster
+    tls_server_name: str = ""  # name in every certificate; empty = each certificate names the machine's address
+    require_client_certs: bool = False  # require certificates of API clients; routers and workers always need them
 
     def __post_init__(self) -> None:
         token, given = self.cluster_token, [bool(self.tls_cert), bool(self.tls_key), bool(self.tls_ca)]
@@ -265,7 +265,7 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class TandemConfig:
-    """The whole file; only cli/ sees it."""
+    """All options. Only cli/ reads the whole."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -300,7 +300,7 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
             if not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
                 wanted is float and type(value) is int
             ):
-                found = repr(value) if known[name].repr else "something else"  # a secret is not repeated
+                found = repr(value) if known[name].repr else "something else"  # never print a secret
                 raise ConfigError(f"[{table}] {name} must be {wanted.__name__}, is {found}")
         try:
             parts[table] = part(**options)

@@ -1,4 +1,4 @@
-"""Many deadlines, one timer: what a machine needs to answer `next_deadline()`."""
+"""The deadlines of a machine, from which it answers `next_deadline()`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Deadlines(Generic[K]):
-    """At most one deadline per key. Keys that expire together come out in the order of their deadlines."""
+    """At most one deadline per key. `expire` returns keys in the order of their deadlines."""
 
     def __init__(self) -> None:
         self._when: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
-        self._order = 0  # so that equal deadlines never compare keys
+        self._order = 0  # orders equal deadlines, as keys need not be comparable
 
     def set(self, key: K, when: float) -> None:
         self._when[key] = when
@@ -28,7 +28,7 @@ class Deadlines(Generic[K]):
         self._bound_heap()
 
     def _bound_heap(self) -> None:
-        """Deadlines that are moved or cancelled leave an entry behind; keep those fewer than the others."""
+        """Rebuild the heap when most of its entries are stale: of deadlines that were moved or cancelled."""
         if len(self._heap) > 2 * len(self._when) + 64:
             self._heap = [entry for entry in self._heap if self._when.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
@@ -38,7 +38,7 @@ class Deadlines(Generic[K]):
         return self._heap[0][0] if self._heap else None
 
     def expire(self, now: float) -> list[K]:
-        """Remove and return the keys whose deadline has come."""
+        """Remove and return the keys with a deadline at or before `now`."""
         expired: list[K] = []
         while (when := self.next()) is not None and when <= now:
             key = heapq.heappop(self._heap)[2]

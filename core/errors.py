@@ -1,8 +1,8 @@
-"""Every error Tandem raises on purpose, sorted by whose fault it is.
+"""Every error that Tandem raises on purpose.
 
-`InvalidRequest` is the caller's fault and is also a `ValueError`; it names the field and the limit.
-All other `TandemError`s are operating faults: they carry a code, and say whether trying again can help.
-A failed `assert` is our own bug and is never caught.
+`InvalidRequest` is a fault of the caller. It names the field and the limit, and is also a `ValueError`.
+Every other `TandemError` is an operating fault with a code; `retryable` says whether a second try can succeed.
+A failed `assert` is a bug in Tandem and is never caught.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class ErrorCode(Enum):
-    """What kind of fault; each maps to the gRPC status of the same name (runtime/grpc_server.py)."""
+    """Each code maps to the gRPC status of the same name (runtime/grpc_server.py)."""
 
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"
@@ -25,15 +25,15 @@ class ErrorCode(Enum):
 
 
 class TandemError(Exception):
-    """An operating fault with a code; `retryable` says whether the same request may succeed if sent again."""
+    """An operating fault with a code. `retryable`: the same request may succeed if it is sent again."""
 
     code = ErrorCode.INTERNAL
     retryable = False
-    field = ""  # of the request, where one is to blame
+    field = ""  # of the request, if a field caused the error
 
 
 class InvalidRequest(TandemError, ValueError):
-    """The caller's request breaks a rule. `field` is the request field, `message` states the limit it broke."""
+    """The request breaks a rule. `field` is the field of the request, and `message` states its limit."""
 
     code = ErrorCode.INVALID_ARGUMENT
 
@@ -49,13 +49,13 @@ class ModelNotFound(TandemError):
 
 
 class Unauthenticated(TandemError):
-    """The caller did not show the cluster's token."""
+    """The call did not carry the cluster token."""
 
     code = ErrorCode.UNAUTHENTICATED
 
 
 class QueueFull(TandemError):
-    """A bounded queue has no room. `retry_after_s` is a hint for the client."""
+    """A bounded queue is full. `retry_after_s` is a hint for the client."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     retryable = True
@@ -74,21 +74,21 @@ class RequestCancelled(TandemError):
 
 
 class WorkerUnavailable(TandemError):
-    """A worker died, drains, or none is there."""
+    """The worker died or drains, or there is no worker."""
 
     code = ErrorCode.UNAVAILABLE
     retryable = True
 
 
 class TransferFailed(TandemError):
-    """The KV hand-off ended without its blocks; the request can be prefilled again."""
+    """The KV hand-off delivered no blocks. The prompt can be prefilled again."""
 
     code = ErrorCode.UNAVAILABLE
     retryable = True
 
 
 class TransportError(TandemError):
-    """A transport could not do what it was asked."""
+    """An operation of a transport failed."""
 
     code = ErrorCode.UNAVAILABLE
     retryable = True
@@ -110,6 +110,6 @@ class LayoutMismatch(TandemError):
 
 
 class ConfigError(TandemError, ValueError):
-    """The operator's configuration cannot work; the message says which option to change."""
+    """The configuration cannot work. The message names the option to change."""
 
     code = ErrorCode.FAILED_PRECONDITION

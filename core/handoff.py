@@ -1,10 +1,11 @@
-"""The words of a KV hand-off: what owner and puller say to each other, and the states either may be in.
+"""The messages of a KV hand-off between owner and puller, and the states of both sides.
 
     owner (prefill):  COMPUTING -> OFFERED -> RELEASED | EXPIRED | ABORTED
     puller (decode):  RESERVED -> WANTING -> READING -> VERIFYING -> COMPLETE | FAILED | CANCELLED
 
-Terminal states are final. A message is trusted only if protocol version, transfer id, sender's incarnation and counter
-all fit; anything else is late, doubled or foreign and is dropped and counted. The wire form is protos/handoff.proto.
+No step leaves a terminal state. A receiver takes a message only if the protocol version, the transfer id, the
+incarnation of the sender and the counter match. It drops and counts every other message, as late, repeated or foreign.
+The wire format is protos/handoff.proto.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from core.kv_layout import KVLayout
 
 PROTOCOL_VERSION = 2
 
-TransferId = int  # 128 random bits: a ticket, known to the router and the two workers it gave it to
+TransferId = int  # 128 random bits from the router, known only to the router and the two workers of the transfer
 
 
 class OwnerState(Enum):
-    COMPUTING = "computing"  # nothing is offered yet
-    OFFERED = "offered"  # at least one block may be read
+    COMPUTING = "computing"  # no block is offered yet
+    OFFERED = "offered"  # the puller may read at least one block
     RELEASED = "released"
-    EXPIRED = "expired"  # the reader gave no sign of life for a whole lease
+    EXPIRED = "expired"  # the puller sent nothing for a whole lease
     ABORTED = "aborted"
 
 
 class PullerState(Enum):
-    RESERVED = "reserved"  # waits for target blocks; heartbeats keep the offer alive
-    WANTING = "wanting"  # asked; no block is ready yet, or all ready ones have been read
+    RESERVED = "reserved"  # waits for target blocks; heartbeats renew the lease
+    WANTING = "wanting"  # WANT is sent, and every block announced so far is read
     READING = "reading"  # at least one read is in flight
-    VERIFYING = "verifying"  # everything is read; the lease is confirmed before a byte is trusted
+    VERIFYING = "verifying"  # every block is read; the puller waits for proof that the lease covered the reads
     COMPLETE = "complete"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -62,7 +63,7 @@ PULLER_STEPS: dict[PullerState, frozenset[PullerState]] = {
     PullerState.CANCELLED: frozenset(),
 }
 
-# In order of a transfer's life: what `num_transfers` is made of.
+# The states that `num_transfers` counts, in the order of a transfer.
 LIVE_STATES: tuple[OwnerState | PullerState, ...] = (
     *(state for state, steps in OWNER_STEPS.items() if steps),
     *(state for state, steps in PULLER_STEPS.items() if steps),
@@ -70,7 +71,7 @@ LIVE_STATES: tuple[OwnerState | PullerState, ...] = (
 
 
 class AbortReason(Enum):
-    """Why a hand-off ended without its blocks being used."""
+    """Why a hand-off ended before its blocks were used."""
 
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
@@ -86,43 +87,43 @@ class AbortReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an agent's pool is, as far as it matters to the speed of a path. 0 = not known."""
+    """The place of an agent's pool, as needed to estimate the speed of a path. 0 = not known."""
 
-    machine: str = ""  # the same for two processes exactly if they run on one machine, in one network namespace
-    on_gpu: bool = False  # the pool lies in a GPU's memory
-    memory_bytes_per_s: float = 0.0  # how fast the agent copies within its machine's memory
-    link_bytes_per_s: float = 0.0  # of its fastest network device
+    machine: str = ""  # equal for two processes if and only if they share a machine and a network namespace
+    on_gpu: bool = False  # the pool is in GPU memory
+    memory_bytes_per_s: float = 0.0  # speed of a copy in the machine's memory
+    link_bytes_per_s: float = 0.0  # of the fastest network device
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAddress:
-    """All a peer needs to talk to a transfer agent and to read its pool.
+    """Everything that a peer needs to send messages to a transfer agent, and to read its pool.
 
-    `name` contains the incarnation, so a restarted worker is another agent and old messages cannot match.
+    `name` contains the incarnation: a restarted worker is a new agent, and old messages do not match.
     """
 
     name: str
     incarnation: int  # random 64 bits, new at each start
-    metadata: bytes  # the transport's own: connection info and memory keys
+    metadata: bytes  # of the transport: connection info and memory keys
     pool_base: int  # address of block 0
     num_blocks: int
     layout: KVLayout
-    lease_s: float  # it keeps a block it has offered this long after the last sign of life of the reader
-    probe_bytes: int = 0  # behind the last block: of no content, so that peers may read it at any time to measure
+    lease_s: float  # the agent keeps an offered block for this long after the puller's last message
+    probe_bytes: int = 0  # behind the last block, without content: peers read them to measure the path
     location: Location = Location()
 
 
 class OfferedBlock(NamedTuple):
     position: int  # index of the block in its sequence
     block: int  # id in the owner's pool
-    digest: int  # XXH3_64 of the block's bytes; 0 where digests are off
+    digest: int  # XXH3_64 of the block's bytes; 0 if digests are off
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlocks:
-    """Many of them, as columns: a thousand rows are cut, compared and sent in microseconds, without an object for each.
+    """Rows of `OfferedBlock` as columns: slicing, comparing and sending 1,000 rows takes microseconds.
 
-    Raises `ValueError` where the columns are not of one length.
+    Raises `ValueError` if the columns differ in length.
     """
 
     positions: tuple[int, ...] = ()
@@ -137,7 +138,7 @@ class OfferedBlocks:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int]]) -> OfferedBlocks:
-        """From (position, block, digest) each."""
+        """From rows of (position, block, digest)."""
         columns = tuple(zip(*rows, strict=True))
         return cls(*columns) if columns else cls()
 
@@ -152,7 +153,7 @@ class OfferedBlocks:
         return OfferedBlocks(self.positions[first:end], self.blocks[first:end], self.digests[first:end])
 
     def by_block(self) -> OfferedBlocks:
-        """The same rows in order of their blocks."""
+        """The same rows, sorted by block."""
         if all(map(operator.le, self.blocks, self.blocks[1:])):
             return self
         order = operator.itemgetter(*sorted(range(len(self)), key=self.blocks.__getitem__))
@@ -161,7 +162,7 @@ class OfferedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Puller: these positions I lack."""
+    """From the puller: the positions that it needs."""
 
     transfer_id: TransferId
     incarnation: int
@@ -172,10 +173,10 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Owner: these blocks are readable. The last one carries the first token and ends the list.
+    """From the owner: blocks that are ready to be read. The READY with `last` set ends the list.
 
-    `first_block` counts the wanted blocks announced in earlier READYs: a gap or an overlap is seen. `ack` is the
-    counter of the newest message received from the puller, so it knows from when on the lease runs at least.
+    `first_block` is the number of wanted blocks in earlier READYs, which shows the puller a gap or an overlap. `ack` is
+    the counter of the newest message from the puller: the lease started no earlier than the puller sent that message.
     """
 
     transfer_id: TransferId
@@ -191,12 +192,12 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class HeartbeatEntry:
     transfer_id: TransferId
-    num_ready: int  # wanted blocks the puller has heard of; the owner repeats READYs that were lost
+    num_ready: int  # wanted blocks announced to the puller so far; the owner repeats lost READYs
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Puller to owner: these transfers live on. Owner to puller, with `ack` set: these leases are renewed."""
+    """Puller to owner: keep the leases of these transfers. Owner to puller, with `ack`: these leases are renewed."""
 
     incarnation: int
     counter: int
@@ -206,7 +207,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Puller: read and verified (`reason` is None) or given up; the owner may free the blocks."""
+    """From the puller: it has read and verified the blocks (no `reason`), or gave up. The owner may free the blocks."""
 
     transfer_id: TransferId
     incarnation: int
@@ -216,7 +217,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Either side: this hand-off is over. A puller answers with RELEASE once its reads have ended."""
+    """From either side: the hand-off is over. A puller answers with RELEASE once its reads have ended."""
 
     transfer_id: TransferId
     incarnation: int
@@ -227,7 +228,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Puller, outside any transfer: are you there? With `ack`, the counter of a PING: the owner's answer."""
+    """From the puller, outside any transfer: asks for an answer. The owner's answer has `ack`, the PING's counter."""
 
     incarnation: int
     counter: int

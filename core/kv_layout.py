@@ -1,6 +1,6 @@
 """The shape of a KV pool.
 
-A pool is block-major, so that one block is one contiguous run of bytes and moves as one descriptor:
+A pool is block-major: each block is one contiguous run of bytes, and one descriptor copies it.
 
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
                              ^ 0 = key, 1 = value
@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    model: str  # fingerprint of the weights' identity; blocks of different models never mix
+    model: str  # fingerprint of the weights; blocks of different models are never exchanged
     dtype: str  # a key of DTYPE_BYTES
     num_layers: int
     num_kv_heads: int
@@ -27,7 +27,7 @@ class KVLayout:
     head_dim: int
     first_layer: int = 0
     first_kv_head: int = 0
-    quantization: str = "none"  # of the weights that computed it: another one's KV is another model's
+    quantization: str = "none"  # of the weights; KV of other quantizations differs like KV of other models
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -53,11 +53,11 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def fingerprint(self) -> int:
-        """64 bits that differ when any field differs; peers compare it before a byte moves."""
+        """64 bits that differ if any field differs. Peers compare fingerprints before a transfer."""
         return xxhash.xxh3_64_intdigest("|".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self)).encode())
 
     def differences(self, other: KVLayout) -> dict[str, tuple[object, object]]:
-        """Fields that differ, each with (ours, theirs)."""
+        """The fields that differ, each with (value of `self`, value of `other`)."""
         return {
             f.name: (getattr(self, f.name), getattr(other, f.name))
             for f in fields(self)

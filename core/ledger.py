@@ -1,8 +1,8 @@
-"""Who holds which KV blocks, and for how long.
+"""The holders of KV blocks: sequences and transfers.
 
-A `Claim` is one holder with all its blocks. Blocks are shared: two sequences may hold one prefix, and a block may be
-held and leased at once. So that the holders add up to the pool's ledger, `count_once` counts each block at one holder:
-of those whose kind belongs to the block's column, the one that came first.
+A `Claim` is one holder with all its blocks. Holders share blocks: two sequences may hold one prefix, and a block may be
+held and leased at once. `count_once` counts each block for one holder only, so that the counts add up to the ledger of
+the pool. Each block counts for its oldest holder of the kind that belongs to the column of the block.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from core.handoff import OwnerState, PullerState
 class SequenceState(Enum):
     WAITING = "waiting"  # for a step
     RUNNING = "running"
-    TRANSFER = "transfer"  # its KV is being pulled, or waits for blocks to pull into
-    ENDING = "ending"  # it has ended; a step, a read or a check still uses its blocks
+    TRANSFER = "transfer"  # pulls its KV, or waits for target blocks
+    ENDING = "ending"  # has ended, but a step or a read still uses its blocks
 
 
-# The live states of a holder say what it is, and so which column its blocks make it answer for.
+# The type of the state tells sequences, offers and pulls apart, and so the column that their blocks count in.
 HolderState = SequenceState | OwnerState | PullerState
 
 
@@ -31,8 +31,8 @@ class Claim:
     name: str  # request id of a sequence; short name of a transfer
     state: HolderState
     blocks: Sequence[int]
-    since: float  # when it came to this worker
-    peer: str = ""  # agent at the other end of a transfer
+    since: float  # time of arrival at this worker
+    peer: str = ""  # the other agent of a transfer
 
     @property
     def column(self) -> Column:
@@ -44,12 +44,12 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class BlockHolder:
     claim: Claim
-    num_counted: int  # blocks of the ledger that are counted at this holder
+    num_counted: int  # blocks of the ledger that count for this holder
     age_s: float
 
 
 def count_once(claims: Iterable[Claim], pool: BlockPool, now: float) -> list[BlockHolder]:
-    """The holders, oldest first. Their counts sum to HELD, LEASED and INCOMING of `pool.ledger()`, column by column."""
+    """The holders, oldest first. For HELD, LEASED and INCOMING, their counts add up to `pool.ledger()`."""
     counted: set[int] = set()
     holders = []
     for claim in sorted(claims, key=lambda claim: claim.since):
@@ -60,7 +60,7 @@ def count_once(claims: Iterable[Claim], pool: BlockPool, now: float) -> list[Blo
 
 
 def check_claims(claims: Iterable[Claim], pool: BlockPool) -> None:
-    """Nobody claims a block that the pool does not know as claimed, and no claimed block is without its holder."""
+    """The claims and the pool's ledger agree in every column."""
     sums = dict.fromkeys((Column.HELD, Column.LEASED, Column.INCOMING), 0)
     for holder in count_once(claims, pool, 0.0):
         sums[holder.claim.column] += holder.num_counted

@@ -1,7 +1,7 @@
-"""The stages of a request's life: one list, used by router, workers, spans and the simulator.
+"""The stages of a request, as router, workers, spans and the simulator use them.
 
-The router walks a request through TOKENIZE -> QUEUE -> PREFILL -> DECODE; a worker walks its sequence through
-QUEUE -> (TRANSFER | PREFILL) -> DECODE. `NEXT_STAGES` is the law; docs/lifecycle.md is drawn from it.
+In the router a request passes TOKENIZE -> QUEUE -> PREFILL -> DECODE; in a worker, a sequence passes
+QUEUE -> (TRANSFER | PREFILL) -> DECODE. `NEXT_STAGES` holds every allowed step; docs/lifecycle.md is generated from it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from enum import Enum
 
 class Stage(Enum):
     TOKENIZE = "tokenize"  # text to token ids, validation
-    QUEUE = "queue"  # waiting to be admitted
+    QUEUE = "queue"  # waiting for admission
     PREFILL = "prefill"  # computing the prompt, up to the first token
-    TRANSFER = "transfer"  # KV blocks on their way to the decode worker
+    TRANSFER = "transfer"  # copying KV blocks to the decode worker
     DECODE = "decode"  # from the first token to the last
     FINISHED = "finished"  # one FinishReason; final
 
@@ -30,21 +30,21 @@ NEXT_STAGES: dict[Stage, frozenset[Stage]] = {
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; exactly one per sequence."""
+    """The reason of a sequence's end; exactly one per sequence."""
 
     STOP = "stop"  # end-of-sequence token, stop token id or stop string
-    LENGTH = "length"  # max_tokens or the context is used up
+    LENGTH = "length"  # the sequence has max_tokens, or fills the context
     ERROR = "error"  # aborted, or its step failed; the client sees the gRPC status of the call instead
-    HANDOFF = "handoff"  # a prefill worker's sequence ended with its first token; never seen by a client
+    HANDOFF = "handoff"  # the first token, on a prefill worker; clients never see this reason
 
 
 class RequestPath(Enum):
-    """Which way a request took through the pools."""
+    """The workers that computed a request."""
 
     DISAGGREGATED = "disaggregated"  # prefill on one worker, decode on another
-    LOCAL = "local"  # the decode worker prefilled, on purpose
-    RECOMPUTED = "recomputed"  # a hand-off or a worker failed and the prompt was computed again
-    MIGRATED = "migrated"  # a draining worker handed the running sequence to a peer; no worker does it yet
+    LOCAL = "local"  # prefill and decode on the decode worker, by the router's choice
+    RECOMPUTED = "recomputed"  # a hand-off or a worker failed, and the prompt was computed again
+    MIGRATED = "migrated"  # a draining worker handed the running sequence to a peer; not implemented
 
 
 class ServiceRole(Enum):
@@ -56,17 +56,17 @@ class ServiceRole(Enum):
 class WorkerState(Enum):
     STARTING = "starting"
     SERVING = "serving"
-    DRAINING = "draining"  # finishes what it has, takes nothing new
+    DRAINING = "draining"  # finishes its requests and refuses new ones
     LOST = "lost"
 
 
 class StageError(AssertionError):
-    """A stage followed another that it may not follow: our bug."""
+    """A step that is not in `NEXT_STAGES`: a bug in Tandem."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """Where the time went: the stages a request has passed, in order, each with when it was entered."""
+    """The stages of one request, in order, with their start and end times."""
 
     stage: Stage
     entered_at: float

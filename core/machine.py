@@ -1,8 +1,8 @@
-"""The contract between deciding and acting.
+"""The contract of a machine, which decides, and a shell, which acts.
 
-A machine takes one event and the time, changes its own state, and returns the actions a shell must perform. It never
-waits, reads a clock, or draws a random number it was not given, so production, tests and the simulator drive the same
-object. `now` is seconds on the caller's own monotonic clock; only differences mean anything.
+A machine takes one event and the time, changes its state, and returns the actions for the shell. A machine never waits,
+reads a clock or draws a random number, so production, tests and the simulator run the same code. `now` is in seconds on
+the caller's monotonic clock; only differences have a meaning.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Sent when `next_deadline()` has come; the machine looks at its clocks."""
+    """Sent when `next_deadline()` has come. The machine acts on every deadline that has passed."""
 
 
 class Machine(Protocol[E, A]):
     def handle(self, event: E, now: float) -> list[A]:
-        """Decide; never wait. Raises `TandemError` only where the event itself is refused, leaving no trace of it."""
+        """Decide without waiting. Raises `TandemError` only if it refuses the event, and then changes no state."""
 
     def next_deadline(self) -> float | None:
-        """When to send `Tick`; None while no clock is running."""
+        """The time to send the next `Tick`; None without a deadline."""
 
     def check(self) -> None:
-        """Assert every invariant; tests and the simulator call it after each event."""
+        """Assert every invariant. Tests and the simulator call this after each event."""

@@ -23,12 +23,12 @@ class Lane(Enum):
 
 
 class PathState(Enum):
-    CONNECTING = "connecting"  # no sign of life yet, or being measured for the first time
+    CONNECTING = "connecting"  # no message from the peer yet, or the first measurement runs
     FINE = "fine"
-    SLOW = "slow"  # far below what the hardware promises
-    FALLBACK = "fallback"  # TCP, where something better is there
-    UNREACHABLE = "unreachable"  # connected to, and no sign of life came
-    REFUSED = "refused"  # KV layouts that cannot be translated; final
+    SLOW = "slow"  # far below the expected speed
+    FALLBACK = "fallback"  # TCP, although a faster lane exists
+    UNREACHABLE = "unreachable"  # no message came from the peer after connecting
+    REFUSED = "refused"  # the KV layouts cannot be translated; final
 
 
 BROKEN = frozenset({PathState.SLOW, PathState.FALLBACK, PathState.UNREACHABLE, PathState.REFUSED})
@@ -36,9 +36,9 @@ BROKEN = frozenset({PathState.SLOW, PathState.FALLBACK, PathState.UNREACHABLE, P
 
 @dataclass(frozen=True, slots=True)
 class PathStatus:
-    """One path, as measured by the worker that reads over it. 0 = not known."""
+    """One path, as measured by the reading worker. 0 = not known."""
 
-    peer: str  # name of the agent that is read from
+    peer: str  # name of the agent at the owner
     state: PathState
     lane: Lane = Lane.UNKNOWN
     bytes_per_s: float = 0.0
@@ -59,10 +59,10 @@ class PathStatus:
 
 @dataclass(frozen=True, slots=True)
 class PeerJoined:
-    """A worker of the other pool that we will read from, or that will read from us."""
+    """A worker of the other pool, to read from or to be read by."""
 
     peer: AgentAddress
-    is_owner: bool  # we will read from it
+    is_owner: bool  # this worker reads from the peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +76,28 @@ class PeerLeft:
 
 
 def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
-    """`seen`: TCP or RDMA where a device counted the bytes. Other bytes within one machine moved through memory."""
+    """The lane of a path. `seen` is TCP or RDMA if a network device counted the bytes, else UNKNOWN.
+
+    Bytes between two agents of one machine that no device counted moved through memory.
+    """
     if seen is not Lane.UNKNOWN or ours.machine != theirs.machine:
         return seen
     return Lane.CUDA_IPC if ours.on_gpu and theirs.on_gpu else Lane.SHARED_MEMORY
 
 
 def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) -> float:
-    """What the hardware promises, or `configured` where that is not 0; 0 = not known."""
+    """`configured` if it is not 0, else the speed of the hardware; 0 = not known."""
     if configured:
         return configured
     if ours.machine == theirs.machine:
         if ours.on_gpu or theirs.on_gpu:
-            return 0.0  # NVLink or PCIe, of any generation
+            return 0.0  # NVLink or PCIe, of an unknown generation
         return min(ours.memory_bytes_per_s, theirs.memory_bytes_per_s)
     return min(ours.link_bytes_per_s, theirs.link_bytes_per_s)
 
 
 def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: float) -> PathState:
-    """The state of a path that was measured: FINE, SLOW or FALLBACK."""
+    """The state of a measured path: FINE, SLOW or FALLBACK."""
     if status.lane is Lane.TCP and (ours.machine == theirs.machine or (ours.on_gpu and theirs.on_gpu)):
         return PathState.FALLBACK
     if status.bytes_per_s and status.bytes_per_s < slow_share * status.expected_bytes_per_s:

@@ -1,7 +1,7 @@
-"""What a client asks for, after validation. These objects never change.
+"""A client's request after validation. These objects never change.
 
-Tokens are a pure function of the request: the random draw at position p depends on (seed, p) alone, so a request can be
-resumed on another worker at any token and goes on exactly.
+The tokens are a pure function of the request: the random draw at position p depends on (seed, p) alone. So another
+worker can resume a request at any token, and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SEED = 2**63 - 1
 MIN_SAMPLING_TEMPERATURE = 1e-5
 MIN_REPETITION_PENALTY = struct.unpack("<f", struct.pack("<f", 0.01))[0]  # 0.01 as the wire carries it
 
-# field -> (lowest, highest, lowest allowed, what to say); NaN fails every comparison and so every row
+# field -> (low, high, low is allowed). NaN fails every comparison, so every field refuses NaN.
 _RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
@@ -57,7 +57,7 @@ def check_num_logit_biases(count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Out-of-range values raise `InvalidRequest` naming the field."""
+    """Parameters of sampling. A value out of range raises `InvalidRequest` with the name of the field."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -70,7 +70,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
-    num_logprobs: int | None = None  # None = no logprobs; n = the chosen token's and the n most likely
+    num_logprobs: int | None = None  # None = no logprobs; n = of the sampled token and the n most likely tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Temperature 0, or one so small that float32 could not hold the scaled logits."""
+        """The temperature is 0, or so small that the scaled logits would overflow float32."""
         return self.temperature < MIN_SAMPLING_TEMPERATURE
 
 
@@ -100,8 +100,7 @@ class SamplingParams:
 class Request:
     """One sequence to compute: token ids in, tokens out.
 
-    `token_ids` is the prompt followed by the tokens already delivered when a request is resumed;
-    `num_prompt_tokens` says where the prompt ends.
+    `token_ids` is the prompt, `num_prompt_tokens` long. A resumed request has its delivered tokens behind the prompt.
     """
 
     request_id: str
@@ -126,7 +125,7 @@ class Request:
         return self.num_prompt_tokens + self.sampling.max_tokens
 
     def validate_for(self, vocab_size: int, context_length: int) -> None:
-        """Raise `InvalidRequest` where this request cannot run on a model of these sizes."""
+        """Raise `InvalidRequest` if a model of these sizes cannot run this request."""
         if self.max_total_tokens > context_length:
             raise InvalidRequest(
                 "max_tokens",
@@ -144,6 +143,6 @@ class Request:
 
 
 def uniform_draw(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) that decides the token at `position` (counted from the start of the prompt)."""
+    """The random number in [0, 1) that decides the token at `position`, counted from the start of the prompt."""
     bits = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position))
     return math.ldexp(bits >> 11, -53)  # the top 53 bits, exactly representable

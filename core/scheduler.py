@@ -1,18 +1,18 @@
-"""The scheduler: one for prefill, decode and co-located workers.
+"""The scheduler of prefill and decode workers.
 
-Each step brings sequences' `num_computed_tokens` towards `num_tokens` inside a token budget:
+Each step computes tokens of sequences, up to a token budget:
 
-    1. running sequences in rank order (priority, then arrival): a decode takes 1 token, a prefill a chunk of what the
-       decodes behind it leave;
-    2. where the pool is out of blocks, the lowest-ranked holder behind is preempted: it gives up its blocks and is
-       recomputed later (mostly from the prefix cache). With nobody behind, a chunk makes do with the blocks there are,
-       or waits for those before it;
-    3. if nobody lacked blocks, waiting sequences are admitted in rank order. A caller with a queue of its own names the
-       rank of its first sequence: no waiting sequence that ranks behind is given its first blocks.
+    1. It takes running sequences in rank order (priority, then arrival). A sequence in decode gets 1 token. A sequence
+       in prefill gets a chunk of the budget that the decodes behind it leave.
+    2. If the pool is out of blocks, the scheduler preempts the lowest-ranked holder of blocks: this sequence loses its
+       blocks and is recomputed later, mostly from the prefix cache. If no holder ranks lower, the chunk shrinks to the
+       available blocks, or waits.
+    3. If no running sequence lacked blocks, the scheduler admits waiting sequences in rank order. A caller with a queue
+       of its own passes the rank of its first sequence; no waiting sequence of lower rank gets its first blocks then.
 
-The highest-ranked holder can always take the blocks of all others, and `add` refuses what could never fit, so somebody
-always gets on; only blocks leased or reserved outside can make everyone wait. One step is in flight at a time; a
-sequence aborted meanwhile keeps its blocks until the step has ended, since the runner may still write to them.
+The highest-ranked holder can take the blocks of every other holder, and `add` refuses a sequence that is larger than
+the pool. So a step always makes progress, unless leases or reservations keep the blocks. One step is in flight at a
+time. A sequence that is aborted during a step keeps its blocks until the step ends: the runner may still write to them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from core.step import ScheduledChunk, StepOutput, StepPlan, TokenEvent
 
 
 class Scheduler:
-    """Decides each step. Owns the sequences it was given and their blocks."""
+    """Decides each step. Owns the added sequences and their blocks."""
 
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, block_size: int, eos_token_ids: frozenset[int]
@@ -44,38 +44,38 @@ class Scheduler:
         self._next_step_id = 0
         self.num_preemptions = 0
 
-    # ---- sequences come and go
+    # ---- sequences
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. If it comes with computed tokens it must hold their blocks already.
+        """Queue a sequence. A sequence with computed tokens must hold their blocks.
 
-        Raises `QueueFull`, or `InvalidRequest` where the sequence alone would not fit into the pool; its blocks are
-        then still the caller's to release.
+        Raises `QueueFull`, or `InvalidRequest` for a sequence that is larger than the pool. The caller then releases
+        the blocks of the sequence.
         """
         assert sequence.sequence_id not in self._by_id, f"{sequence.sequence_id} was added twice"
         assert sequence.num_tokens < sequence.request.max_total_tokens, f"{sequence.sequence_id} has all its tokens"
         assert sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to compute"
         assert sequence.num_computed_tokens <= len(sequence.block_table) * self.block_size
         self.refuse_oversized(sequence)
-        # A sequence that comes with its blocks waited elsewhere, in a queue with its own bound.
+        # A sequence with blocks has waited in another queue, which has a bound of its own.
         if not sequence.block_table and len(self.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self.waiting)} sequences wait already (max_waiting)")
         self._by_id[sequence.sequence_id] = sequence
         insort(self.waiting, sequence, key=lambda queued: queued.rank)
 
     def refuse_oversized(self, sequence: Sequence) -> None:
-        """Raise `InvalidRequest` where the whole pool would not hold this sequence to its end."""
+        """Raise `InvalidRequest` if the whole pool is too small for all tokens of this sequence."""
         num_tokens = sequence.request.max_total_tokens
         if sequence.sample_limit is not None:
             num_tokens = min(num_tokens, sequence.num_tokens + sequence.sample_limit)
-        # The last token is only ever sampled, never computed, so it needs no slot.
+        # The last token is sampled but not computed, so it needs no slot.
         if -(-(num_tokens - 1) // self.block_size) > self.pool.num_blocks:
             raise InvalidRequest(
                 "max_tokens", f"{num_tokens} tokens need more than the pool's {self.pool.num_blocks} KV blocks"
             )
 
     def abort(self, sequence_id: str) -> bool:
-        """End a sequence now. False where it is not here (any more)."""
+        """End a sequence now. Returns False if the scheduler does not have it, or it has ended."""
         sequence = self._by_id.get(sequence_id)
         if sequence is None or sequence.finish_reason is not None:
             return False
@@ -87,38 +87,38 @@ class Scheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens that still have to be computed before every sequence here is in decode."""
+        """Tokens to compute before every sequence of the scheduler is in decode."""
         return sum(sequence.num_uncomputed_tokens for sequence in self._by_id.values() if not _decodes(sequence))
 
     # ---- steps
 
     def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
-        """The next step, or None where there is nothing to compute (or no block to compute it in).
+        """The next step, or None if there is nothing to compute or no block to compute it in.
 
-        `admit_before` is the rank of a sequence elsewhere that waits for blocks of this pool. A waiting sequence that
-        ranks behind is admitted only if it came with its blocks: it frees them only by running.
+        `admit_before` is the rank of a sequence in another queue that waits for blocks of this pool. A waiting sequence
+        of lower rank is admitted only if it holds blocks: it has to run in order to free them.
         """
         assert self.step_in_flight is None, "one step at a time"
         chunks: list[ScheduledChunk] = []
         budget = self.config.max_batched_tokens
         decodes_behind = sum(_decodes(sequence) for sequence in self.running)
-        blocks_sufficed = True
+        had_enough_blocks = True
         for sequence in list(self.running):
             if not sequence.block_table:
-                continue  # preempted for a sequence before it
+                continue  # preempted in this step by a sequence of higher rank
             decodes_behind -= _decodes(sequence)
             wanted = min(sequence.num_uncomputed_tokens, budget - decodes_behind)
             if wanted <= 0:
                 continue
             granted = self._grow_or_preempt(sequence, wanted)
-            blocks_sufficed = blocks_sufficed and granted == wanted
+            had_enough_blocks = had_enough_blocks and granted == wanted
             if granted:
                 chunks.append(_chunk(sequence, granted))
                 budget -= granted
             elif not chunks and any(holder.rank < sequence.rank for holder in self._holders()):
-                # A pulled one that ranks higher waits with blocks, and nobody gets on: yield, or both wait for ever.
+                # A pulled sequence of higher rank waits and holds blocks. Without this, both would wait for ever.
                 self._preempt(sequence)
-        if blocks_sufficed or not chunks:
+        if had_enough_blocks or not chunks:
             chunks += self._admit(budget, admit_before)
         if not chunks:
             return None
@@ -127,7 +127,7 @@ class Scheduler:
         return self.step_in_flight
 
     def complete_step(self, output: StepOutput) -> list[TokenEvent]:
-        """Take the results of the step in flight; finished sequences leave and give up their blocks."""
+        """Take the results of the step in flight. Finished sequences leave the scheduler and release their blocks."""
         plan = self.step_in_flight
         assert plan is not None, "no step is in flight"
         assert plan.step_id == output.step_id, "another step is in flight"
@@ -145,7 +145,7 @@ class Scheduler:
         return events
 
     def fail_step(self) -> list[Sequence]:
-        """The step in flight produced nothing: every sequence in it ends. Returns those not ended before."""
+        """End every sequence of the step in flight, which failed. Returns the sequences that had not ended before."""
         plan, self.step_in_flight = self.step_in_flight, None
         assert plan is not None, "no step is in flight"
         failed = []
@@ -159,7 +159,7 @@ class Scheduler:
     # ---- blocks
 
     def hold_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
-        """Share the longest cached prefix of at most `max_tokens` tokens; the sequence must hold no block yet."""
+        """Share the longest cached prefix of at most `max_tokens` tokens. The sequence must hold no block."""
         assert not sequence.block_table
         blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
         found = self.pool.match_prefix(blocks, sequence.request.cache_salt)
@@ -173,7 +173,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give `sequence` blocks for its first `num_tokens` tokens. False, and nothing changed, without enough."""
+        """Give `sequence` blocks for its first `num_tokens` tokens. Returns False, and changes nothing, if too few."""
         missing = -(-num_tokens // self.block_size) - len(sequence.block_table)
         if missing <= 0:
             return True
@@ -184,11 +184,11 @@ class Scheduler:
         return True
 
     def _holders(self) -> list[Sequence]:
-        """Sequences with blocks: the running ones, and those waiting whose prompt was pulled."""
+        """Sequences with blocks: running sequences, and waiting sequences with a pulled prompt."""
         return [sequence for sequence in self._by_id.values() if sequence.block_table]
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> int:
-        """Make room for the next `num_tokens` tokens, taking blocks from the lowest-ranked; how many got room."""
+        """Allocate for `num_tokens` more tokens, preempting lower ranks. Returns the number of tokens with blocks."""
         while not self._grow(sequence, sequence.num_computed_tokens + num_tokens):
             victim = max(self._holders(), key=lambda holder: holder.rank)
             if victim.rank > sequence.rank:
@@ -199,7 +199,10 @@ class Scheduler:
         return num_tokens
 
     def _grow_first_waiting(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grow the first in the queue to `num_tokens`, taking blocks from those behind it where that is enough."""
+        """Allocate for the first `num_tokens` tokens of the first waiting sequence, preempting the others if it helps.
+
+        Returns False, and changes nothing, if all their blocks are too few.
+        """
         behind = [other for other in reversed(self.waiting) if other.block_table and other is not sequence]
         gain = self.pool.num_available_without(block for other in behind for block in other.block_table)
         if (len(sequence.block_table) + gain) * self.block_size < num_tokens:
@@ -209,7 +212,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take all blocks of a running sequence, or of a waiting one whose prompt was pulled."""
+        """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""
         self.drop_blocks(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -218,19 +221,19 @@ class Scheduler:
             insort(self.waiting, sequence, key=lambda queued: queued.rank)
 
     def _admit(self, budget: int, admit_before: Rank | None) -> list[ScheduledChunk]:
-        """Move waiting sequences to running, in rank order, until one does not fit."""
+        """Move waiting sequences to `running`, in rank order, up to the first that does not fit."""
         chunks: list[ScheduledChunk] = []
         while budget > 0 and len(self.running) < self.config.max_running:
             sequence = self._first_admissible(admit_before)
             if sequence is None:
                 break
-            came_with_blocks = bool(sequence.block_table)
-            if not came_with_blocks:
-                # One token must remain to be computed: its logits are what we sample from.
+            had_blocks = bool(sequence.block_table)
+            if not had_blocks:
+                # The last token is computed even if it is cached: the next token is sampled from its logits.
                 self.hold_cached_prefix(sequence, sequence.num_tokens - 1)
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if not self._grow_first_waiting(sequence, sequence.num_computed_tokens + num_tokens):
-                if not came_with_blocks:
+                if not had_blocks:
                     self.drop_blocks(sequence)
                 break
             self.waiting.remove(sequence)
@@ -288,7 +291,7 @@ class Scheduler:
         self.drop_blocks(sequence)
 
     def check(self) -> None:
-        """Every sequence in one queue, in order; every block table backed by holds."""
+        """Every sequence is in one queue, in rank order, and its blocks cover its computed tokens."""
         assert self.running == sorted(self.running, key=lambda sequence: sequence.rank)
         assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.rank)
         assert len(self.running) <= self.config.max_running
@@ -303,7 +306,7 @@ class Scheduler:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """In decode, one token is left to compute: the one sampled last."""
+    """A sequence in decode has one token to compute: the newest sampled token."""
     return sequence.num_uncomputed_tokens == 1
 
 

@@ -1,7 +1,7 @@
-"""A request on its way through one worker.
+"""A request inside one worker.
 
-The scheduler's one idea: each step tries to bring `num_computed_tokens` up to `num_tokens`. A new prompt has none
-computed; a sequence in decode lacks exactly one; a sequence whose KV was pulled arrives with the prompt computed.
+Each step of the scheduler brings `num_computed_tokens` closer to `num_tokens`. A new prompt has no computed token. A
+sequence in decode has one token left to compute. A sequence with pulled KV arrives with a computed prompt.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from core.block_pool import PrefixBlock
 from core.lifecycle import FinishReason
 from core.request import Request
 
-Rank = tuple[int, int]  # priority, then order of arrival; the lower goes first
+Rank = tuple[int, int]  # (priority, order of arrival); a smaller tuple ranks higher
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
     arrival: int  # order of arrival at this worker; breaks ties of priority
-    sample_limit: int | None = None  # end with HANDOFF after this many tokens sampled here; None = until done
+    sample_limit: int | None = None  # ends with HANDOFF after this many tokens sampled on this worker; None = no limit
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that a prefix hit spared, at first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_sampled_tokens: int = 0  # sampled on this worker
-    block_table: list[int] = field(default_factory=list)  # block ids, by position; len * block_size >= computed
-    known_full_blocks: list[FullBlock] = field(default_factory=list)  # leading ones of token_ids
-    num_registered_blocks: int = 0  # leading blocks that were found in the prefix cache or given to it
-    cache_parent: PrefixBlock | str | None = field(init=False)  # of the block to register next
+    block_table: list[int] = field(default_factory=list)  # block ids, by position; cover every computed token
+    known_full_blocks: list[FullBlock] = field(default_factory=list)  # leading full blocks of token_ids, hashed so far
+    num_registered_blocks: int = 0  # leading blocks that come from the prefix cache or were registered in it
+    cache_parent: PrefixBlock | str | None = field(init=False)  # parent of the next block to register
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
-    arrived_at: float = 0.0  # at this worker
+    arrived_at: float = 0.0  # time of arrival at this worker
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -55,12 +55,12 @@ class Sequence:
         return (self.request.priority, self.arrival)
 
     def full_blocks(self, block_size: int) -> list[FullBlock]:
-        """All full blocks, packed and hashed once each."""
+        """All full blocks. Each block is hashed once."""
         extend_full_blocks(self.known_full_blocks, self.token_ids, block_size, root_hash(self.request.cache_salt))
         return self.known_full_blocks
 
     def finish_reason_after(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the sequence ends now that `token_id` was appended; None if it goes on."""
+        """The reason to end after `token_id` was appended; None if the sequence continues."""
         sampling = self.request.sampling
         if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP

@@ -1,4 +1,4 @@
-"""One step of the engine, as data: what the scheduler asks of a Runner and what it gets back."""
+"""One step of the engine, as data: the scheduler's plan and the Runner's output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from core.request import SamplingParams
 class ScheduledChunk:
     """Tokens [start, start + num_tokens) of one sequence, to be computed in this step.
 
-    `token_ids` and `block_table` are the sequence's own lists, not copies: read-only, and stable until the step ends.
-    Where `samples` is true the chunk reaches the sequence's last token, and the runner draws the token at position
-    start + num_tokens.
+    `token_ids` and `block_table` are the lists of the sequence, not copies. The runner must not change them, and they
+    do not change before the step ends. If `samples` is true, the chunk contains the last token of the sequence, and the
+    runner samples the token at position start + num_tokens.
     """
 
     sequence_id: str
@@ -41,13 +41,13 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     token_id: int
-    logprob: float | None = None  # natural log, of the model's distribution before penalties and filters
+    logprob: float | None = None  # natural logarithm, in the model's distribution before penalties and filters
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`sampled` holds one token for each chunk of the plan that samples."""
+    """`sampled` has one token for each chunk with `samples`, by sequence id."""
 
     step_id: int
     sampled: Mapping[str, SampledToken]
@@ -55,7 +55,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A sequence got its token at `index` (0 = the first after the prompt)."""
+    """A new token of a sequence. `index` 0 is the first token after the prompt."""
 
     sequence_id: str
     index: int

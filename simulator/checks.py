@@ -231,6 +231,6 @@ def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNod
         kept = {column.value: ledger[column] for column in (Column.HELD, Column.LEASED, Column.INCOMING)}
         if any(kept.values()) or not node.machine.idle or node.calls:
             raise SimulationError(f"seed {seed}: {node.agent.name} still has {kept}, calls {list(node.calls)}")
-        known, held = set(node.pool.known_hashes()), router.workers.index.held(node.spec.worker_id)
+        known, held = set(node.pool.registered_hashes()), router.workers.index.held(node.spec.worker_id)
         if known != held:
             raise SimulationError(f"seed {seed}: the router's index of {node.agent.name} is wrong: {known ^ held}")

@@ -220,7 +220,7 @@ class WorkerNode:
         """The first message of a report stream, with all changes so far."""
         self._publish()
         return events.WorkerJoined(
-            self.spec.worker_id, self.spec.role, self.address, tuple(self.pool.known_hashes()), self.machine.load()
+            self.spec.worker_id, self.spec.role, self.address, tuple(self.pool.registered_hashes()), self.machine.load()
         )
 
     def _publish(self) -> None:

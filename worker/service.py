@@ -246,7 +246,7 @@ class WorkerService:
             worker_id=parts.worker_id,
             role=codec.ROLE_TO_WIRE[self._role],
             agent=codec.encode_agent(parts.agent.address),
-            cached_blocks=parts.machine.core.pool.known_hashes(),
+            cached_blocks=parts.machine.core.pool.registered_hashes(),
         )
         return worker_pb2.WorkerReport(snapshot=snapshot, load=codec.encode_load(self._load()))
 

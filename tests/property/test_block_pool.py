@@ -159,7 +159,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         cached = self.cached()[pick % len(self.cached())]
         self.pool.invalidate([cached.block])
         assert cached not in self.cached()
-        assert cached.sequence_hash not in self.pool.known_hashes()
+        assert cached.sequence_hash not in self.pool.registered_hashes()
 
     # ---- laws
 
@@ -188,7 +188,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.replayed.add(event.sequence_hash)
             else:
                 self.replayed.remove(event.sequence_hash)
-        assert self.replayed == set(self.pool.known_hashes())
+        assert self.replayed == set(self.pool.registered_hashes())
 
     def teardown(self) -> None:
         for blocks in self.incoming:

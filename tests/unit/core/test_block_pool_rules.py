@@ -28,7 +28,7 @@ def test_the_least_recently_used_is_evicted_first() -> None:
     pool.share(used)
     pool.release(used)
     pool.allocate(2)
-    assert pool.known_hashes() == [1]
+    assert pool.registered_hashes() == [1]
 
 
 def test_a_prefix_outlives_its_tails() -> None:
@@ -55,7 +55,7 @@ def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
     pool = BlockPool(4)
     cached(pool, [1, 2])
     pool.allocate(2)
-    assert pool.known_hashes() == [1, 2]
+    assert pool.registered_hashes() == [1, 2]
 
 
 def test_neighbours_are_handed_out_together_whatever_the_order_they_came_back_in() -> None:
@@ -137,7 +137,7 @@ def test_an_invalidated_cached_block_is_free_and_reported_as_removed() -> None:
     pool.drain_events()
     pool.invalidate([blocks[0]])
     assert pool.drain_events() == [BlockRemoved(1)]
-    assert pool.known_hashes() == [2]
+    assert pool.registered_hashes() == [2]
     assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 1, Column.CACHED: 1}
     pool.invalidate(blocks[:1])
     assert pool.drain_events() == [], "it has no content any more"
@@ -182,7 +182,7 @@ def test_taking_too_much_changes_nothing() -> None:
     cached(pool, [1])
     assert pool.allocate(3) is None
     assert pool.reserve(3) is None
-    assert pool.known_hashes() == [1]
+    assert pool.registered_hashes() == [1]
     assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 1, Column.CACHED: 1}
 
 

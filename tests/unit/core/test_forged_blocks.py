@@ -91,9 +91,9 @@ def test_a_forged_prompt_that_was_pulled_is_refused_too() -> None:
 def test_the_first_keeps_the_name_and_the_second_becomes_findable_once_the_first_is_evicted() -> None:
     worker = Worker(num_blocks=6)
     worker.compute("forger", FORGED, OTHER)
-    before = worker.pool.known_hashes()
+    before = worker.pool.registered_hashes()
     worker.compute("honest", HONEST, OTHER)
-    assert worker.pool.known_hashes() == before
+    assert worker.pool.registered_hashes() == before
     assert worker.compute("honest again", HONEST, OTHER) == 0
     worker.pool.release(allocated(worker.pool, 6))
     worker.compute("honest", HONEST, OTHER)
@@ -118,7 +118,7 @@ def test_a_block_computed_behind_a_forged_one_is_refused_behind_the_honest_one()
     pool.release([first])
     assert allocated(pool, 1) == [first], "evicted, while the block behind is held"
     pool.register(first, honest[0], "")
-    assert honest[1].sequence_hash in pool.known_hashes()
+    assert honest[1].sequence_hash in pool.registered_hashes()
     assert [found.block for found in pool.match_prefix(honest, "")] == [first]
 
 
@@ -146,7 +146,7 @@ def test_behind_a_block_that_is_not_in_the_cache_nothing_is_registered() -> None
     pool.invalidate([first])
     assert pool.register(second, blocks[1], parent) is None
     assert pool.register(third, blocks[1], None) is None
-    assert pool.known_hashes() == []
+    assert pool.registered_hashes() == []
 
 
 def test_a_match_never_crosses_salts_though_all_salts_have_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:

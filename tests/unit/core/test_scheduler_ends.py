@@ -73,7 +73,7 @@ def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
     failed = driven.scheduler.fail_step()
     assert [(s.sequence_id, s.finish_reason) for s in failed] == [("a", FinishReason.ERROR)]
     assert driven.pool.ledger()[Column.HELD] == 0
-    assert driven.pool.known_hashes() == [], "what a failed step may have written is never found"
+    assert driven.pool.registered_hashes() == [], "what a failed step may have written is never found"
     assert driven.step() == {"c": 7}
 
 

@@ -158,7 +158,7 @@ def test_blocks_filled_by_decoding_are_found_too() -> None:
 def assert_never_found_again(driven: Driven, holder: Sequence) -> None:
     """Neither its first two blocks, which were invalidated, nor what it computes from them."""
     first, second, third, *_ = [block.sequence_hash for block in holder.full_blocks(BLOCK_SIZE)]
-    assert not {first, second, third} & set(driven.pool.known_hashes())
+    assert not {first, second, third} & set(driven.pool.registered_hashes())
 
 
 def test_invalidated_blocks_are_not_registered_again_by_the_sequence_that_holds_them() -> None:
