@@ -1,7 +1,7 @@
-"""The part that prefill and decode machines share: the scheduler's step loop, deadlines, and the worker's load.
+"""The common part of the prefill and decode machines: steps, deadlines, and the load of the worker.
 
-The machine of a role owns one `WorkerCore` and adds the rules of the role. One step is in flight at a time: `next_step`
-asks the scheduler for it, and the shell answers with `StepFinished` or `StepFailed`.
+The machine of each role owns a `WorkerCore` and adds its own rules. One step is in flight at a time: `next_step`
+returns the step, and the shell answers with `StepFinished` or `StepFailed`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class StepFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The runner raised: the step in flight produced nothing."""
+    """The runner raised an exception, and the step in flight has no output."""
 
     error: TandemError
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Take nothing new from now on."""
+    """Refuse new calls from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class WorkerCore:
     num_sampled_tokens: int = 0
 
     def admit(self, request: Request, deadline: float, now: float, sample_limit: int | None = None) -> Sequence:
-        """A new sequence with its clocks started; it is not in the scheduler yet.
+        """A new sequence with its deadline and timeline. The caller adds the sequence to the scheduler.
 
-        Raises `InvalidRequest` where a sequence of that id is here already.
+        Raises `InvalidRequest` if the worker has a sequence with this id.
         """
-        # An aborted sequence stays in the scheduler until the step in flight has ended.
+        # A sequence that is aborted during a step stays in the scheduler until the step ends.
         if request.request_id in self.timelines or self.scheduler.get(request.request_id) is not None:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         self.num_arrived += 1
@@ -72,17 +72,17 @@ class WorkerCore:
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
 
     def dismiss(self, request_id: str) -> None:
-        """Stop the clocks of a sequence that has ended."""
+        """Remove the deadline and the timeline of a sequence that has ended."""
         self.timelines.pop(request_id, None)
         self.deadlines.cancel(request_id)
 
-    def refuse(self, sequence: Sequence) -> None:
-        """Undo `admit`, and `scheduler.add` where that succeeded."""
+    def undo_admit(self, sequence: Sequence) -> None:
+        """Undo `admit`, and `scheduler.add` if that succeeded."""
         self.scheduler.abort(sequence.sequence_id)
         self.dismiss(sequence.sequence_id)
 
     def next_step(self, now: float, admit_before: Rank | None = None) -> list[RunStep]:
-        """Start a step if none is in flight and there is something to compute; `admit_before` is for the scheduler."""
+        """Start a step, unless one is in flight or there is nothing to compute. `admit_before`: see the scheduler."""
         if self.scheduler.step_in_flight is not None:
             return []
         plan = self.scheduler.schedule(admit_before)
@@ -95,7 +95,7 @@ class WorkerCore:
         return [RunStep(plan)]
 
     def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
-        """Take a step's results: one event for each sampled token, after the sequence's clock has moved to DECODE."""
+        """Take the output of the step. Returns one event for each sampled token, with its sequence in stage DECODE."""
         assert self.scheduler.step_in_flight is not None
         self.num_prefilled_tokens += sum(c.num_tokens for c in self.scheduler.step_in_flight.chunks if c.num_tokens > 1)
         events = self.scheduler.complete_step(output)
@@ -129,7 +129,7 @@ class WorkerCore:
         )
 
     def claims(self) -> list[Claim]:
-        """Every sequence in the scheduler that has blocks."""
+        """The claims of the scheduler's sequences that have blocks."""
         states = [(sequence, SequenceState.WAITING) for sequence in self.scheduler.waiting]
         states += [(sequence, SequenceState.RUNNING) for sequence in self.scheduler.running]
         return [

@@ -1,10 +1,11 @@
-"""One thread that runs a Runner, so that nobody else has to wait for it.
+"""A thread that runs the steps of a Runner, so that the event loop never waits for a step.
 
     IDLE --submit--> BUSY --callback--> IDLE        close: CLOSED, once the step in flight has ended
 
-One step at a time: submitting while one runs is the caller's bug. The callback is called on the executor's thread with
-the step's output or with the exception that ended it; an asyncio caller passes it on with call_soon_threadsafe.
-The thread is pinned before its first step, and with it every compute thread that the runner's libraries make for it.
+One step runs at a time; a second `submit` during a step is a bug of the caller. The executor's thread calls the
+callback with the output of the step, or with the exception that ended the step. An asyncio caller hands both to its
+loop with call_soon_threadsafe. The thread pins itself before its first step, and so pins every compute thread that the
+runner's libraries start from it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ StepDone = Callable[[StepOutput | Exception], None]
 class StepExecutor:
     def __init__(self, runner: Runner, cores: Sequence[int] = (), name: str = "tandem-engine") -> None:
         self._runner = runner
-        self._cores = cores  # empty = all that the process may use
+        self._cores = cores  # empty = every core that the process may use
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
-        self._work: queue.SimpleQueue[tuple[StepPlan, StepDone] | None] = queue.SimpleQueue()  # one step, and the end
+        self._work: queue.SimpleQueue[tuple[StepPlan, StepDone] | None] = queue.SimpleQueue()  # a step; None ends
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
@@ -37,7 +38,7 @@ class StepExecutor:
         return self._busy
 
     def submit(self, plan: StepPlan, on_done: StepDone) -> None:
-        """Run `plan` and call `on_done` once with its output or its exception. The executor is idle again by then."""
+        """Run `plan`, then call `on_done` once, with the output or the exception. The executor is idle by then."""
         with self._lock:
             assert not self._closed, "the executor is closed"
             assert not self._busy, "one step at a time"
@@ -45,7 +46,7 @@ class StepExecutor:
             self._work.put((plan, on_done))
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more steps and wait for the one in flight. False where it has not ended after `timeout_s`."""
+        """Refuse new steps and wait for the step in flight. Returns False if it has not ended after `timeout_s`."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -60,7 +61,7 @@ class StepExecutor:
             result: StepOutput | Exception
             try:
                 result = self._runner.run(plan)
-            except Exception as error:  # noqa: BLE001 (whatever ends a step is the caller's to sort, and it gets it)
+            except Exception as error:  # noqa: BLE001 - `on_done` gets every exception
                 result = error
             with self._lock:
                 self._busy = False

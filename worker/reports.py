@@ -1,7 +1,7 @@
-"""What a worker tells its routers: a snapshot, then changes of cache and load, numbered, at a bounded rate.
+"""The reports of a worker to its routers: a snapshot, then numbered changes of cache and load, at a bounded rate.
 
-A router that reads too slowly loses its stream, not a single report out of the middle: it subscribes again and gets a
-fresh snapshot. So each router's view is either in step or known to be stale.
+If a router reads too slowly, the worker ends its stream rather than skip a report. The router subscribes again and gets
+a new snapshot. So the view of each router is either up to date or known to be stale.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import abort
 
 MAX_REPORTS_BEHIND = 64
-MAX_HOLDERS = 1024  # in one answer to DescribeLedger
+MAX_HOLDERS = 1024  # in one response of DescribeLedger
 
 
 class ReportFeed(worker_pb2_grpc.WorkerServicer):
     """The `tandem.v1.Worker` service.
 
-    `snapshot()` describes the worker, its whole cache and its load; `changes()` the load and the block events since its
-    last call; `holders()` lists the holders of blocks; `update_peer(change)` takes a peer that joined or left. All are
-    called on the loop's thread.
+    `snapshot()` returns the worker, its whole cache and its load. `changes()` returns the load, and the block events
+    since the last call. `holders()` lists the holders of blocks. `update_peer(change)` takes a join or leave of a peer.
+    The feed calls them on the loop's thread.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
         self._closed = False
 
-    def notice(self) -> None:
-        """Something changed; a report goes out within `report_interval_s`."""
+    def mark_changed(self) -> None:
+        """Send a report within `report_interval_s`."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -58,13 +58,13 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
                 async with asyncio.timeout(self._config.idle_report_interval_s):
                     await self._changed.wait()
             except TimeoutError:
-                pass  # nothing changed: a sign of life
+                pass  # report without a change, so that routers see that the worker lives
             self._changed.clear()
             self._publish()
             await asyncio.sleep(self._config.report_interval_s)  # the rate limit
 
     def _publish(self) -> None:
-        """Give the changes to every router. A router that is too far behind is cut off and comes back."""
+        """Queue the changes for every router. End the stream of a router that is too far behind."""
         report = self._changes()
         for queue in list(self._subscribers):
             if queue.qsize() >= MAX_REPORTS_BEHIND:
@@ -77,16 +77,16 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         queue.put_nowait(None)
 
     def close(self) -> None:
-        """End every stream, and begin none: a router must not take a worker that goes for one that has come back."""
+        """End every stream and refuse new ones, so that no router takes a stopping worker for a new one."""
         self._closed = True
         for queue in list(self._subscribers):
             self._cut_off(queue)
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         if self._closed:
-            await abort(context, WorkerUnavailable("this worker stops, or has failed"))
+            await abort(context, WorkerUnavailable("this worker is stopping or has failed"))
         queue: asyncio.Queue[worker_pb2.WorkerReport | None] = asyncio.Queue(MAX_REPORTS_BEHIND + 1)
-        # Changes before this moment are in the snapshot; send them to the others before it is taken.
+        # The snapshot contains all changes so far, and `changes()` returns each only once: publish them first.
         self._publish()
         first = self._snapshot()
         self._subscribers.add(queue)
@@ -100,7 +100,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
                 number += 1
         finally:
             self._subscribers.discard(queue)
-        await abort(context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker stops"))
+        await abort(context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker is stopping"))
 
     async def DescribeLedger(
         self, request: worker_pb2.DescribeLedgerRequest, _: grpc.aio.ServicerContext[Any, Any]

@@ -1,10 +1,10 @@
-"""The shell of a prefill or decode worker: one process, one loop, two threads beside it.
+"""The shell of a prefill or decode worker: one process with an event loop, and threads for steps and transfers.
 
     gRPC calls --> role's servicer --events--> Driver(machine) --actions--> servicer, step executor, transfer agent
                                                   ^                              |
                                                   +--- StepFinished, MessageReceived, ReadFinished, ... (other threads)
 
-The role gives the machine and the servicer; this file owns what both have: start, reports, drain, stop.
+Each role brings its machine and its servicer. This file has the common part: start, reports, drain, stop.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WorkerMachine(Protocol):
 
 
 class Servicer(Protocol):
-    """A role's gRPC service: turns calls into events and its own actions into answers."""
+    """The gRPC service of a role: turns calls into events, and its actions into responses."""
 
     full_name: str
 
@@ -71,7 +71,7 @@ class Servicer(Protocol):
     def register(self, servicer: Any, server: Any) -> None: ...
 
     def perform(self, action: Any) -> bool:
-        """False where the action is not this servicer's."""
+        """Returns False if the action is not for this servicer."""
         ...
 
     def fail_all(self, error: TandemError) -> None:
@@ -81,7 +81,7 @@ class Servicer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What is slow to build (the model is loaded, the pool is touched): made in a thread when the service starts."""
+    """The parts that are slow to build (model, pool). The service builds them in a thread when it starts."""
 
     worker_id: str
     machine: WorkerMachine
@@ -89,12 +89,12 @@ class WorkerParts:
     agent: TransferAgent  # started
 
 
-# Given: how to hand an event to the machine, and how to say that a part has failed, both from any thread.
+# Takes two functions for use on any thread: post an event to the machine; report the failure of a part.
 BuildParts = Callable[[Callable[[Any], None], Callable[[BaseException], None]], WorkerParts]
 
 
 class WorkerService:
-    """A `core.service.Service`. `build` is called once, in a thread, by `start`."""
+    """A `core.service.Service`. `start` calls `build` once, in a thread."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class WorkerService:
         self._parts: WorkerParts | None = None
         self._for_agent: list[Any] = []
         self._driver: Driver[Any, Any] | None = None
-        self._step_started_at = 0.0  # of the step in flight, or the last one
+        self._step_started_at = 0.0  # of the step in flight, or of the last step
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
         self._reported_paths: tuple[PathStatus, ...] = ()
@@ -143,7 +143,7 @@ class WorkerService:
         assert self._driver is not None
         assert self._parts is not None
         self._driver.post(DrainRequested())
-        self._feed.notice()
+        self._feed.mark_changed()
         await self._server.set_serving(False)
         try:
             async with asyncio.timeout(timeout_s):
@@ -156,11 +156,11 @@ class WorkerService:
     async def stop(self) -> None:
         if self._driver is None or self._stopping:
             return
-        self._stopping = True  # a failure has stopped the driver alone
+        self._stopping = True  # and stop every part: a failure stops only the driver
         self._driver.stop()
         if self._step_watch is not None:
             self._step_watch.cancel()
-        self._servicer.fail_all(WorkerUnavailable("this worker stops"))
+        self._servicer.fail_all(WorkerUnavailable("this worker is stopping"))
         self._feed.close()
         await cancel_and_wait(self._tasks)
         await self._server.stop(grace_s=0.5)
@@ -176,7 +176,7 @@ class WorkerService:
             logger.warning("%s", error)
         self._telemetry.close()
 
-    # ---- acting
+    # ---- actions
 
     def _perform(self, action: Any) -> None:
         assert self._parts is not None
@@ -194,7 +194,7 @@ class WorkerService:
         self._parts.agent.perform(actions, self._parts.machine.transfers_alive)
         if self._parts.machine.idle:
             self._idle.set()
-        self._feed.notice()
+        self._feed.mark_changed()
 
     def _on_step_done(self, result: StepOutput | Exception) -> None:
         """On the executor's thread."""
@@ -205,11 +205,11 @@ class WorkerService:
             self._post_threadsafe(StepFinished(result))
 
     def _watch_step(self) -> None:
-        """Look at the step again when it is overdue. One timer for all steps, not one for each of thousands."""
+        """Check the step when it is overdue. One timer serves all steps: thousands of timers would cost time."""
         overdue_at = self._step_started_at + self._config.step_timeout_s
-        self._step_watch = self._loop.call_at(overdue_at, self._look_at_step)
+        self._step_watch = self._loop.call_at(overdue_at, self._check_step)
 
-    def _look_at_step(self) -> None:
+    def _check_step(self) -> None:
         assert self._parts is not None
         self._step_watch = None
         if self._parts.machine.core.scheduler.step_in_flight is None:
@@ -218,10 +218,10 @@ class WorkerService:
             self._watch_step()
         else:
             limit = f"{self._config.step_timeout_s:g} s (step_timeout_s)"
-            self._on_fatal(TandemError(f"a step has run for more than {limit} and is taken to hang"))
+            self._on_fatal(TandemError(f"a step has run for more than {limit} and is considered to hang"))
 
     def _post_threadsafe(self, event: Any) -> None:
-        if self._driver is not None:  # before it is there, nobody can know of us
+        if self._driver is not None:  # before `start` has created the driver, no peer has our address
             self._driver.post_threadsafe(event)
 
     def _fail_threadsafe(self, error: BaseException) -> None:
@@ -229,7 +229,7 @@ class WorkerService:
             self._loop.call_soon_threadsafe(self._on_fatal, error)
 
     def _on_fatal(self, error: BaseException) -> None:
-        """A part can no longer be trusted: end every call, so that routers go elsewhere, and tell our host."""
+        """A part has failed: end every call, so that routers use other workers, and report the failure to the host."""
         if self._driver is not None:
             self._driver.stop()
             self._servicer.fail_all(WorkerUnavailable("this worker failed"))
@@ -237,7 +237,7 @@ class WorkerService:
         if not self._failure.done():
             self._failure.set_result(error)
 
-    # ---- reporting
+    # ---- reports
 
     def _snapshot(self) -> worker_pb2.WorkerReport:
         parts = self._parts
