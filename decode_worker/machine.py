@@ -3,10 +3,11 @@
     with a source:    DecodeArrived -> wait for target blocks -> pull -> running -> tokens ... -> DecodeDone
     without a source: DecodeArrived -> queue -> prefill here ---------^
 
-Hand-offs wait for their target blocks in rank order, and heartbeats keep the owners' offers alive meanwhile. A hand-off
-needs all its blocks at once, so no sequence that ranks behind a waiting hand-off is admitted: freed blocks add up until
-the hand-off fits. The target blocks stay reserved until the pull has ended, also where the call ended before it: a read
-may still write to them. A failed hand-off ends the call with `TransferFailed`; the router decides what happens next.
+Hand-offs wait for their target blocks in rank order; heartbeats keep the offers of their owners alive. A hand-off needs
+all its blocks at once. So the scheduler admits no sequence of lower rank while a hand-off waits: freed blocks add up
+until the hand-off fits. The target blocks stay reserved until the pull has ended, even if the call ends first, because
+a read may still write to them. A failed hand-off ends the call with `TransferFailed`, and the router decides whether to
+retry.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ DecodeEvent = DecodeArrived | DecodeCancelled | StepFinished | StepFailed | Drai
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
     request_id: str
-    index: int  # of the first of them in the output
+    index: int  # of the first token, in the output
     tokens: tuple[SampledToken, ...]
 
 
@@ -65,7 +66,7 @@ class DecodeDone:
     finish_reason: FinishReason
     cached_tokens: int
     timeline: Timeline
-    pull: PullStats | None  # None: nothing was pulled
+    pull: PullStats | None  # None: the prompt was computed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class _Call:
 
 @dataclass(slots=True)
 class DecodeMachine:
-    """Each accepted `DecodeArrived` gets exactly one `DecodeDone` or `DecodeFailed`, at its deadline at the latest."""
+    """Answers each accepted `DecodeArrived` with one `DecodeDone` or `DecodeFailed`, at its deadline at the latest."""
 
     core: WorkerCore
     transfers: TransferMachine
@@ -104,7 +105,7 @@ class DecodeMachine:
     _pulls: dict[TransferId, _Pull] = field(default_factory=dict)  # in order of arrival
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
-        """Raises `TandemError` for a `DecodeArrived` that is refused."""
+        """Raises `TandemError` if it refuses a `DecodeArrived`."""
         actions: list[DecodeAction] = []
         match event:
             case DecodeArrived():
@@ -120,16 +121,16 @@ class DecodeMachine:
             case DrainRequested():
                 self.core.draining = True
             case Tick():
-                actions += self._absorb(self.transfers.handle(event, now), now)
+                actions += self._apply_results(self.transfers.handle(event, now), now)
                 for request_id in self.core.deadlines.expire(now):
                     stage = self.core.timelines[request_id].stage.value
                     late = DeadlineExceeded(f"the deadline passed on the decode worker in stage {stage}")
                     actions += self._end(request_id, late, AbortReason.DEADLINE, now)
             case _:
-                actions += self._absorb(self.transfers.handle(event, now), now)
+                actions += self._apply_results(self.transfers.handle(event, now), now)
         actions += self._start_pulls(now)
         first = min((pull.sequence.rank for pull in self._waiting_pulls()), default=None)
-        return [*self.core.next_step(now, admit_before=first), *actions]  # the model runs while the rest is acted upon
+        return [*self.core.next_step(now, admit_before=first), *actions]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
         known = (self.core.deadlines.next(), self.transfers.next_deadline())
@@ -147,7 +148,7 @@ class DecodeMachine:
         return self.core.load(self.transfers, num_pulls_waiting=len(self._waiting_pulls()))
 
     def claims(self) -> list[Claim]:
-        """Everyone who holds a block of the pool, and every live transfer."""
+        """Every holder of blocks, and every live transfer."""
         pulled = [
             claim_of(pull.sequence, SequenceState.ENDING if pull.call_ended else SequenceState.TRANSFER)
             for pull in self._pulls.values()
@@ -163,7 +164,7 @@ class DecodeMachine:
         try:
             actions = self._take_in(sequence, event.source, now)
         except TandemError:
-            self.core.refuse(sequence)
+            self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _Call(sequence)
         return actions
@@ -176,20 +177,20 @@ class DecodeMachine:
             return []
         self.core.scheduler.refuse_oversized(sequence)
         if len(self._waiting_pulls()) >= self.max_pulls_waiting:
-            raise QueueFull(f"{self.max_pulls_waiting} hand-offs wait for blocks already (max_pulls_waiting)")
+            raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for blocks (max_pulls_waiting)")
         transfer_id, owner = source
-        actions = self._absorb(self.transfers.reserve_pull(transfer_id, owner, now), now)
+        actions = self._apply_results(self.transfers.reserve_pull(transfer_id, owner, now), now)
         self._pulls[transfer_id] = _Pull(sequence, transfer_id)
         return actions
 
     # ---- hand-offs
 
     def _waiting_pulls(self) -> list[_Pull]:
-        """Hand-offs that have no target blocks yet."""
+        """Hand-offs without target blocks."""
         return [pull for pull in self._pulls.values() if pull.targets is None]
 
     def _start_pulls(self, now: float) -> list[DecodeAction]:
-        """Give waiting hand-offs their target blocks, in rank order, until one finds too few."""
+        """Reserve target blocks for waiting hand-offs, in rank order, until too few blocks are available."""
         actions: list[DecodeAction] = []
         for pull in sorted(self._waiting_pulls(), key=lambda pull: pull.sequence.rank):
             targets = self._reserve_targets(pull.sequence)
@@ -198,14 +199,14 @@ class DecodeMachine:
             pull.targets = targets
             self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
             started = self.transfers.start_pull(pull.transfer_id, targets, now, pull.sequence.num_tokens)
-            actions += self._absorb(started, now)
+            actions += self._apply_results(started, now)
         return actions
 
     def _reserve_targets(self, sequence: Sequence) -> dict[int, int] | None:
-        """Hold the cached prefix and reserve a block for every position that lacks one; None where it has to wait.
+        """Hold the cached prefix, and reserve a block for every other position. Returns None if `sequence` has to wait.
 
-        A waiting sequence that ranks before it and the next block of each running sequence go first, or a steady flow
-        of hand-offs would preempt and starve them.
+        A waiting sequence of higher rank gets its blocks first, and one block stays available for each running
+        sequence: otherwise a steady flow of hand-offs would starve and preempt these sequences.
         """
         scheduler, pool = self.core.scheduler, self.core.pool
         if any(other.rank < sequence.rank and not other.block_table for other in scheduler.waiting[:1]):
@@ -220,8 +221,8 @@ class DecodeMachine:
             return None
         return dict(zip(range(num_held, num_needed), blocks, strict=True))
 
-    def _absorb(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
-        """Act on what the transfers concern us with; hand on what is for the agent."""
+    def _apply_results(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
+        """Act on the results of pulls. Returns the actions that follow, and the agent's actions unchanged."""
         mine: list[DecodeAction] = []
         for action in actions:
             match action:
@@ -232,7 +233,7 @@ class DecodeMachine:
                 case PullFailed():
                     mine += self._on_pull_failed(action)
                 case OfferEnded():
-                    pass  # only a prefill worker offers
+                    pass  # a decode worker makes no offers
                 case _:
                     mine.append(action)
         return mine
@@ -241,13 +242,13 @@ class DecodeMachine:
         pull = self._pulls.pop(done.transfer_id)
         sequence = pull.sequence
         assert pull.targets is not None
-        assert not pull.call_ended, "a pull whose call has ended was cancelled, or had failed"
+        assert not pull.call_ended, "the pull of an ended call completed, though it was cancelled or had failed"
         self.core.pool.arrive(pull.targets.values())
         sequence.block_table += pull.targets.values()
         sequence.num_computed_tokens = sequence.num_tokens
         if done.first_token_id is None:
             self.core.scheduler.drop_blocks(sequence)
-            return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off came without its first token"))
+            return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off delivered no first token"))
         index = sequence.num_tokens - sequence.request.num_prompt_tokens
         sequence.token_ids.append(done.first_token_id)
         self.core.timelines[sequence.sequence_id].enter(Stage.DECODE, now)
@@ -257,7 +258,7 @@ class DecodeMachine:
         if finish_reason is not None:
             self.core.scheduler.drop_blocks(sequence)
             return [emitted, self._finish_call(sequence.sequence_id, finish_reason, now)]
-        self.core.scheduler.add(sequence)  # its size was looked at when it came, and it waited in a queue of its own
+        self.core.scheduler.add(sequence)  # cannot fail: checked on arrival; `max_waiting` does not apply
         return [emitted]
 
     def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
@@ -278,7 +279,7 @@ class DecodeMachine:
             pull.sequence.sequence_id, TransferFailed(f"{message} ({failed.detail})" if failed.detail else message)
         )
 
-    # ---- tokens, and the end
+    # ---- tokens and ends of calls
 
     def _on_step(self, output: StepOutput, now: float) -> list[DecodeAction]:
         actions: list[DecodeAction] = []
@@ -296,7 +297,7 @@ class DecodeMachine:
         return DecodeDone(request_id, reason, call.sequence.num_cached_tokens, timeline, call.pull)
 
     def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
-        """End an open call early. A pull under way keeps its target blocks until its reads have ended."""
+        """End an open call early. An open pull keeps its target blocks until its reads have ended."""
         if request_id not in self._calls:
             return []
         self.core.scheduler.abort(request_id)
@@ -304,7 +305,7 @@ class DecodeMachine:
         for pull in list(self._pulls.values()):
             if pull.sequence.sequence_id == request_id:
                 pull.call_ended = True
-                actions += self._absorb(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
+                actions += self._apply_results(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
         return actions
 
     def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:
@@ -313,7 +314,7 @@ class DecodeMachine:
         return [DecodeFailed(request_id, error)]
 
     def check(self) -> None:
-        """Each open call is in the scheduler or waits for its pull; target blocks and pulls agree."""
+        """Each open call is in the scheduler or in a pull, and the pulls have all INCOMING blocks."""
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)

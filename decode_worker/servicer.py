@@ -1,4 +1,4 @@
-"""`tandem.v1.DecodeWorker`: turns each Decode call into events for the machine, and its tokens into the stream."""
+"""`tandem.v1.DecodeWorker`: turns each Decode call into events for the machine, and streams the tokens back."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SPAN_OF_STAGE = {
     Stage.DECODE: SpanName.DECODE_COMPUTE,
 }
 
-# A step's tokens leave while the next one's model runs. Before that, its batch is built, in Python as all of this is:
-# writing to every stream at the same time would make the model begin later by all of it.
+# The tokens of a step are sent while the model runs the next step. That step first builds its batch in Python. If the
+# event loop wrote to the streams at that time, both would compete for the interpreter, and the model would start later.
 EMIT_AFTER_S = 0.001
 
-# Bounded by the request itself: at most max_tokens entries and the end.
+# Bounded by the request: at most max_tokens entries and the end.
 Stream = asyncio.Queue[EmitTokens | DecodeDone | TandemError]
 
 
@@ -46,7 +46,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._default_timeout_s = default_timeout_s
         self._telemetry = telemetry
         self._calls: dict[str, Stream] = {}  # open calls, by request id
-        self._held_back: list[tuple[Stream, EmitTokens]] = []  # the last step's, for EMIT_AFTER_S
+        self._held_back: list[tuple[Stream, EmitTokens]] = []  # of the newest step, for EMIT_AFTER_S
 
     def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
         self._driver = driver
@@ -79,7 +79,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             await context.write(worker_pb2.DecodeResponse(finished=_encode_done(item)))
         finally:
             del self._calls[request.request_id]
-            if item is None or isinstance(item, EmitTokens):  # the caller went away
+            if item is None or isinstance(item, EmitTokens):  # the caller has cancelled
                 self._driver.post_threadsafe(DecodeCancelled(request.request_id))
 
     def perform(self, action: object) -> bool:
@@ -101,7 +101,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             return
         if not self._held_back:
             asyncio.get_running_loop().call_later(EMIT_AFTER_S, self._emit)
-        self._held_back.append((stream, emitted))  # by its stream: another call may soon have the same id
+        self._held_back.append((stream, emitted))  # the stream, not the id: a later call may have the same id
 
     def _emit(self) -> None:
         held_back, self._held_back = self._held_back, []

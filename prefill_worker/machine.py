@@ -4,11 +4,13 @@
                                |  each full block is offered to the reader as soon as it is computed
                                +--> the reader pulls and releases, or its lease ends
 
-The sequence leaves the scheduler with its first token; its blocks stay leased until the reader has them. Blocks are
-leased before the scheduler learns that the step is done, because it releases a finished sequence's blocks at once.
+The sequence leaves the scheduler with its first token. Its blocks stay leased until the reader has read them. The
+machine leases blocks before it completes the step, because the scheduler then releases the blocks of a finished
+sequence.
 
-Prompts and readers can wait for each other in a circle: leased blocks wait for readers without room, whose room is
-reserved for prompts that wait here for blocks. `_unblock` breaks it: a prompt whose reader has room waits no longer.
+Prompts and readers can deadlock: leased blocks wait for readers without free blocks, while the blocks of these readers
+are reserved for prompts that wait here for blocks. `_unblock` ends a deadlock: it withdraws offers until a prompt with
+a ready reader can be computed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from kv_transfer.events import AgentAction, TransferAction, TransferEvent, Trans
 from kv_transfer.machine import TransferMachine
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
-MAX_STALL_S = 1.0  # a reader's reserved room waits this long for blocks of ours, then other offers are withdrawn
+MAX_STALL_S = 1.0  # a reader with reserved blocks waits this long for a prompt here; then other offers are withdrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class PrefillDone:
     request_id: str
     index: int  # of the token in the output
     token: SampledToken
-    finish_reason: FinishReason | None  # None: the sequence goes on elsewhere
+    finish_reason: FinishReason | None  # None: the sequence continues on the decode worker
     cached_tokens: int
     timeline: Timeline
 
@@ -73,7 +75,7 @@ class _OpenCall:
 
 
 class PrefillMachine:
-    """Each accepted `PrefillArrived` gets one `PrefillDone` or `PrefillFailed`, at its deadline at the latest."""
+    """Answers each accepted `PrefillArrived` with `PrefillDone` or `PrefillFailed`, at its deadline at the latest."""
 
     def __init__(self, core: WorkerCore, transfers: TransferMachine) -> None:
         self.core = core
@@ -82,7 +84,7 @@ class PrefillMachine:
         self._stalled_since: float | None = None
 
     def handle(self, event: PrefillEvent, now: float) -> list[PrefillAction]:
-        """Raises `TandemError` for a `PrefillArrived` that is refused."""
+        """Raises `TandemError` if it refuses a `PrefillArrived`."""
         actions: list[PrefillAction] = []
         match event:
             case PrefillArrived():
@@ -97,11 +99,11 @@ class PrefillMachine:
             case DrainRequested():
                 self.core.draining = True
             case Tick():
-                actions += self._absorb(self.transfers.handle(event, now))
+                actions += self._agent_actions(self.transfers.handle(event, now))
                 for request_id in self.core.deadlines.expire(now):
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
-                actions += self._absorb(self.transfers.handle(event, now))
+                actions += self._agent_actions(self.transfers.handle(event, now))
         actions += self.core.next_step(now)
         return actions + self._unblock(now)
 
@@ -112,7 +114,7 @@ class PrefillMachine:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being computed and nobody reads our blocks."""
+        """No call is open, and no reader has a lease."""
         return not self._calls and not self.transfers.alive
 
     @property
@@ -123,10 +125,10 @@ class PrefillMachine:
         return self.core.load(self.transfers)
 
     def claims(self) -> list[Claim]:
-        """Everyone who holds a block of the pool, and every live transfer."""
+        """Every holder of blocks, and every live transfer."""
         return [*self.core.claims(), *self.transfers.claims()]
 
-    # ---- a prompt's life
+    # ---- prompts
 
     def _on_arrived(self, event: PrefillArrived, now: float) -> list[PrefillAction]:
         if self.core.draining:
@@ -134,9 +136,9 @@ class PrefillMachine:
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1)
         try:
             self.core.scheduler.add(sequence)
-            actions = self._absorb(self.transfers.offer(event.transfer_id, event.reader, now))
+            actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
         except TandemError:
-            self.core.refuse(sequence)
+            self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _OpenCall(sequence, event.transfer_id)
         return actions
@@ -148,8 +150,8 @@ class PrefillMachine:
         for chunk in plan.chunks:
             actions += self._offer_computed(chunk, output, now)
         for event in self.core.complete_step(output, now):
-            # Where the first token was the last, the offer stands all the same: whichever of our answer and the
-            # hand-off comes first ends the request, and an abort could overtake both.
+            # The offer stays even if the first token ends the request: an abort could reach the reader before the
+            # router has the answer, and the router would retry.
             call = self._calls.pop(event.sequence_id)
             goes_on = event.finish_reason is FinishReason.HANDOFF
             actions.append(
@@ -166,7 +168,7 @@ class PrefillMachine:
         return actions
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
-        """Offer the blocks this step completed: the full ones, and after the last chunk the partly filled one too."""
+        """Offer the blocks that this step has filled; after the last chunk, the partly filled block too."""
         call = self._calls.get(chunk.sequence_id)
         if call is None:
             return []  # ended while the step ran
@@ -175,24 +177,25 @@ class PrefillMachine:
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
         first_token_id = output.sampled[chunk.sequence_id].token_id if chunk.samples else None
         blocks = enumerate(chunk.block_table[:num_ready])
-        return self._absorb(self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now))
+        offered = self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
+        return self._agent_actions(offered)
 
     def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
-        """End an open call without its token; the reader is told."""
+        """End an open call without a token, and abort its offer."""
         call = self._calls.pop(request_id, None)
         if call is None:
             return []
         self.core.scheduler.abort(request_id)
         self.core.dismiss(request_id)
         aborted = self.transfers.abort_offer(call.transfer_id, AbortReason.PREFILL_FAILED)
-        return [*self._absorb(aborted), PrefillFailed(request_id, error)]
+        return [*self._agent_actions(aborted), PrefillFailed(request_id, error)]
 
-    # ---- blocks that wait for each other
+    # ---- deadlocks of prompts and readers
 
     def _unblock(self, now: float) -> list[PrefillAction]:
-        """Where nothing can be computed though a reader has reserved its room for it, withdraw offers, one at a time.
+        """Withdraw one offer after each stall: a reader has reserved blocks for a prompt, and no step can run.
 
-        The router tries the withdrawn ones again; their first tokens are out already.
+        The router retries the requests of withdrawn offers.
         """
         idle = self.core.scheduler.step_in_flight is None
         if not idle or not any(self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()):
@@ -204,11 +207,11 @@ class PrefillMachine:
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
                 aborted = self.transfers.abort_offer(withdrawn, AbortReason.OVERLOADED)
-                return [*self._absorb(aborted), *self.core.next_step(now)]
+                return [*self._agent_actions(aborted), *self.core.next_step(now)]
         return []
 
     def _least_useful_offer(self) -> TransferId | None:
-        """The youngest that no reader has room for; else the unfinished one of the lowest rank, but never the first."""
+        """The newest offer without a WANT; else the unfinished offer of lowest rank, but never the highest-ranked."""
         unwanted = self.transfers.unwanted_offers()
         if unwanted:
             return unwanted[-1]
@@ -216,12 +219,12 @@ class PrefillMachine:
         unfinished = [call.transfer_id for call in by_rank[1:] if self.transfers.num_leased(call.transfer_id)]
         return unfinished[-1] if unfinished else None
 
-    def _absorb(self, decided: list[TransferAction]) -> list[PrefillAction]:
-        """The agent's actions. The end of an offer needs nothing more: its blocks are back in the pool already."""
-        return [action for action in decided if not isinstance(action, TransferResult)]
+    def _agent_actions(self, actions: list[TransferAction]) -> list[PrefillAction]:
+        """Drop the results, keep the agent's actions. An offer that has ended needs no action: its blocks are free."""
+        return [action for action in actions if not isinstance(action, TransferResult)]
 
     def check(self) -> None:
-        """Open calls and the scheduler's sequences are the same, but for those aborted while a step runs."""
+        """Every open call has its sequence in the scheduler."""
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)

@@ -1,4 +1,4 @@
-"""`tandem.v1.PrefillWorker`: turns each Prefill call into events for the machine, and its answer into the reply."""
+"""`tandem.v1.PrefillWorker`: turns each Prefill call into events for the machine, and answers with the first token."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
         try:
             self._driver.ask(arrived)
             return await answer
-        except asyncio.CancelledError:  # the caller went away
+        except asyncio.CancelledError:  # the caller has cancelled
             self._driver.post_threadsafe(PrefillCancelled(request.request_id))
             raise
         finally:
             del self._calls[request.request_id]
             if answer.done() and not answer.cancelled():
-                answer.exception()  # where the machine failed on this very call, nobody has waited for its answer
+                answer.exception()  # mark as read: if `ask` raised, no code has awaited the answer
 
     def perform(self, action: object) -> bool:
         match action:

@@ -76,7 +76,7 @@ def test_a_hand_off_without_its_first_token_fails_and_gives_its_blocks_back() ->
     worker.finish_reads()
     failed = worker.only(DecodeFailed)
     assert isinstance(failed.error, TransferFailed)
-    assert "without its first token" in str(failed.error)
+    assert "delivered no first token" in str(failed.error)
     assert worker.ledger == {}
 
 
