@@ -1,4 +1,4 @@
-"""A scheduler on a small pool, driven step by step with made-up tokens."""
+"""A scheduler with a small pool. Tests run its steps and choose the sampled tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def make_sequence(
     salt: str = "",
     **sampling: object,
 ) -> Sequence:
-    """`arrival` breaks ties of priority; sampling options beside max_tokens (8) as in SamplingParams."""
+    """`arrival` breaks ties of priority. `sampling`: options of SamplingParams; max_tokens is 8 by default."""
     params = SamplingParams(**{"max_tokens": 8, **sampling})  # type: ignore[arg-type]
     request = Request(name, tuple(prompt), len(prompt), params, priority=priority, cache_salt=salt)
     return Sequence(request, arrival, sample_limit)
 
 
 class Driven:
-    """Every sampled token is `next_token`, so that what a test sees depends on nothing else."""
+    """Every sampled token is `next_token`."""
 
     def __init__(self, num_blocks: int = 32, budget: int = 64, max_running: int = 8, max_waiting: int = 16) -> None:
         self.pool = BlockPool(num_blocks)
@@ -47,7 +47,7 @@ class Driven:
         return sequence
 
     def add_pulled(self, name: str, prompt: Tokens[int], **options: object) -> Sequence:
-        """A sequence whose prompt's KV and first token came from a peer."""
+        """Add a sequence whose prompt KV and first token come from a peer."""
         sequence = make_sequence(name, prompt, **options)  # type: ignore[arg-type]
         self.scheduler.hold_cached_prefix(sequence, len(prompt))
         reserved = self.pool.reserve(-(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table))
@@ -72,7 +72,7 @@ class Driven:
         return events
 
     def step(self) -> dict[str, int]:
-        """Run one step; how many tokens of which sequence it computed, in the plan's order."""
+        """Run one step. Returns the number of computed tokens by sequence, in the order of the plan."""
         plan = self.begin()
         self.end(plan)
         return {chunk.sequence_id: chunk.num_tokens for chunk in plan.chunks}

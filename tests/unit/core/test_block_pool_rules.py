@@ -1,4 +1,4 @@
-"""The pool's rules for one block at a time; what they add up to is in tests/property/test_block_pool.py."""
+"""The rules of the block pool, one at a time. tests/property/test_block_pool.py tests them together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.cached_blocks import match, register_prefix
 
 
 def cached(pool: BlockPool, hashes: list[int]) -> list[int]:
-    """Blocks with these hashes, held by nobody any more."""
+    """Allocate blocks, register them with these hashes, and release them."""
     blocks = pool.allocate(len(hashes))
     assert blocks is not None
     register_prefix(pool, blocks, hashes)
@@ -20,7 +20,7 @@ def cached(pool: BlockPool, hashes: list[int]) -> list[int]:
     return blocks
 
 
-def test_the_least_recently_used_is_evicted_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     pool = BlockPool(3)
     for sequence_hash in (1, 2, 3):
         cached(pool, [sequence_hash])
@@ -58,14 +58,14 @@ def test_free_blocks_are_taken_before_anything_is_evicted() -> None:
     assert pool.registered_hashes() == [1, 2]
 
 
-def test_neighbours_are_handed_out_together_whatever_the_order_they_came_back_in() -> None:
+def test_neighbours_are_allocated_together_after_any_order_of_releases() -> None:
     pool = BlockPool(8)
     pool.allocate(8)
     pool.release([6, 1, 4, 0, 7, 2, 5])
     assert pool.allocate(7) == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_evicted_blocks_are_handed_out_among_the_free_ones_in_their_order() -> None:
+def test_evicted_blocks_are_allocated_in_order_among_the_free_blocks() -> None:
     pool = BlockPool(6)
     assert cached(pool, [1, 2, 3]) == [0, 1, 2]
     assert pool.allocate(3) == [3, 4, 5]
@@ -73,7 +73,7 @@ def test_evicted_blocks_are_handed_out_among_the_free_ones_in_their_order() -> N
     assert pool.allocate(5) == [1, 2, 3, 4, 5]  # 2 and 1 were the least recently used
 
 
-def test_a_leased_block_is_not_reused_until_its_last_reader_is_done() -> None:
+def test_a_leased_block_is_not_reused_until_its_last_lease_ends() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1)
     assert blocks is not None
@@ -87,7 +87,7 @@ def test_a_leased_block_is_not_reused_until_its_last_reader_is_done() -> None:
     assert pool.allocate(1) == blocks
 
 
-def test_a_shared_block_is_not_evictable_until_its_last_holder_is_done() -> None:
+def test_a_shared_block_is_not_evictable_until_its_last_hold_ends() -> None:
     pool = BlockPool(1)
     block = cached(pool, [1])
     pool.share(block)
@@ -98,7 +98,7 @@ def test_a_shared_block_is_not_evictable_until_its_last_holder_is_done() -> None
     assert pool.column_of(block[0]) is Column.CACHED
 
 
-def test_the_first_block_keeps_the_name_of_a_content() -> None:
+def test_the_prefix_cache_keeps_the_first_of_two_equal_blocks() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
     assert blocks is not None
@@ -109,7 +109,7 @@ def test_the_first_block_keeps_the_name_of_a_content() -> None:
     assert pool.ledger()[Column.FREE] == pool.ledger()[Column.CACHED] == 1
 
 
-def test_what_would_be_available_counts_shared_and_leased_blocks_right() -> None:
+def test_num_available_without_holds_leaves_out_shared_and_leased_blocks() -> None:
     pool = BlockPool(4)
     own, shared, leased = pool.allocate(1), pool.allocate(1), pool.allocate(1)
     assert own is not None
@@ -119,11 +119,11 @@ def test_what_would_be_available_counts_shared_and_leased_blocks_right() -> None
     pool.share(shared)
     pool.lease(leased)
     assert pool.num_available_without([]) == pool.num_available == 1
-    assert pool.num_available_without([*own, *shared, *leased]) == 2, "the shared one has another holder"
-    assert pool.num_available_without([*own, *shared, *shared, *leased]) == 3, "the leased one still has a reader"
+    assert pool.num_available_without([*own, *shared, *leased]) == 2, "the shared block has another holder"
+    assert pool.num_available_without([*own, *shared, *shared, *leased]) == 3, "the leased block still has a reader"
 
 
-def test_stored_and_removed_are_told_in_order_and_once() -> None:
+def test_block_events_are_returned_once_and_in_order() -> None:
     pool = BlockPool(1)
     cached(pool, [1])
     cached(pool, [2])
@@ -140,7 +140,7 @@ def test_an_invalidated_cached_block_is_free_and_reported_as_removed() -> None:
     assert pool.registered_hashes() == [2]
     assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 1, Column.CACHED: 1}
     pool.invalidate(blocks[:1])
-    assert pool.drain_events() == [], "it has no content any more"
+    assert pool.drain_events() == [], "a second invalidate changes nothing"
 
 
 def test_an_invalidated_held_block_stays_with_its_holders_and_no_prefix_matches_it() -> None:
@@ -158,7 +158,7 @@ def test_an_invalidated_held_block_stays_with_its_holders_and_no_prefix_matches_
     assert pool.column_of(blocks[0]) is Column.FREE
 
 
-def test_blocks_that_a_pull_has_filled_are_held_and_those_of_a_failed_one_are_free() -> None:
+def test_a_completed_pull_leaves_held_blocks_and_a_failed_pull_leaves_free_blocks() -> None:
     pool = BlockPool(4)
     filled, failed = pool.reserve(2), pool.reserve(1)
     assert filled is not None
@@ -168,16 +168,17 @@ def test_blocks_that_a_pull_has_filled_are_held_and_those_of_a_failed_one_are_fr
     pool.cancel_reservation(failed)
     assert pool.ledger() == dict.fromkeys(Column, 0) | {Column.FREE: 2, Column.HELD: 2}
     pool.release(filled)
-    assert pool.ledger()[Column.FREE] == 4, "it was held once"
+    assert pool.ledger()[Column.FREE] == 4, "each block was held once"
     pool.check()
 
 
-def test_a_pool_has_a_block() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        BlockPool(0)
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ValueError, match="num_blocks must be at least 1"):
+        BlockPool(num_blocks)
 
 
-def test_taking_too_much_changes_nothing() -> None:
+def test_taking_too_many_blocks_changes_nothing() -> None:
     pool = BlockPool(2)
     cached(pool, [1])
     assert pool.allocate(3) is None
@@ -187,14 +188,14 @@ def test_taking_too_much_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["release", "unlease", "arrive", "cancel_reservation", "lease", "share"])
-def test_what_a_free_block_cannot_do_is_our_bug(wrong: str) -> None:
+def test_an_operation_on_claimed_blocks_fails_for_a_free_block(wrong: str) -> None:
     pool = BlockPool(1)
     with pytest.raises(AssertionError):
         getattr(pool, wrong)([0])
     pool.check()
 
 
-def test_the_pool_works_where_asserts_are_stripped() -> None:
+def test_the_pool_works_without_asserts() -> None:
     program = "from core.block_pool import BlockPool as P; p = P(3); print(p.allocate(2), p.allocate(1), p.allocate(1))"
     done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[0, 1] [2] None\n"

@@ -1,4 +1,4 @@
-"""The config: its defaults stand, and what cannot work is refused by the name of its option."""
+"""The config: defaults, tables, and errors that name the option."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_empty_file_means_the_defaults() -> None:
     assert from_mapping({part.name: {} for part in fields(DEFAULTS)}) == DEFAULTS
 
 
-# Values other than the default, of options that take only some strings, or need others beside them.
+# Values that differ from the default, for options that take only some values. A tls option needs the other two.
 TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
 OTHER = {
     "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
@@ -59,10 +59,10 @@ def test_every_option_is_read_from_its_table(table: str, option: str) -> None:
     config = from_mapping({table: {**with_it, option: value}})
     assert getattr(getattr(config, table), option) == value
     back = dict.fromkeys(with_it, "") | {option: getattr(getattr(DEFAULTS, table), option)}
-    assert replace(config, **{table: replace(getattr(config, table), **back)}) == DEFAULTS, "it changes no other option"
+    assert replace(config, **{table: replace(getattr(config, table), **back)}) == DEFAULTS, "another option changed"
 
 
-def test_options_are_read_from_their_tables_and_the_rest_keeps_its_defaults() -> None:
+def test_options_outside_the_file_keep_their_defaults() -> None:
     text = """
     [scheduler]
     max_running = 8
@@ -99,14 +99,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("tables", "message"), REFUSED)
-def test_what_is_wrong_is_named(tables: dict[str, object], message: str) -> None:
+def test_an_error_names_the_wrong_table_or_option(tables: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(tables)
 
 
 @pytest.mark.parametrize(("table", "option"), FLOATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
-def test_no_float_option_takes_a_value_that_is_not_finite_or_is_negative(table: str, option: str, value: float) -> None:
+def test_float_options_refuse_negative_and_infinite_values_and_nan(table: str, option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"^\[{table}\] {option} must be .*is {value}$"):
         from_mapping({table: {option: value}})
 
@@ -125,7 +125,7 @@ POSITIVE = {
     ("part", "option"), [(part, option) for part, options in POSITIVE.items() for option in options]
 )
 @pytest.mark.parametrize("value", [0, -1])
-def test_limits_and_durations_are_more_than_0(part: type, option: str, value: int) -> None:
+def test_limits_and_durations_must_be_positive(part: type, option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=option):
         part(**{option: value})
 
@@ -156,21 +156,21 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("part", "options", "named"), OUT_OF_RANGE)
-def test_values_out_of_range_are_refused_by_name(part: type, options: dict[str, object], named: str) -> None:
+def test_an_error_names_the_option_that_is_out_of_range(part: type, options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         part(**options)
 
 
-def test_one_port_is_not_the_router_s_and_its_metrics_page_s() -> None:
+def test_the_metrics_page_cannot_use_the_port_of_the_router() -> None:
     with pytest.raises(ConfigError, match=r"\[telemetry\] metrics_port is 9090, the router's own port"):
         from_mapping({"router": {"port": 9090}, "telemetry": {"metrics_port": 9090}})
     from_mapping({"router": {"port": 0}, "telemetry": {"metrics_port": 0}})
 
 
-def test_a_lease_is_renewed_six_times_in_its_length() -> None:
+def test_a_reader_sends_six_heartbeats_in_the_length_of_a_lease() -> None:
     assert TransferConfig(lease_s=30.0).heartbeat_s == 5.0
 
 
 @pytest.mark.parametrize("endpoint", ["http://localhost:4317", "https://[::1]:4317/", "localhost:4317", ""])
-def test_a_collector_is_named_by_host_and_port(endpoint: str) -> None:
+def test_a_collector_needs_a_host_and_a_port(endpoint: str) -> None:
     assert TelemetryConfig(otlp_endpoint=endpoint).otlp_endpoint == endpoint

@@ -1,4 +1,4 @@
-"""Errors are sorted by whose fault they are, and say whether trying again can help."""
+"""The classes of errors: which are retryable, and what their messages name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from core.errors import ConfigError, ErrorCode, InvalidRequest, LayoutMismatch, 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
 
 
-def test_only_what_the_caller_or_operator_wrote_is_a_value_error() -> None:
+def test_only_errors_in_requests_and_options_are_value_errors() -> None:
     assert {kind for kind in ALL if issubclass(kind, ValueError)} == {InvalidRequest, ConfigError}
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_only_passing_troubles_are_worth_another_try(kind: type[TandemError]) -> None:
-    passing = kind.code in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED)
-    assert kind.retryable == passing
+def test_only_errors_of_unavailable_or_full_services_are_retryable(kind: type[TandemError]) -> None:
+    temporary = kind.code in (ErrorCode.UNAVAILABLE, ErrorCode.RESOURCE_EXHAUSTED)
+    assert kind.retryable == temporary
 
 
-def test_an_invalid_request_names_field_and_limit() -> None:
+def test_an_invalid_request_names_its_field_and_limit() -> None:
     error = InvalidRequest("top_p", "must be in (0, 1], is 2")
     assert (error.field, error.message) == ("top_p", "must be in (0, 1], is 2")
     assert str(error) == "top_p: must be in (0, 1], is 2"
@@ -31,6 +31,6 @@ def test_a_layout_mismatch_names_each_field_with_both_values() -> None:
     assert str(error) == "KV layouts differ in block_size: 16 here, 32 there, dtype: 'bfloat16' here, 'float32' there"
 
 
-def test_a_full_queue_gives_a_hint_when_to_come_back() -> None:
+def test_a_full_queue_tells_the_client_when_to_retry() -> None:
     assert QueueFull("full").retry_after_s == 1.0
     assert QueueFull("full", retry_after_s=0.25).retry_after_s == 0.25

@@ -1,6 +1,6 @@
-"""Two lists of tokens with one hash: the prefix cache tells them apart, and the first in the cache keeps the name.
+"""Two lists of tokens with equal hashes: the prefix cache tells them apart, and keeps the first.
 
-The forged tokens are a second preimage of XXH3_64 with our seed, found by a four-list search in a minute.
+The forged tokens are a second preimage of XXH3_64 with our seed. A four-list search found them in a minute.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ OTHER = tuple(range(200, 216))
 
 
 def sequence(name: str, *blocks: tuple[int, ...], salt: str = "") -> Sequence:
-    """A prompt of these blocks and one token more."""
+    """A sequence whose prompt is these blocks and one more token."""
     prompt = (*(token for block in blocks for token in block), 7)
     return Sequence(Request(name, prompt, len(prompt), SamplingParams(max_tokens=2), cache_salt=salt), arrival=0)
 
 
 class Worker:
-    """Runs one prompt after the other."""
+    """Runs one prompt at a time."""
 
     def __init__(self, num_blocks: int = 32) -> None:
         self.pool = BlockPool(num_blocks)
         self.scheduler = Scheduler(SchedulerConfig(512, 8, 8), self.pool, BLOCK_SIZE, frozenset())
 
     def compute(self, name: str, *blocks: tuple[int, ...], salt: str = "") -> int:
-        """How many of the prompt's tokens were cached."""
+        """Compute a prompt. Returns the number of its cached tokens."""
         computed = sequence(name, *blocks, salt=salt)
         self.scheduler.add(computed)
         while (plan := self.scheduler.schedule()) is not None:
@@ -46,7 +46,7 @@ class Worker:
         return computed.num_cached_tokens
 
     def pull(self, name: str, *blocks: tuple[int, ...]) -> int:
-        """As `compute`, where the prompt's KV comes from a peer: how many tokens' blocks are not pulled."""
+        """Compute a prompt with KV from a peer. Returns the number of cached tokens, which are not pulled."""
         pulled = sequence(name, *blocks)
         self.scheduler.hold_cached_prefix(pulled, pulled.num_tokens)
         num_skipped = len(pulled.block_table) * BLOCK_SIZE
@@ -63,7 +63,7 @@ class Worker:
         return num_skipped
 
 
-def test_the_forged_tokens_have_the_hash_of_the_honest_ones_at_every_depth() -> None:
+def test_the_forged_tokens_have_the_hash_of_the_honest_tokens_at_every_depth() -> None:
     assert local_hash(struct.pack("<16I", *FORGED)) == local_hash(struct.pack("<16I", *HONEST))
     for before in ((), OTHER, OTHER + OTHER):
         assert sequence_hashes(before + FORGED + OTHER, BLOCK_SIZE) == sequence_hashes(
@@ -73,7 +73,7 @@ def test_the_forged_tokens_have_the_hash_of_the_honest_ones_at_every_depth() -> 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
 @pytest.mark.parametrize("way", ["compute", "pull"])
-def test_a_forged_block_and_all_behind_are_refused(depth: int, way: str) -> None:
+def test_a_forged_block_and_the_blocks_behind_it_do_not_match(depth: int, way: str) -> None:
     worker = Worker()
     before = [tuple(range(1000 * n, 1000 * n + 16)) for n in range(1, depth + 1)]
     worker.compute("forger", *before, FORGED, OTHER, OTHER)
@@ -81,14 +81,14 @@ def test_a_forged_block_and_all_behind_are_refused(depth: int, way: str) -> None
     assert getattr(worker, way)("forger again", *before, FORGED, OTHER, OTHER) == (depth + 3) * BLOCK_SIZE
 
 
-def test_a_forged_prompt_that_was_pulled_is_refused_too() -> None:
+def test_a_forged_prompt_that_was_pulled_does_not_match() -> None:
     worker = Worker()
     worker.pull("forger", FORGED, OTHER)
     assert worker.compute("honest", HONEST, OTHER) == 0
     assert worker.compute("forger again", FORGED, OTHER) == 2 * BLOCK_SIZE
 
 
-def test_the_first_keeps_the_name_and_the_second_becomes_findable_once_the_first_is_evicted() -> None:
+def test_the_second_prompt_is_cached_once_the_first_is_evicted() -> None:
     worker = Worker(num_blocks=6)
     worker.compute("forger", FORGED, OTHER)
     before = worker.pool.registered_hashes()
@@ -101,14 +101,14 @@ def test_the_first_keeps_the_name_and_the_second_becomes_findable_once_the_first
     assert worker.compute("forger again", FORGED, OTHER) == 0
 
 
-def test_what_is_computed_behind_the_second_is_not_found_behind_the_first() -> None:
+def test_a_block_behind_the_second_prompt_does_not_match_behind_the_first() -> None:
     worker = Worker()
     worker.compute("forger", FORGED)
     worker.compute("honest", HONEST, OTHER)
     assert worker.compute("forger again", FORGED, OTHER) == BLOCK_SIZE
 
 
-def test_a_block_computed_behind_a_forged_one_is_refused_behind_the_honest_one() -> None:
+def test_a_block_computed_behind_a_forged_block_does_not_match_behind_the_honest_block() -> None:
     """The block has the honest tokens and the honest hash, but its KV was computed from forged tokens."""
     pool = BlockPool(2)
     forged, honest = full_blocks(FORGED + OTHER), full_blocks(HONEST + OTHER)
@@ -116,19 +116,19 @@ def test_a_block_computed_behind_a_forged_one_is_refused_behind_the_honest_one()
     first, behind = allocated(pool, 2)
     pool.register(behind, forged[1], pool.register(first, forged[0], ""))
     pool.release([first])
-    assert allocated(pool, 1) == [first], "evicted, while the block behind is held"
+    assert allocated(pool, 1) == [first], "evicted while the block behind is held"
     pool.register(first, honest[0], "")
     assert honest[1].sequence_hash in pool.registered_hashes()
     assert [found.block for found in pool.match_prefix(honest, "")] == [first]
 
 
-def test_a_block_that_no_match_can_reach_gives_up_its_name() -> None:
+def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool = BlockPool(3)
     blocks = full_blocks(HONEST + OTHER)
     first, behind, again = allocated(pool, 3)
     pool.register(behind, blocks[1], pool.register(first, blocks[0], ""))
     pool.release([first])
-    assert allocated(pool, 1) == [first], "evicted, while the block behind is held"
+    assert allocated(pool, 1) == [first], "evicted while the block behind is held"
     parent = pool.register(first, blocks[0], "")
     pool.drain_events()
     pool.register(again, blocks[1], parent)
@@ -137,7 +137,7 @@ def test_a_block_that_no_match_can_reach_gives_up_its_name() -> None:
     pool.check()
 
 
-def test_behind_a_block_that_is_not_in_the_cache_nothing_is_registered() -> None:
+def test_no_block_is_registered_behind_a_block_outside_the_cache() -> None:
     pool = BlockPool(4)
     blocks = full_blocks(HONEST + OTHER)
     first, second, third, _ = allocated(pool, 4)
@@ -149,7 +149,7 @@ def test_behind_a_block_that_is_not_in_the_cache_nothing_is_registered() -> None
     assert pool.registered_hashes() == []
 
 
-def test_a_match_never_crosses_salts_though_all_salts_have_one_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.sequence.root_hash", lambda _salt: 1)
     worker = Worker()
     worker.compute("mine", HONEST, OTHER, salt="mine")
@@ -158,7 +158,7 @@ def test_a_match_never_crosses_salts_though_all_salts_have_one_hash(monkeypatch:
     assert worker.compute("mine again", HONEST, OTHER, salt="mine") == 2 * BLOCK_SIZE
 
 
-def test_a_first_block_without_salt_that_has_the_hash_of_a_salted_one_is_refused() -> None:
+def test_a_block_with_a_salt_does_not_match_without_the_salt() -> None:
     pool = BlockPool(2)
     root = root_hash("tenant")
     assert root is not None

@@ -1,4 +1,4 @@
-"""The shape of a KV block, in numbers that are known of real models."""
+"""The shape of a KV block, with the numbers of real models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_float32_takes_twice_the_bytes_of_bfloat16_and_float16() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2)])
-def test_a_block_is_taken_for_each_begun_16_tokens(num_tokens: int, num_blocks: int) -> None:
+def test_the_number_of_blocks_is_rounded_up(num_tokens: int, num_blocks: int) -> None:
     assert SMOLLM2.num_blocks_for(num_tokens) == num_blocks
 
 

@@ -1,4 +1,4 @@
-"""Who holds what: each block is counted at one holder, so that the holders add up to the ledger."""
+"""The holders of blocks: each block counts for one holder, so that the counts add up to the ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def counts(claims: list[Claim], pool: BlockPool) -> dict[str, int]:
     return {holder.claim.name: holder.num_counted for holder in count_once(claims, pool, 100.0)}
 
 
-def test_a_shared_prefix_is_counted_at_the_sequence_that_came_first() -> None:
+def test_a_shared_prefix_counts_for_the_oldest_sequence() -> None:
     pool = BlockPool(10)
     first = allocated(pool, 3)
     register_prefix(pool, first, [1, 2, 3])
@@ -34,7 +34,7 @@ def test_a_shared_prefix_is_counted_at_the_sequence_that_came_first() -> None:
     check_claims(claims, pool)
 
 
-def test_a_block_that_is_held_and_leased_is_the_sequence_s_until_that_lets_go() -> None:
+def test_a_held_and_leased_block_counts_for_the_sequence_until_it_is_released() -> None:
     pool = BlockPool(10)
     blocks = allocated(pool, 4)
     pool.lease(blocks[:3])
@@ -46,7 +46,7 @@ def test_a_block_that_is_held_and_leased_is_the_sequence_s_until_that_lets_go() 
     check_claims([offer], pool)
 
 
-def test_two_readers_of_one_block_count_it_once() -> None:
+def test_a_block_with_two_readers_counts_once() -> None:
     pool = BlockPool(4)
     (block,) = allocated(pool, 1)
     pool.lease([block])
@@ -56,7 +56,7 @@ def test_two_readers_of_one_block_count_it_once() -> None:
     assert counts(readers, pool) == {"old": 1, "new": 0}
 
 
-def test_the_targets_of_a_pull_are_incoming() -> None:
+def test_the_targets_of_a_pull_count_as_incoming() -> None:
     pool = BlockPool(4)
     targets = pool.reserve(3)
     assert targets is not None
@@ -71,14 +71,14 @@ def test_the_oldest_holder_comes_first() -> None:
     assert [holder.claim.name for holder in count_once(claims, pool, 8.0)] == ["a", "b", "c"]
 
 
-def test_a_block_that_nobody_claims_is_found() -> None:
+def test_the_check_finds_a_held_block_without_a_claim() -> None:
     pool = BlockPool(4)
     blocks = allocated(pool, 2)
     with pytest.raises(AssertionError, match="claimed"):
         check_claims([Claim("one", SequenceState.RUNNING, blocks[:1], since=0.0)], pool)
 
 
-def test_a_claim_on_a_free_block_counts_nothing_so_a_lost_hold_is_found_too() -> None:
+def test_a_claim_on_a_free_block_does_not_count() -> None:
     pool = BlockPool(4)
     blocks = allocated(pool, 2)
     pool.release(blocks[1:])

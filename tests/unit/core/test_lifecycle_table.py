@@ -1,4 +1,4 @@
-"""The stages of a request and the states of a hand-off: tables without dead ends, and no way back from an end."""
+"""The stages of a request and the states of a hand-off: each table leads to an end, and no step leaves an end."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_every_state_is_in_the_table_and_reachable(table: Table[Any]) -> None:
 
 
 @each_table
-def test_nothing_leads_out_of_an_end_and_every_state_leads_to_one(table: Table[Any]) -> None:
+def test_no_step_leaves_an_end_and_every_state_leads_to_an_end(table: Table[Any]) -> None:
     assert {state for state in table.states if not table.steps[state]} == table.ends
     assert all(reachable(table.steps, state) & table.ends for state in table.states)
 
 
 @pytest.mark.parametrize("before", list(Stage))
 @pytest.mark.parametrize("after", list(Stage))
-def test_a_timeline_takes_the_steps_of_the_table_and_no_others(before: Stage, after: Stage) -> None:
+def test_a_timeline_takes_only_the_steps_of_the_table(before: Stage, after: Stage) -> None:
     timeline = Timeline(before, entered_at=1.0)
     if after in NEXT_STAGES[before]:
         timeline.enter(after, 2.0)
@@ -73,7 +73,7 @@ def test_a_timeline_takes_the_steps_of_the_table_and_no_others(before: Stage, af
         assert (timeline.stage, timeline.history) == (before, [])
 
 
-def test_the_stages_of_a_timeline_add_up_to_its_whole_length() -> None:
+def test_the_stages_of_a_timeline_add_up_to_its_length() -> None:
     steps = [(Stage.QUEUE, 1.5), (Stage.PREFILL, 2.25), (Stage.QUEUE, 4.0), (Stage.PREFILL, 4.5)]
     timeline = Timeline(Stage.TOKENIZE, entered_at=1.0)
     for stage, now in [*steps, (Stage.DECODE, 5.0), (Stage.FINISHED, 8.0)]:

@@ -1,4 +1,4 @@
-"""What is promised of a path, what carries it, and when it is wrong."""
+"""The expected speed, the lane and the state of a path."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ GPU_THERE = Location("b", on_gpu=True, link_bytes_per_s=50e9)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "promised"),
+    ("theirs", "expected"),
     [(BESIDE, 6e9), (THERE, 1.25e9), (GPU, 0.0), (GPU_THERE, 12.5e9), (Location("c"), 0.0)],
 )
-def test_a_promise_is_the_slower_of_two_memories_or_of_two_links(theirs: Location, promised: float) -> None:
-    assert expected_bytes_per_s(HERE, theirs, 0.0) == promised
+def test_the_expected_speed_is_that_of_the_slower_memory_or_link(theirs: Location, expected: float) -> None:
+    assert expected_bytes_per_s(HERE, theirs, 0.0) == expected
 
 
-def test_what_the_operator_promises_wins() -> None:
+def test_a_configured_speed_overrides_that_of_the_hardware() -> None:
     assert expected_bytes_per_s(HERE, GPU, 3e9) == 3e9
 
 
@@ -37,7 +37,7 @@ def test_what_the_operator_promises_wins() -> None:
         (Lane.UNKNOWN, HERE, THERE, Lane.UNKNOWN),
     ],
 )
-def test_bytes_that_no_device_has_counted_went_through_memory(
+def test_uncounted_bytes_of_one_machine_moved_through_memory(
     seen: Lane, ours: Location, theirs: Location, lane: Lane
 ) -> None:
     assert lane_of(seen, ours, theirs) is lane
@@ -48,16 +48,16 @@ def test_bytes_that_no_device_has_counted_went_through_memory(
     [
         (Lane.SHARED_MEMORY, 5e9, HERE, BESIDE, PathState.FINE),
         (Lane.SHARED_MEMORY, 1.4e9, HERE, BESIDE, PathState.SLOW),
-        (Lane.TCP, 5e9, HERE, BESIDE, PathState.FALLBACK),  # on one machine, however fast
+        (Lane.TCP, 5e9, HERE, BESIDE, PathState.FALLBACK),  # on one machine, at any speed
         (Lane.TCP, 1.1e9, HERE, THERE, PathState.FINE),
         (Lane.TCP, 0.2e9, HERE, THERE, PathState.SLOW),
-        (Lane.TCP, 1.1e9, GPU, GPU_THERE, PathState.FALLBACK),  # between GPUs, wherever they are
+        (Lane.TCP, 1.1e9, GPU, GPU_THERE, PathState.FALLBACK),  # between GPUs, on any machines
         (Lane.RDMA, 11e9, GPU, GPU_THERE, PathState.FINE),
-        (Lane.CUDA_IPC, 1e9, GPU, GPU_BESIDE, PathState.FINE),  # nothing is promised
+        (Lane.CUDA_IPC, 1e9, GPU, GPU_BESIDE, PathState.FINE),  # the expected speed is not known
         (Lane.UNKNOWN, 0.0, HERE, BESIDE, PathState.FINE),  # nothing was measured
     ],
 )
-def test_a_path_is_wrong_far_below_the_promise_and_on_tcp_where_there_is_better(
+def test_a_path_is_slow_far_below_the_expected_speed_and_a_fallback_on_tcp_despite_a_faster_lane(
     lane: Lane, bytes_per_s: float, ours: Location, theirs: Location, state: PathState
 ) -> None:
     status = PathStatus("peer", PathState.CONNECTING, lane, bytes_per_s, expected_bytes_per_s(ours, theirs, 0.0))

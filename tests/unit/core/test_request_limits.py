@@ -1,4 +1,4 @@
-"""Every limit of a request: the value at the limit is taken, the one beyond is refused by the name of its field."""
+"""Every limit of a request: a value at the limit is accepted; the error for a value beyond it names the field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from core.request import (
 )
 
 TINY = math.ulp(0.0)
-# field -> values taken, values refused
+# field -> (accepted values, refused values)
 NUMBERS: dict[str, tuple[list[float], list[float]]] = {
     "temperature": ([0.0, TINY, 100.0], [-TINY, 100.1]),
     "top_p": ([TINY, 1.0], [0.0, 1.0000001]),
@@ -35,7 +35,7 @@ COUNTS: dict[str, tuple[list[int], list[int]]] = {
     "num_logprobs": ([0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
 }
 RANGES = NUMBERS | COUNTS
-TAKEN = [(field, value) for field, (taken, _) in RANGES.items() for value in taken]
+ACCEPTED = [(field, value) for field, (accepted, _) in RANGES.items() for value in accepted]
 REFUSED = [(field, value) for field, (_, refused) in RANGES.items() for value in refused]
 NOT_FINITE = [(field, value) for field in NUMBERS for value in (math.nan, math.inf, -math.inf)]
 PUBLIC_NAMES = {"num_logprobs": "logprobs"}
@@ -45,13 +45,13 @@ def sampling(**options: object) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 4, **options})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("field", "value"), TAKEN)
-def test_the_limit_itself_is_taken(field: str, value: float) -> None:
+@pytest.mark.parametrize(("field", "value"), ACCEPTED)
+def test_a_value_at_the_limit_is_accepted(field: str, value: float) -> None:
     assert getattr(sampling(**{field: value}), field) == value
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED + NOT_FINITE)
-def test_what_lies_beyond_is_refused_by_name(field: str, value: float) -> None:
+def test_an_error_names_the_field_that_is_beyond_its_limit(field: str, value: float) -> None:
     with pytest.raises(InvalidRequest) as refused:
         sampling(**{field: value})
     assert refused.value.field == PUBLIC_NAMES.get(field, field)
@@ -72,7 +72,7 @@ def test_too_many_biases_are_refused() -> None:
 
 
 @pytest.mark.parametrize("bias", [-100.1, 100.1, math.nan, math.inf, -math.inf])
-def test_a_bias_out_of_range_is_refused_with_its_token(bias: float) -> None:
+def test_an_error_names_the_token_with_a_bias_out_of_range(bias: float) -> None:
     sampling(logit_bias={7: 100.0, 8: -100.0})
     with pytest.raises(InvalidRequest, match="logit_bias: token 7"):
         sampling(logit_bias={7: bias})
@@ -101,7 +101,7 @@ def test_a_prompt_longer_than_its_tokens_is_refused() -> None:
         request((1, 2), 3)
 
 
-def test_a_resumed_request_must_have_a_token_left_to_draw() -> None:
+def test_a_resumed_request_must_have_a_token_left_to_sample() -> None:
     assert request((1, 2, 3, 4), 3, max_tokens=2).max_total_tokens == 5
     with pytest.raises(InvalidRequest, match="max_tokens"):
         request((1, 2, 3, 4, 5), 3, max_tokens=2)
@@ -114,7 +114,7 @@ def test_prompt_and_output_must_fit_into_the_context() -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, 10])
-def test_ids_outside_the_vocabulary_are_refused_by_name(token_id: int) -> None:
+def test_an_error_names_the_field_with_an_id_outside_the_vocabulary(token_id: int) -> None:
     named = {
         "token_ids": request((1, token_id, 3)),
         "stop_token_ids": request(stop_token_ids=frozenset({token_id})),
@@ -126,7 +126,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(token_id: int) -> None:
         assert refused.value.field == field
 
 
-def test_the_last_id_of_the_vocabulary_is_taken() -> None:
+def test_the_last_id_of_the_vocabulary_is_accepted() -> None:
     right = request((0, 9, 9), stop_token_ids=frozenset({9}), logit_bias={9: 1.0})
     right.validate_for(vocab_size=10, context_length=100)
     assert right.max_total_tokens == 7
@@ -153,5 +153,5 @@ def test_draws_are_in_the_unit_interval_and_evenly_spread(seed: int) -> None:
 
 
 def test_a_draw_never_changes() -> None:
-    """Requests are resumed on other workers, of other versions too: these numbers are part of the protocol."""
+    """Workers of another version may resume a request, so these numbers are part of the protocol."""
     assert [uniform_draw(0, 0), uniform_draw(42, 7)] == [0.8150393007738989, 0.6979736467872281]

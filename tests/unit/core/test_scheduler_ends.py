@@ -1,4 +1,4 @@
-"""How sequences and steps end: one reason each, no token afterwards, and every block given back."""
+"""The ends of sequences and steps: one reason, no token afterwards, and every block released."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_an_end_of_sequence_token_stops_unless_it_is_ignored() -> None:
     assert ends == {"stops": (0, FinishReason.STOP), "goes on": (2, FinishReason.LENGTH)}
 
 
-def test_a_stop_token_stops_though_the_end_of_sequence_is_ignored() -> None:
+def test_a_stop_token_stops_even_if_the_end_of_sequence_is_ignored() -> None:
     driven = Driven()
     driven.add("stops", [1], max_tokens=3, ignore_eos=True, stop_token_ids=frozenset({driven.next_token}))
     assert [event.finish_reason for event in driven.run_until_idle()] == [FinishReason.STOP]
 
 
-def test_a_resumed_request_goes_on_at_its_next_index() -> None:
+def test_a_resumed_request_continues_at_its_next_index() -> None:
     driven = Driven()
     sequence = make_sequence("resumed", [1, 2, 3], max_tokens=4)
     sequence.token_ids += [5, 6]
@@ -55,7 +55,7 @@ def test_an_aborted_sequence_that_is_not_in_the_step_leaves_at_once() -> None:
     driven.end(plan)
 
 
-def test_what_ended_cannot_be_aborted_again() -> None:
+def test_a_sequence_that_has_ended_cannot_be_aborted() -> None:
     driven = Driven()
     driven.add("a", [1])
     driven.begin()
@@ -64,7 +64,7 @@ def test_what_ended_cannot_be_aborted_again() -> None:
     assert not driven.scheduler.abort("unknown")
 
 
-def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
+def test_a_failed_step_ends_only_its_own_sequences() -> None:
     driven = Driven(max_running=2)
     for name in ("a", "b", "c"):
         driven.add(name, range(1, 8))
@@ -73,11 +73,11 @@ def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
     failed = driven.scheduler.fail_step()
     assert [(s.sequence_id, s.finish_reason) for s in failed] == [("a", FinishReason.ERROR)]
     assert driven.pool.ledger()[Column.HELD] == 0
-    assert driven.pool.registered_hashes() == [], "what a failed step may have written is never found"
+    assert driven.pool.registered_hashes() == [], "the prefix cache has a block of a failed step"
     assert driven.step() == {"c": 7}
 
 
-def test_one_step_is_in_flight_at_a_time() -> None:
+def test_only_one_step_is_in_flight_at_a_time() -> None:
     driven = Driven()
     driven.add("a", [1])
     plan = driven.begin()
@@ -88,7 +88,7 @@ def test_one_step_is_in_flight_at_a_time() -> None:
     assert [event.sequence_id for event in driven.end(plan)] == ["a"]
 
 
-def test_waiting_tokens_count_what_is_left_to_prefill() -> None:
+def test_waiting_tokens_are_the_tokens_left_to_prefill() -> None:
     driven = Driven(budget=8)
     driven.add("a", range(1, 13))
     assert driven.scheduler.num_waiting_tokens == 12

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one sentence a test."""
+"""The rules of the scheduler, one sentence a test."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_a_decode_never_waits_behind_a_prefill_chunk() -> None:
     driven.step()
     driven.add("urgent", range(1, 31), arrival=2, priority=-1)
     assert driven.step() == {"decoding": 1, "urgent": 7}
-    assert driven.step() == {"urgent": 7, "decoding": 1}, "first by rank, but it leaves the decode its token"
+    assert driven.step() == {"urgent": 7, "decoding": 1}, "the higher rank goes first, but leaves a token to the decode"
 
 
-def test_every_running_sequence_gets_a_token_though_the_budget_is_as_small_as_allowed() -> None:
+def test_every_decoding_sequence_gets_a_token_with_the_smallest_budget() -> None:
     driven = Driven(budget=3, max_running=3)
     for name in ("a", "b", "c"):
         driven.add(name, [1, 2, 3, 4, 5], max_tokens=4)
@@ -47,7 +47,7 @@ def test_every_running_sequence_gets_a_token_though_the_budget_is_as_small_as_al
         assert decoding <= driven.step().keys()
 
 
-def test_no_more_sequences_run_than_allowed() -> None:
+def test_at_most_max_running_sequences_run() -> None:
     driven = Driven(max_running=2)
     for name in ("a", "b", "c"):
         driven.add(name, [1, 2])
@@ -59,7 +59,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
 # ---- rank
 
 
-def test_lower_priority_values_go_first_and_earlier_arrivals_among_equals() -> None:
+def test_lower_priority_values_go_first_then_earlier_arrivals() -> None:
     driven = Driven(max_running=1)
     driven.add("late", [1], arrival=3, priority=1, max_tokens=1)
     driven.add("early", [2], arrival=1, priority=1, max_tokens=1)
@@ -78,10 +78,10 @@ def test_a_prompt_that_does_not_fit_is_not_overtaken() -> None:
     assert ends == ["running", "large", "small"]
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def test_a_full_queue_refuses_and_says_that_trying_again_can_help() -> None:
+def test_a_full_queue_refuses_with_a_retryable_error() -> None:
     driven = Driven(max_waiting=2)
     driven.add("a", [1])
     driven.add("b", [1])
@@ -93,7 +93,7 @@ def test_a_full_queue_refuses_and_says_that_trying_again_can_help() -> None:
     driven.add("c", [1])
 
 
-def test_a_sequence_that_fills_the_pool_to_the_last_slot_runs_and_one_token_more_is_refused() -> None:
+def test_a_sequence_may_fill_the_pool_and_one_more_token_is_refused() -> None:
     driven = Driven(num_blocks=3)
     with pytest.raises(InvalidRequest) as refused:
         driven.add("one too many", range(1, 7), max_tokens=3 * BLOCK_SIZE + 2 - 6)
@@ -102,13 +102,13 @@ def test_a_sequence_that_fills_the_pool_to_the_last_slot_runs_and_one_token_more
     assert driven.run_until_idle()[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_hand_off_is_measured_by_what_it_computes_here() -> None:
+def test_a_prefill_only_sequence_needs_blocks_only_for_its_prompt() -> None:
     driven = Driven(num_blocks=3)
     driven.add("prefill only", range(1, 13), max_tokens=1000, sample_limit=1)
     assert driven.run_until_idle()[-1].finish_reason is FinishReason.HANDOFF
 
 
-def test_a_sequence_with_nothing_left_to_sample_is_our_bug() -> None:
+def test_a_sequence_without_a_token_left_to_sample_fails_an_assertion() -> None:
     driven = Driven()
     sequence = make_sequence("done", [1, 2], max_tokens=1)
     sequence.token_ids.append(3)
@@ -119,7 +119,7 @@ def test_a_sequence_with_nothing_left_to_sample_is_our_bug() -> None:
 # ---- the prefix cache
 
 
-def test_a_prefix_hit_spares_its_tokens() -> None:
+def test_the_tokens_of_a_prefix_hit_are_not_computed() -> None:
     driven = Driven()
     driven.add("first", range(1, 11), max_tokens=1)
     driven.step()
@@ -137,7 +137,7 @@ def test_a_full_prefix_hit_still_computes_the_last_token() -> None:
     assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in plan.chunks] == [(4, 4, True)]
 
 
-def test_another_cache_salt_finds_nothing() -> None:
+def test_a_prefix_with_another_cache_salt_is_no_hit() -> None:
     driven = Driven()
     driven.add("mine", range(1, 11), max_tokens=1, salt="a")
     driven.step()
@@ -146,7 +146,7 @@ def test_another_cache_salt_finds_nothing() -> None:
     assert yours.num_cached_tokens == 0
 
 
-def test_blocks_filled_by_decoding_are_found_too() -> None:
+def test_blocks_filled_by_decoding_are_cached() -> None:
     driven = Driven()
     driven.add("talk", [1, 2, 3], max_tokens=6)
     driven.run_until_idle()
@@ -156,7 +156,7 @@ def test_blocks_filled_by_decoding_are_found_too() -> None:
 
 
 def assert_never_found_again(driven: Driven, holder: Sequence) -> None:
-    """Neither its first two blocks, which were invalidated, nor what it computes from them."""
+    """Neither the first two blocks, which were invalidated, nor the block computed from them is cached."""
     first, second, third, *_ = [block.sequence_hash for block in holder.full_blocks(BLOCK_SIZE)]
     assert not {first, second, third} & set(driven.pool.registered_hashes())
 
@@ -182,7 +182,7 @@ def test_cached_blocks_invalidated_during_a_step_are_not_registered_again() -> N
     assert_never_found_again(driven, holder)
 
 
-def test_two_sequences_share_the_blocks_of_their_prefix_and_own_their_tails() -> None:
+def test_two_sequences_share_the_blocks_of_their_prefix_only() -> None:
     driven = Driven()
     first = driven.add("first", range(1, 11))
     driven.step()
@@ -195,7 +195,7 @@ def test_two_sequences_share_the_blocks_of_their_prefix_and_own_their_tails() ->
 # ---- preemption
 
 
-def test_the_lowest_ranked_gives_up_its_blocks_and_comes_back() -> None:
+def test_the_lowest_ranked_sequence_is_preempted_and_finishes_later() -> None:
     driven = Driven(num_blocks=5)
     driven.add("first", range(1, 8), arrival=1, max_tokens=8)
     second = driven.add("second", range(21, 28), arrival=2, max_tokens=8)
@@ -218,52 +218,52 @@ def test_a_preempted_sequence_finds_its_own_blocks_in_the_cache() -> None:
         resumed = [chunk for chunk in plan.chunks if chunk.sequence_id == "second"]
         driven.end(plan)
     assert resumed[0].start > 0
-    assert second.num_cached_tokens == cached_before == 0, "its own work is no hit of the prefix cache"
+    assert second.num_cached_tokens == cached_before == 0, "blocks of an earlier run count as cached tokens"
 
 
-def test_who_finds_no_block_waits_for_those_before_it_and_keeps_its_own() -> None:
+def test_the_lowest_ranked_sequence_waits_for_blocks_and_keeps_its_own() -> None:
     driven = Driven(num_blocks=4)
     driven.add("first", range(1, 6), arrival=1, max_tokens=4)  # 5 .. 8 slots, 2 blocks
     second = driven.add("second", range(21, 28), arrival=2, max_tokens=4)  # 7 .. 10 slots, wants a third block
     driven.step()
     driven.step()
-    assert driven.step() == {"first": 1}, "nobody behind the second has a block to give"
+    assert driven.step() == {"first": 1}, "no sequence of lower rank than `second` has blocks"
     assert len(second.block_table) == 2
     driven.run_until_idle()
     assert second.num_preemptions == 0
 
 
-def test_a_chunk_makes_do_with_the_blocks_there_are() -> None:
+def test_a_chunk_shrinks_to_the_available_blocks() -> None:
     driven = Driven(num_blocks=6, budget=8)
     sequence = driven.add("prompt", range(1, 21), max_tokens=1)
     driven.step()
     reserved = driven.pool.reserve(3)
     assert reserved is not None
     assert driven.step() == {"prompt": 4}
-    assert driven.scheduler.schedule() is None, "what is missing is reserved for a pull"
+    assert driven.scheduler.schedule() is None, "the missing blocks are reserved for a pull"
     driven.pool.cancel_reservation(reserved)
     assert driven.step() == {"prompt": 8}
     assert sequence.finish_reason is FinishReason.LENGTH
 
 
-def test_nobody_is_admitted_in_a_step_whose_blocks_did_not_suffice() -> None:
+def test_no_sequence_is_admitted_in_a_step_that_lacked_blocks() -> None:
     driven = Driven(num_blocks=7, budget=8)
     driven.add("prompt", range(1, 21), arrival=2, priority=1, max_tokens=1)
     driven.step()
     assert driven.pool.reserve(3) is not None
     driven.add_pulled("pulled", range(41, 44), arrival=1)
     assert driven.step() == {"prompt": 4}
-    assert driven.step() == {"pulled": 1}, "nothing else can run"
+    assert driven.step() == {"pulled": 1}, "the prompt has no block to continue in"
 
 
-def test_waiting_sequences_are_robbed_only_where_that_is_enough() -> None:
+def test_waiting_sequences_are_preempted_only_if_their_blocks_are_enough() -> None:
     driven = Driven(num_blocks=8)
     outside = driven.pool.reserve(4)
     assert outside is not None
     driven.add("large", range(41, 65), arrival=1, max_tokens=1)
     pulled = driven.add_pulled("pulled", range(1, 8), arrival=2)
     assert driven.scheduler.schedule() is None
-    assert len(pulled.block_table) == 2, "its blocks would not have helped"
+    assert len(pulled.block_table) == 2, "preempted although its blocks are too few"
     driven.pool.cancel_reservation(outside)
     assert driven.step().keys() == {"large", "pulled"}
     assert pulled.num_preemptions == 0
@@ -280,7 +280,7 @@ def test_a_pulled_sequence_decodes_at_once() -> None:
     assert [event.index for event in driven.run_until_idle()] == [2]
 
 
-def test_a_pulled_sequence_that_lost_its_blocks_is_computed_here() -> None:
+def test_a_preempted_pulled_sequence_is_recomputed() -> None:
     driven = Driven(num_blocks=4)
     pulled = driven.add_pulled("pulled", range(1, 8), arrival=2, max_tokens=2)
     driven.add("before", range(21, 34), arrival=1, max_tokens=1)
@@ -289,14 +289,14 @@ def test_a_pulled_sequence_that_lost_its_blocks_is_computed_here() -> None:
     assert [event.index for event in driven.run_until_idle()] == [1]
 
 
-def test_a_running_sequence_without_room_yields_to_a_pulled_one_that_ranks_higher() -> None:
-    """They once waited for each other for ever: one with too few blocks, the other never admitted."""
+def test_a_running_sequence_without_blocks_yields_to_a_pulled_sequence_of_higher_rank() -> None:
+    """Otherwise both wait for ever: the first for blocks, the second for admission."""
     driven = Driven(num_blocks=4)
     running = driven.add("running", range(1, 8), arrival=1, priority=1)
     driven.step()
     reserved = driven.pool.reserve(2)
     assert reserved is not None
-    driven.step()  # computes position 7: its two blocks are full now
+    driven.step()  # computes position 7, which fills its second block
     driven.pool.cancel_reservation(reserved)
     pulled = driven.add_pulled("pulled", range(21, 29), arrival=2, priority=0, max_tokens=6)
     assert driven.step() == {"pulled": 1}
@@ -306,7 +306,7 @@ def test_a_running_sequence_without_room_yields_to_a_pulled_one_that_ranks_highe
 
 
 def test_a_prefill_worker_never_has_two_half_computed_prompts() -> None:
-    """Readers keep half a prompt leased until they have the rest: two halves could keep each other's rest from it."""
+    """Readers keep the leases of a half prompt until it is complete, so two half prompts could block each other."""
     driven = Driven(num_blocks=64, budget=6, max_running=4)
     sequences = [
         driven.add(str(n), range(100 * n + 1, 100 * n + 9 + n), arrival=n, priority=-n, sample_limit=1)
