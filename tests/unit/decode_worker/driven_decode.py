@@ -1,4 +1,4 @@
-"""A decode worker's machine in the hands of a test."""
+"""A DecodeMachine that a test drives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Decode(DrivenWorker):
         return self.post(DecodeArrived(arriving, None, self.now + timeout_s))
 
     def wanted(self, ticket: int = 1) -> tuple[int, ...]:
-        """Positions that the newest WANT asks for."""
+        """The positions in the newest WANT."""
         return next(want.positions for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
 
     def is_wanted(self, ticket: int) -> bool:
@@ -38,7 +38,7 @@ class Decode(DrivenWorker):
     def ready(
         self, *positions: int, ticket: int = 1, first_block: int = 0, token: int | None = None, last: bool = False
     ) -> list[object]:
-        """The owner announces positions; with a `token` they are the last. It keeps position p in its block p."""
+        """The owner announces positions, each in its block of the same number. With a `token`, they are the last."""
         ack = next(want.counter for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
         blocks = OfferedBlocks.of((position, position, 0) for position in positions)
         return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, last or token is not None, token))
@@ -51,12 +51,12 @@ class Decode(DrivenWorker):
             self.post(ReadFinished(read.read_id, (), 0.01))
 
     def pull(self, ticket: int = 1, token: int = 20) -> None:
-        """The whole hand-off."""
+        """Run the whole hand-off."""
         self.ready(*self.wanted(ticket), ticket=ticket, token=token)
         self.finish_reads()
 
     def emitted(self, name: str) -> list[int]:
-        """Token ids of a call, after checking that indices are without a gap."""
+        """The token ids of a call. Checks that the indices have no gap."""
         tokens: list[int] = []
         first = None
         for action in self.of(EmitTokens):

@@ -1,4 +1,4 @@
-"""A decode worker's calls: computed here, cancelled, late, refused, or drained. How KV comes is in test_machine.py."""
+"""Calls of a decode worker: local prefill, cancels, deadlines, refusals and drains. test_machine.py tests hand-offs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.support.driven_worker import LAYOUT, address, request
 from tests.unit.decode_worker.driven_decode import Decode
 from worker.core import DrainRequested
 
-# ---- the prompt computed here
+# ---- prefill on the decode worker
 
 
-def test_without_a_source_the_prompt_is_computed_here() -> None:
+def test_a_call_without_a_source_computes_its_prompt() -> None:
     worker = Decode()
     worker.arrive_alone(request("a", 10, max_tokens=3))
     assert worker.chunks() == [("a", 0, 8)]
@@ -37,7 +37,7 @@ def test_without_a_source_the_prompt_is_computed_here() -> None:
     assert [stage for stage, _, _ in done.timeline.history] == [Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
 
 
-def test_decoding_goes_on_while_a_prompt_is_computed_in_chunks() -> None:
+def test_decoding_continues_while_a_prompt_is_computed_in_chunks() -> None:
     worker = Decode()
     worker.arrive_alone(request("a", 4, max_tokens=8))
     worker.finish_step()
@@ -60,7 +60,7 @@ def test_a_failed_step_ends_the_calls_in_it() -> None:
 # ---- cancellation and deadlines
 
 
-def test_who_holds_the_targets_of_a_hand_off_is_told_with_how_it_stands() -> None:
+def test_the_claim_of_a_pulled_sequence_shows_its_state() -> None:
     worker = Decode()
     worker.arrive(request("a", 8))
     worker.ready(0, 1, token=20)
@@ -70,12 +70,12 @@ def test_who_holds_the_targets_of_a_hand_off_is_told_with_how_it_stands() -> Non
 
     assert states() == [SequenceState.TRANSFER]
     worker.post(DecodeCancelled("a"))
-    assert states() == [SequenceState.ENDING], "a read still writes there"
+    assert states() == [SequenceState.ENDING], "a read still writes to its blocks"
     worker.finish_reads()
     assert states() == []
 
 
-def test_a_call_cancelled_while_it_waits_for_blocks_leaves_the_others_their_turn() -> None:
+def test_a_call_cancelled_while_it_waits_for_blocks_does_not_hold_up_the_next() -> None:
     worker = Decode(num_blocks=4)
     worker.arrive(request("a", 12), ticket=1)
     worker.arrive(request("b", 12, first=30), ticket=2)
@@ -86,7 +86,7 @@ def test_a_call_cancelled_while_it_waits_for_blocks_leaves_the_others_their_turn
     assert [want.transfer_id for want in worker.sent(Want)] == [1, 3]
 
 
-def test_a_call_cancelled_during_its_reads_keeps_their_targets_until_they_have_ended() -> None:
+def test_a_call_cancelled_during_its_reads_keeps_the_target_blocks_until_they_end() -> None:
     worker = Decode()
     worker.arrive(request("a", 8))
     worker.ready(0, 1, token=20)
@@ -102,7 +102,7 @@ def test_a_call_cancelled_during_its_reads_keeps_their_targets_until_they_have_e
     assert worker.machine.idle
 
 
-def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_has_ended() -> None:
+def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_ends() -> None:
     worker = Decode()
     worker.arrive_alone(request("a", 4))
     worker.post(DecodeCancelled("a"))
@@ -112,7 +112,7 @@ def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_has_ende
     assert worker.emitted("a") == []
 
 
-def test_a_call_cancelled_in_mid_stream_says_nothing_more() -> None:
+def test_a_call_cancelled_in_mid_stream_emits_no_more_tokens() -> None:
     worker = Decode()
     worker.arrive(request("a", 6, max_tokens=8))
     worker.pull()
@@ -126,7 +126,7 @@ def test_a_call_cancelled_in_mid_stream_says_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("stage", ["queue", "transfer", "prefill", "decode"])
-def test_the_deadline_ends_a_call_in_every_stage_and_says_in_which(stage: str) -> None:
+def test_the_deadline_ends_a_call_in_every_stage_and_the_error_names_the_stage(stage: str) -> None:
     worker = Decode(num_blocks=4)
     if stage == "queue":
         worker.arrive(request("before", 16, max_tokens=1, first=30), ticket=9)
@@ -149,7 +149,7 @@ def test_the_deadline_ends_a_call_in_every_stage_and_says_in_which(stage: str) -
 # ---- refusals
 
 
-def test_what_cannot_be_taken_is_refused_without_a_trace() -> None:
+def test_a_refused_call_leaves_no_state() -> None:
     worker = Decode(num_blocks=4, max_pulls_waiting=1)
     other = KVLayout("m", "bfloat16", 1, 1, LAYOUT.block_size, 1)
     with pytest.raises(InvalidRequest, match="KV blocks"):
@@ -169,7 +169,7 @@ def test_what_cannot_be_taken_is_refused_without_a_trace() -> None:
     assert worker.machine.load().num_pulls_waiting == 1
 
 
-def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
+def test_a_draining_worker_finishes_its_calls_and_refuses_new_ones() -> None:
     worker = Decode()
     worker.arrive(request("a", 6, max_tokens=2))
     worker.post(DrainRequested())

@@ -1,4 +1,4 @@
-"""The decode worker: pulled blocks in, tokens out."""
+"""The hand-offs of a decode worker: pulled blocks in, tokens out."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.support.driven_worker import EOS, LEASE_S, request
 from tests.unit.decode_worker.driven_decode import Decode
 
 
-def test_a_hand_off_reserves_its_blocks_pulls_them_and_decodes_from_the_second_token_on() -> None:
+def test_a_hand_off_reserves_and_pulls_its_blocks_and_decodes_from_the_second_token() -> None:
     worker = Decode()
     worker.arrive(request("a", 6, max_tokens=3))
     assert worker.wanted() == (0, 1)
     assert worker.ledger == {"incoming": 2}
     worker.ready(0)
-    assert len(worker.of(StartRead)) == 1, "it pulls while prefill still computes"
+    assert len(worker.of(StartRead)) == 1, "the pull starts while the prefill worker still computes"
     worker.ready(1, first_block=1, token=20)
     worker.finish_reads()
     assert worker.ledger == {"held": 2}
     assert worker.emitted("a") == [20]
-    assert worker.chunks() == [("a", 6, 1)], "only the first token is left to compute"
+    assert worker.chunks() == [("a", 6, 1)], "more than the first token is computed"
     worker.run_until_idle()
     assert worker.emitted("a") == [20, 7, 8]
     assert worker.only(DecodeDone).finish_reason is FinishReason.LENGTH
@@ -33,7 +33,7 @@ def test_a_hand_off_reserves_its_blocks_pulls_them_and_decodes_from_the_second_t
     assert worker.machine.idle
 
 
-def test_the_answer_says_where_the_time_went_and_what_was_pulled() -> None:
+def test_the_answer_has_the_times_of_the_stages_and_the_pulled_blocks() -> None:
     worker = Decode()
     worker.arrive(request("a", 6, max_tokens=2))
     worker.now += 2.0
@@ -46,7 +46,7 @@ def test_the_answer_says_where_the_time_went_and_what_was_pulled() -> None:
     assert done.pull.num_blocks == 2
 
 
-def test_a_resumed_request_goes_on_at_its_own_index() -> None:
+def test_a_resumed_request_continues_at_its_next_index() -> None:
     worker = Decode()
     worker.arrive(request("a", 4, max_tokens=4, resumed=(40, 41)))
     worker.pull(token=42)
@@ -56,9 +56,7 @@ def test_a_resumed_request_goes_on_at_its_own_index() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "token", "reason"), [(1, 20, FinishReason.LENGTH), (4, EOS, FinishReason.STOP)])
-def test_a_first_token_that_ends_the_request_ends_it_here_too(
-    max_tokens: int, token: int, reason: FinishReason
-) -> None:
+def test_a_pulled_first_token_may_end_the_request(max_tokens: int, token: int, reason: FinishReason) -> None:
     worker = Decode()
     worker.arrive(request("a", 6, max_tokens=max_tokens))
     worker.pull(token=token)
@@ -73,7 +71,7 @@ def test_hand_offs_get_their_blocks_in_order_of_arrival() -> None:
     worker.arrive(request("a", 12, max_tokens=2), ticket=1)
     worker.arrive(request("b", 12, max_tokens=2, first=30), ticket=2)
     worker.arrive(request("c", 4, max_tokens=2, first=50), ticket=3)
-    assert [want.transfer_id for want in worker.sent(Want)] == [1], "c would fit, but b was first"
+    assert [want.transfer_id for want in worker.sent(Want)] == [1], "c would fit, but b comes first"
     assert worker.machine.load().num_pulls_waiting == 2
     worker.pull(ticket=1)
     worker.run_until_idle()
@@ -82,9 +80,9 @@ def test_hand_offs_get_their_blocks_in_order_of_arrival() -> None:
 
 def test_a_hand_off_leaves_the_next_block_of_each_running_sequence_free() -> None:
     worker = Decode(num_blocks=5)
-    worker.arrive_alone(request("runs", 7, max_tokens=8))  # 2 blocks now, a third one soon
-    worker.arrive(request("pulls", 12, max_tokens=4, first=30))  # the other 3
-    assert worker.ledger == {"held": 2}, "all blocks would be taken, and the running one preempted for its next"
+    worker.arrive_alone(request("runs", 7, max_tokens=8))  # 2 blocks now, a third block soon
+    worker.arrive(request("pulls", 12, max_tokens=4, first=30))  # needs the other 3 blocks
+    assert worker.ledger == {"held": 2}, "with no block left, the running sequence would be preempted"
     worker.run_until_idle()
     assert worker.ledger == {"incoming": 3}
 
@@ -101,7 +99,7 @@ def test_a_hand_off_does_not_overtake_a_prompt_that_waits_for_blocks() -> None:
     assert worker.ledger == {"incoming": 1}
 
 
-def test_a_pulled_sequence_never_finds_the_queue_full_when_its_kv_is_here() -> None:
+def test_a_full_queue_does_not_refuse_a_pulled_sequence() -> None:
     worker = Decode(scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1, max_waiting=1))
     worker.arrive_alone(request("runs", 4, max_tokens=8))
     worker.arrive(request("pulls", 4, max_tokens=4, first=30))
@@ -111,7 +109,7 @@ def test_a_pulled_sequence_never_finds_the_queue_full_when_its_kv_is_here() -> N
     assert worker.emitted("pulls") == [20, 5, 6, 7]
 
 
-def test_a_hand_off_that_waits_keeps_the_owners_offer_alive() -> None:
+def test_a_waiting_hand_off_sends_heartbeats_to_its_owner() -> None:
     worker = Decode(num_blocks=4)
     worker.arrive(request("a", 16, max_tokens=1), ticket=1)
     worker.arrive(request("b", 16, max_tokens=1, first=30), ticket=2)
@@ -141,7 +139,7 @@ def test_with_a_partial_prefix_hit_only_the_missing_blocks_are_pulled() -> None:
     assert worker.emitted("a") == [20, 15]
 
 
-def test_with_a_full_prefix_hit_nothing_but_the_first_token_is_pulled() -> None:
+def test_with_a_full_prefix_hit_only_the_first_token_is_pulled() -> None:
     worker = Decode()
     serve_a_prompt(worker, 8)
     num_reads = len(worker.of(StartRead))
@@ -153,7 +151,7 @@ def test_with_a_full_prefix_hit_nothing_but_the_first_token_is_pulled() -> None:
     assert worker.emitted("a") == [33, 9]
 
 
-def test_a_failed_pull_gives_its_blocks_back_and_the_router_a_retryable_error() -> None:
+def test_a_failed_pull_frees_its_blocks_and_fails_the_call_with_a_retryable_error() -> None:
     worker = Decode()
     worker.arrive(request("a", 6))
     worker.ready(0)
@@ -167,7 +165,7 @@ def test_a_failed_pull_gives_its_blocks_back_and_the_router_a_retryable_error() 
     assert worker.machine.idle
 
 
-def test_a_lost_owner_ends_all_hand_offs_from_it_and_targets_stay_until_their_reads_have_ended() -> None:
+def test_a_lost_owner_fails_its_hand_offs_and_targets_stay_reserved_until_their_reads_end() -> None:
     worker = Decode()
     worker.arrive(request("a", 6), ticket=1)
     worker.arrive(request("b", 6, first=30), ticket=2)
@@ -180,7 +178,7 @@ def test_a_lost_owner_ends_all_hand_offs_from_it_and_targets_stay_until_their_re
     assert worker.ledger == {}
 
 
-def test_a_read_without_end_fails_the_call_at_once_and_keeps_the_target_blocks() -> None:
+def test_a_read_past_its_time_limit_fails_the_call_and_keeps_the_target_blocks() -> None:
     worker = Decode()
     worker.arrive(request("a", 6))
     worker.ready(0)
@@ -196,7 +194,7 @@ def test_a_read_without_end_fails_the_call_at_once_and_keeps_the_target_blocks()
     assert worker.machine.idle
 
 
-def test_an_owner_that_gives_up_fails_the_call() -> None:
+def test_an_abort_of_the_owner_fails_the_call() -> None:
     worker = Decode()
     worker.arrive(request("a", 6))
     worker.hear(lambda i, c: Abort(1, i, c, AbortReason.PREFILL_FAILED))
@@ -204,7 +202,7 @@ def test_an_owner_that_gives_up_fails_the_call() -> None:
     assert worker.sent(Release)[-1].transfer_id == 1
 
 
-def test_pulled_prompts_that_were_preempted_are_recomputed_here_with_the_same_tokens() -> None:
+def test_preempted_pulled_prompts_are_recomputed_with_the_same_tokens() -> None:
     worker = Decode(num_blocks=5)
     worker.arrive(request("a", 8, max_tokens=8), ticket=1)
     worker.arrive(request("b", 8, max_tokens=8, first=30), ticket=2)

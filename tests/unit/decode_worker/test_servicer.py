@@ -1,4 +1,4 @@
-"""A step's tokens are held back while the next step begins; none is lost, late behind its end, or given to another."""
+"""Tokens are held back while the next step starts. No token is lost, follows the end, or reaches another call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUEST = Request("r", (1, 2, 3), 3, SamplingParams(max_tokens=8))
 
 
 class FakeDriver:
-    """Takes the events and tells when a call has arrived."""
+    """Drops every event. `arrived` is set when a call has arrived."""
 
     def __init__(self) -> None:
         self.arrived = asyncio.Event()
@@ -38,7 +38,7 @@ class FakeDriver:
 
 
 class Call:
-    """One Decode call: what was written to it, and its end."""
+    """One Decode call: its responses and its end."""
 
     def __init__(self, servicer: DecodeServicer) -> None:
         self.written: asyncio.Queue[worker_pb2.DecodeResponse] = asyncio.Queue()
@@ -76,7 +76,7 @@ async def cancel(call: Call) -> None:
     await asyncio.gather(call.task, return_exceptions=True)
 
 
-def test_held_tokens_leave_though_nothing_else_happens() -> None:
+def test_held_tokens_are_sent_without_another_action() -> None:
     async def scenario() -> None:
         servicer, _, call = await opened()
         assert servicer.perform(emitted(0))
@@ -100,19 +100,19 @@ def test_the_end_of_a_call_comes_after_its_tokens() -> None:
     asyncio.run(scenario())
 
 
-def test_a_worker_that_stops_gives_out_what_it_has() -> None:
+def test_a_stopping_worker_sends_the_held_tokens() -> None:
     async def scenario() -> None:
         servicer, _, call = await opened()
         servicer.perform(emitted(0))
-        servicer.fail_all(WorkerUnavailable("this worker stops"))
-        with pytest.raises(TandemError, match="stops"):
+        servicer.fail_all(WorkerUnavailable("this worker is stopping"))
+        with pytest.raises(TandemError, match="stopping"):
             await call.task
         assert tokens_of(call.written.get_nowait()) == [0]
 
     asyncio.run(scenario())
 
 
-def test_held_tokens_do_not_reach_a_later_call_of_the_same_id() -> None:
+def test_held_tokens_do_not_reach_a_later_call_with_the_same_id() -> None:
     async def scenario() -> None:
         servicer, driver, call = await opened()
         servicer.perform(emitted(0))

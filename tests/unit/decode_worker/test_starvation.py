@@ -1,4 +1,4 @@
-"""Hand-offs that wait for blocks while local requests keep coming: neither starves, and running sequences go on."""
+"""Hand-offs wait for blocks while local requests keep arriving: neither starves, and running sequences continue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.decode_worker.driven_decode import Decode
 
 
 class Busy(Decode):
-    """Four local requests of 3 blocks each run on 16 blocks and end in different steps. More keep coming."""
+    """Four local requests of 3 blocks each run on 16 blocks and end in different steps. More arrive later."""
 
     def __init__(self, local_priority: int = 0) -> None:
         super().__init__()
@@ -21,11 +21,11 @@ class Busy(Decode):
 
     def arrive_locally(self) -> None:
         self.num_local += 1
-        first = 100 * self.num_local  # no prefix in common with others
+        first = 100 * self.num_local  # shares no prefix with the others
         self.arrive_alone(request(f"local{self.num_local}", 8, first=first, priority=self.local_priority))
 
     def keep_busy_until_wanted(self, ticket: int, max_steps: int) -> None:
-        """Steps with at least three local requests in the queue, until the hand-off has its target blocks."""
+        """Run steps, with at least three local requests in the queue, until the hand-off has its target blocks."""
         for _ in range(max_steps):
             if self.is_wanted(ticket):
                 return
@@ -37,12 +37,12 @@ class Busy(Decode):
 
 @pytest.mark.parametrize(("priority", "local_priority"), [(0, 0), (-10, 10)])
 @pytest.mark.parametrize("num_tokens", [40, 59])  # 10 and 15 of the 16 blocks
-def test_local_requests_that_come_later_do_not_keep_a_hand_off_waiting(
+def test_later_local_requests_do_not_keep_a_hand_off_waiting(
     num_tokens: int, priority: int, local_priority: int
 ) -> None:
     worker = Busy(local_priority)
     worker.arrive(request("pulled", num_tokens, first=5000, priority=priority))
-    assert not worker.is_wanted(1), "there is room at once, so the test shows nothing"
+    assert not worker.is_wanted(1), "the hand-off does not have to wait, so the test shows nothing"
     worker.keep_busy_until_wanted(1, max_steps=20)
     worker.pull()
     worker.run_until_idle()
@@ -50,7 +50,7 @@ def test_local_requests_that_come_later_do_not_keep_a_hand_off_waiting(
     assert worker.ledger == {}
 
 
-def test_a_hand_off_behind_another_gets_its_turn_before_local_requests_that_come_later() -> None:
+def test_a_hand_off_behind_another_gets_blocks_before_later_local_requests() -> None:
     worker = Busy()
     worker.arrive(request("large", 59, first=5000), ticket=1)
     worker.arrive(request("next", 40, first=6000), ticket=2)
@@ -80,7 +80,7 @@ def test_hand_offs_wait_in_rank_order() -> None:
     assert not worker.is_wanted(1)
 
 
-def test_a_pulled_sequence_runs_though_a_hand_off_that_ranks_before_waits_for_its_blocks() -> None:
+def test_a_pulled_sequence_runs_while_a_hand_off_of_higher_rank_waits_for_its_blocks() -> None:
     """The pulled sequence frees its blocks only by running."""
     worker = Decode()
     worker.arrive(request("pulled", 40, first=5000), ticket=1)
@@ -94,7 +94,7 @@ def test_a_pulled_sequence_runs_though_a_hand_off_that_ranks_before_waits_for_it
     assert worker.finished() == {"pulled", "urgent"}
 
 
-def test_a_preempted_sequence_that_ranks_behind_a_waiting_hand_off_waits_for_it_and_ends_too() -> None:
+def test_a_preempted_sequence_waits_behind_a_hand_off_of_higher_rank_and_finishes() -> None:
     worker = Decode(num_blocks=8)
     worker.arrive_alone(request("before", 8, max_tokens=12, first=100))
     worker.arrive_alone(request("behind", 8, max_tokens=20, first=200, priority=2))

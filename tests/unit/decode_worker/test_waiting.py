@@ -1,4 +1,4 @@
-"""Hand-offs that wait for blocks, and ends that leave nothing behind: no block, no clock, no name."""
+"""Hand-offs that wait for blocks, and ends that leave no block, no deadline and no request id."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.decode_worker.driven_decode import Decode
 
 
 def with_a_cached_prompt(num_blocks: int = 16) -> Decode:
-    """Two blocks of a prompt are in its cache."""
+    """A worker with two blocks of a prompt in its prefix cache."""
     worker = Decode(num_blocks)
     worker.arrive_alone(request("before", 9, max_tokens=1))
     worker.run_until_idle()
@@ -20,33 +20,33 @@ def with_a_cached_prompt(num_blocks: int = 16) -> Decode:
     return worker
 
 
-# ---- whom a hand-off lets go first
+# ---- the order of hand-offs and prompts
 
 
-def test_a_hand_off_does_not_wait_for_a_prompt_that_came_after_it() -> None:
+def test_a_hand_off_does_not_wait_for_a_later_prompt() -> None:
     worker = Decode(num_blocks=6, scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1))
     worker.arrive_alone(request("runs", 16, max_tokens=1))
     worker.arrive(request("a", 14, first=30))
     worker.arrive_alone(request("later", 8, first=50))
     while worker.chunks()[0][0] == "runs":
-        assert not worker.sent(Want), "no room yet"
+        assert not worker.sent(Want), "the hand-off has blocks too early"
         worker.finish_step()
     assert worker.wanted() == (0, 1, 2, 3)
     assert worker.chunks() == [("later", 0, 8)]
 
 
-def test_a_hand_off_does_not_wait_for_a_prompt_before_it_that_has_its_blocks() -> None:
+def test_a_hand_off_does_not_wait_for_an_earlier_sequence_with_blocks() -> None:
     worker = Decode()
     worker.arrive(request("pulled", 6), ticket=1)
     worker.arrive_alone(request("runs", 8))
-    assert worker.plan is not None, "a step is in flight: what is pulled now waits for the next"
+    assert worker.plan is not None, "without a step in flight, the pulled sequence would not wait"
     worker.pull(ticket=1)
     assert [waiting.sequence_id for waiting in worker.core.scheduler.waiting] == ["pulled"]
     worker.arrive(request("a", 6, first=30), ticket=2)
     assert worker.wanted(ticket=2) == (0, 1)
 
 
-def test_a_hand_off_that_finds_too_little_room_keeps_not_even_its_cached_blocks() -> None:
+def test_a_hand_off_that_waits_for_blocks_holds_no_cached_blocks() -> None:
     worker = with_a_cached_prompt(num_blocks=6)
     worker.arrive_alone(request("runs", 12, first=40, max_tokens=2))
     assert worker.ledger == {"held": 2}
@@ -54,13 +54,13 @@ def test_a_hand_off_that_finds_too_little_room_keeps_not_even_its_cached_blocks(
     assert worker.ledger == {"held": 2}
     assert worker.machine.load().num_pulls_waiting == 1
     worker.run_until_idle()
-    assert worker.wanted() == (2, 3), "the cached ones were still there when its turn came"
+    assert worker.wanted() == (2, 3), "the cached blocks are still in the cache"
 
 
 # ---- ends
 
 
-def test_a_hand_off_that_fails_gives_its_cached_blocks_back_too() -> None:
+def test_a_failed_hand_off_releases_its_cached_blocks() -> None:
     worker = with_a_cached_prompt()
     worker.arrive(request("a", 14))
     assert worker.ledger == {"held": 2, "incoming": 2}
@@ -69,7 +69,7 @@ def test_a_hand_off_that_fails_gives_its_cached_blocks_back_too() -> None:
     assert worker.ledger == {}
 
 
-def test_a_hand_off_without_its_first_token_fails_and_gives_its_blocks_back() -> None:
+def test_a_hand_off_without_a_first_token_fails_and_releases_its_blocks() -> None:
     worker = with_a_cached_prompt()
     worker.arrive(request("a", 14))
     worker.ready(*worker.wanted(), last=True)
@@ -80,7 +80,7 @@ def test_a_hand_off_without_its_first_token_fails_and_gives_its_blocks_back() ->
     assert worker.ledger == {}
 
 
-def test_a_worker_is_idle_when_calls_pulls_and_reads_have_ended_and_no_sooner() -> None:
+def test_a_worker_is_idle_only_when_its_calls_pulls_and_reads_have_ended() -> None:
     worker = Decode()
     assert worker.machine.idle
     worker.arrive_alone(request("local", 4, max_tokens=2))
@@ -95,7 +95,7 @@ def test_a_worker_is_idle_when_calls_pulls_and_reads_have_ended_and_no_sooner() 
     assert worker.machine.idle
 
 
-def test_a_call_that_has_ended_leaves_no_clock_and_its_name_may_be_used_again() -> None:
+def test_an_ended_call_leaves_no_deadline_and_its_id_may_be_used_again() -> None:
     worker = Decode()
     for _ in range(2):
         worker.arrive_alone(request("a", 4, max_tokens=2))

@@ -1,4 +1,4 @@
-"""A prefill worker's machine in the hands of a test."""
+"""A PrefillMachine that a test drives."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class Prefill(DrivenWorker):
         return self.hear(lambda i, c: Release(ticket, i, c, reason))
 
     def offered(self) -> list[int]:
-        """Positions announced so far, in order."""
+        """The positions announced so far, in order."""
         return [block.position for ready in self.sent(Ready) for block in ready.blocks]

@@ -1,4 +1,4 @@
-"""The prefill worker: chunks in, offers and one first token out."""
+"""The prefill worker: prompts in, offers and one first token out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.core import DrainRequested
 # ---- offers
 
 
-def test_each_chunk_offers_its_full_blocks_and_the_last_one_the_rest_with_the_first_token() -> None:
+def test_each_chunk_offers_its_full_blocks_and_the_last_chunk_also_the_first_token() -> None:
     worker = Prefill()
     worker.arrive(request("a", 18))
     worker.want(0, 1, 2, 3, 4)
@@ -28,11 +28,11 @@ def test_each_chunk_offers_its_full_blocks_and_the_last_one_the_rest_with_the_fi
     assert worker.offered() == [0, 1, 2, 3]
     assert not any(ready.last for ready in worker.sent(Ready))
     worker.finish_step()
-    assert worker.offered() == [0, 1, 2, 3, 4], "the last block is filled by half"
+    assert worker.offered() == [0, 1, 2, 3, 4], "the last block is half full"
     assert (worker.sent(Ready)[-1].last, worker.sent(Ready)[-1].first_token_id) == (True, 18)
 
 
-def test_a_chunk_that_ends_within_a_block_offers_only_the_full_ones() -> None:
+def test_a_chunk_that_ends_within_a_block_does_not_offer_this_block() -> None:
     worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=6, max_running=4))
     worker.arrive(request("a", 18))
     worker.want(0, 1, 2, 3, 4)
@@ -42,7 +42,7 @@ def test_a_chunk_that_ends_within_a_block_offers_only_the_full_ones() -> None:
     assert worker.offered() == [0, 1, 2]
 
 
-def test_the_answer_says_the_first_token_and_that_the_sequence_goes_on() -> None:
+def test_the_answer_has_the_first_token_and_no_finish_reason() -> None:
     worker = Prefill()
     worker.arrive(request("a", 6))
     worker.now += 2.0
@@ -50,10 +50,10 @@ def test_the_answer_says_the_first_token_and_that_the_sequence_goes_on() -> None
     done = worker.only(PrefillDone)
     assert (done.request_id, done.index, done.token.token_id, done.finish_reason) == ("a", 0, 6, None)
     assert done.timeline.seconds_in(Stage.PREFILL) == 2.0
-    assert worker.plan is None, "one token is all that is sampled here"
+    assert worker.plan is None, "a prefill worker samples only one token"
 
 
-def test_a_resumed_request_goes_on_at_its_own_index() -> None:
+def test_a_resumed_request_continues_at_its_next_index() -> None:
     worker = Prefill()
     worker.arrive(request("a", 4, resumed=(40, 41)))
     worker.finish_step()
@@ -72,7 +72,7 @@ def test_blocks_stay_leased_after_the_answer_until_the_reader_releases_them() ->
     assert worker.machine.idle
 
 
-def test_blocks_of_a_reader_that_falls_silent_are_free_after_the_lease() -> None:
+def test_blocks_of_a_silent_reader_are_free_after_the_lease() -> None:
     worker = Prefill()
     worker.arrive(request("a", 6))
     worker.want(0, 1)
@@ -84,7 +84,7 @@ def test_blocks_of_a_reader_that_falls_silent_are_free_after_the_lease() -> None
     assert worker.machine.load().num_expired_leases == 1
 
 
-def test_a_cached_prefix_is_offered_with_the_rest_and_counted() -> None:
+def test_a_cached_prefix_is_offered_and_counted() -> None:
     worker = Prefill()
     worker.arrive(request("a", 8))
     worker.want(0, 1)
@@ -102,7 +102,7 @@ def test_a_cached_prefix_is_offered_with_the_rest_and_counted() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "token", "reason"), [(1, 9, FinishReason.LENGTH), (4, EOS, FinishReason.STOP)])
-def test_a_first_token_that_ends_the_request_leaves_the_offer_to_its_reader(
+def test_a_first_token_that_ends_the_request_does_not_abort_the_offer(
     max_tokens: int, token: int, reason: FinishReason
 ) -> None:
     worker = Prefill()
@@ -110,12 +110,12 @@ def test_a_first_token_that_ends_the_request_leaves_the_offer_to_its_reader(
     worker.want(0, 1)
     worker.finish_step(a=token)
     assert worker.only(PrefillDone).finish_reason is reason
-    assert not worker.sent(Abort), "an abort could overtake the answer, and cost a needless retry"
+    assert not worker.sent(Abort), "an abort could overtake the answer and cause a needless retry"
     worker.release(reason=AbortReason.CANCELLED)
     assert worker.ledger == {}
 
 
-def test_a_call_cancelled_in_the_queue_leaves_at_once() -> None:
+def test_a_call_cancelled_in_the_queue_ends_at_once() -> None:
     worker = Prefill()
     worker.arrive(request("a", 16))
     worker.arrive(request("b", 16, first=30), ticket=2)
@@ -126,7 +126,7 @@ def test_a_call_cancelled_in_the_queue_leaves_at_once() -> None:
     assert worker.machine.load().num_waiting == 0
 
 
-def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_has_ended() -> None:
+def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_ends() -> None:
     worker = Prefill()
     worker.arrive(request("a", 16))
     worker.want(0, 1, 2, 3)
@@ -135,11 +135,11 @@ def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_has_ende
     assert worker.ledger == {"held": 2}
     worker.finish_step()
     assert worker.ledger == {}
-    assert worker.offered() == [], "what a cancelled prompt computes is not offered"
+    assert worker.offered() == [], "blocks of a cancelled prompt are offered"
     assert worker.machine.idle
 
 
-def test_a_cancelled_call_whose_blocks_were_announced_waits_for_the_release() -> None:
+def test_announced_blocks_of_a_cancelled_call_stay_leased_until_the_release() -> None:
     worker = Prefill()
     worker.arrive(request("a", 16))
     worker.want(0, 1, 2, 3)
@@ -151,7 +151,7 @@ def test_a_cancelled_call_whose_blocks_were_announced_waits_for_the_release() ->
     assert worker.ledger == {}
 
 
-def test_cancelling_what_is_over_does_nothing() -> None:
+def test_cancelling_an_ended_call_does_nothing() -> None:
     worker = Prefill()
     worker.arrive(request("a", 6))
     worker.finish_step()
@@ -170,7 +170,7 @@ def test_the_deadline_ends_a_call_in_the_queue_and_in_a_step() -> None:
     assert worker.of(PrefillDone) == []
 
 
-def test_a_failed_step_ends_the_calls_in_it_and_nobody_elses() -> None:
+def test_a_failed_step_ends_only_its_own_calls() -> None:
     worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1, max_waiting=8))
     worker.arrive(request("a", 6))
     worker.arrive(request("b", 6, first=30), ticket=2)
@@ -181,7 +181,7 @@ def test_a_failed_step_ends_the_calls_in_it_and_nobody_elses() -> None:
     assert worker.only(PrefillDone).request_id == "b"
 
 
-def test_a_reader_that_gives_up_does_not_stop_the_first_token() -> None:
+def test_the_first_token_is_computed_even_if_the_reader_gives_up() -> None:
     worker = Prefill()
     worker.arrive(request("a", 16))
     worker.want(0, 1, 2, 3)
@@ -195,7 +195,7 @@ def test_a_reader_that_gives_up_does_not_stop_the_first_token() -> None:
 # ---- refusals
 
 
-def test_what_cannot_be_taken_is_refused_without_a_trace() -> None:
+def test_a_refused_call_leaves_no_state() -> None:
     worker = Prefill(num_blocks=4, scheduler=SchedulerConfig(max_batched_tokens=4, max_running=1, max_waiting=1))
     with pytest.raises(InvalidRequest, match="KV blocks"):
         worker.arrive(request("large", 17))
@@ -212,7 +212,7 @@ def test_what_cannot_be_taken_is_refused_without_a_trace() -> None:
     assert worker.machine.load().num_waiting == 1
 
 
-def test_an_id_is_not_taken_again_while_the_step_of_its_cancelled_namesake_runs() -> None:
+def test_the_id_of_a_cancelled_call_is_refused_until_its_step_ends() -> None:
     worker = Prefill()
     worker.arrive(request("a", 8))
     worker.post(PrefillCancelled("a"))
@@ -224,7 +224,7 @@ def test_an_id_is_not_taken_again_while_the_step_of_its_cancelled_namesake_runs(
     assert worker.only(PrefillDone).request_id == "a"
 
 
-def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
+def test_a_draining_worker_finishes_its_calls_and_refuses_new_ones() -> None:
     worker = Prefill()
     worker.arrive(request("a", 6))
     worker.post(DrainRequested())
@@ -232,19 +232,19 @@ def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
     with pytest.raises(WorkerUnavailable, match="draining"):
         worker.arrive(request("b", 6), ticket=2)
     worker.want(0, 1)
-    assert not worker.machine.idle, "it is being computed"
+    assert not worker.machine.idle, "a call is open"
     worker.finish_step()
     assert worker.only(PrefillDone).request_id == "a"
-    assert not worker.machine.idle, "its blocks are still to be read"
+    assert not worker.machine.idle, "a reader has a lease"
     worker.release()
     assert worker.machine.idle
 
 
-# ---- prompts and readers that wait for each other
+# ---- deadlocks of prompts and readers
 
 
 def blocked_by_an_unread_offer() -> Prefill:
-    """`a` is computed and its reader has no room; `b` cannot be computed though its reader has."""
+    """The reader of `a` has no target blocks. The reader of `b` has, but `b` lacks blocks to be computed."""
     worker = Prefill(num_blocks=5)
     worker.arrive(request("a", 16))
     worker.finish_step()
@@ -257,7 +257,7 @@ def blocked_by_an_unread_offer() -> Prefill:
     return worker
 
 
-def test_an_offer_that_nobody_has_room_for_yields_to_a_prompt_whose_reader_has() -> None:
+def test_an_offer_without_a_want_is_withdrawn_for_a_prompt_with_a_waiting_reader() -> None:
     worker = blocked_by_an_unread_offer()
     worker.pass_time(MAX_STALL_S + 0.1)
     aborted = worker.sent(Abort)[-1]
@@ -266,7 +266,7 @@ def test_an_offer_that_nobody_has_room_for_yields_to_a_prompt_whose_reader_has()
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
 
 
-def test_a_reader_that_finds_room_in_time_keeps_its_offer() -> None:
+def test_an_offer_that_is_wanted_in_time_is_not_withdrawn() -> None:
     worker = blocked_by_an_unread_offer()
     worker.pass_time(MAX_STALL_S / 2)
     worker.want(0, 1, 2, 3, ticket=1)
@@ -277,7 +277,7 @@ def test_a_reader_that_finds_room_in_time_keeps_its_offer() -> None:
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
 
 
-def test_each_stall_gets_its_own_patience() -> None:
+def test_each_stall_has_its_own_time_limit() -> None:
     worker = blocked_by_an_unread_offer()
     worker.pass_time(MAX_STALL_S / 2)
     worker.release()
@@ -295,7 +295,7 @@ def test_each_stall_gets_its_own_patience() -> None:
     assert [abort.transfer_id for abort in worker.sent(Abort)] == [3]
 
 
-def test_offers_wait_as_long_as_they_like_while_no_reader_waits_for_a_prompt() -> None:
+def test_no_offer_is_withdrawn_while_no_reader_waits_for_a_prompt() -> None:
     worker = Prefill(num_blocks=5)
     worker.arrive(request("a", 16))
     worker.run_until_idle()
@@ -305,14 +305,14 @@ def test_offers_wait_as_long_as_they_like_while_no_reader_waits_for_a_prompt() -
     assert worker.sent(Abort) == []
 
 
-def test_no_offer_is_withdrawn_before_the_stall_has_lasted() -> None:
+def test_no_offer_is_withdrawn_before_the_time_limit_of_a_stall() -> None:
     worker = blocked_by_an_unread_offer()
     worker.pass_time(MAX_STALL_S / 2)
     worker.post(Tick())
     assert worker.sent(Abort) == []
 
 
-def test_where_every_reader_has_room_the_unfinished_prompt_of_the_lowest_rank_yields() -> None:
+def test_if_every_offer_is_wanted_the_unfinished_prompt_of_lowest_rank_is_withdrawn() -> None:
     worker = Prefill(num_blocks=6)
     worker.arrive(request("x", 8, first=60), ticket=3)
     worker.want(0, 1, ticket=3)
@@ -327,7 +327,7 @@ def test_where_every_reader_has_room_the_unfinished_prompt_of_the_lowest_rank_yi
     worker.want(0, 1, 2, 3, ticket=1)
     worker.release(ticket=3)
     worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["x"], "the reader of the other keeps four blocks"
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["x"], "the reader of `low` keeps four blocks"
     worker.pass_time(MAX_STALL_S + 0.1)
     (aborted,) = worker.sent(Abort)
     assert (aborted.transfer_id, aborted.reason) == (2, AbortReason.OVERLOADED)
@@ -336,20 +336,20 @@ def test_where_every_reader_has_room_the_unfinished_prompt_of_the_lowest_rank_yi
     assert [done.request_id for done in worker.of(PrefillDone)][:2] == ["x", "high"]
 
 
-def test_a_preempted_prompt_goes_on_offering_where_it_was() -> None:
+def test_a_preempted_prompt_offers_each_block_once() -> None:
     worker = Prefill(num_blocks=6)
     worker.arrive(request("x", 8, first=30), ticket=2)
     worker.run_until_idle()
     worker.arrive(request("a", 20))
     worker.want(0, 1, 2, 3, 4)
     worker.run_until_idle()
-    assert worker.offered() == [0, 1, 2, 3], "the last block is missing: x's reader keeps two"
+    assert worker.offered() == [0, 1, 2, 3], "the last block is missing, because the reader of `x` keeps two"
     sequence = worker.core.scheduler.get("a")
     assert sequence is not None
     worker.core.scheduler._preempt(sequence)
-    assert worker.ledger == {"leased": 6}, "what was announced stays readable"
+    assert worker.ledger == {"leased": 6}, "announced blocks stay leased"
     worker.release(ticket=2)
-    assert worker.chunks() == [("a", 16, 4)], "its own leased blocks are its cached prefix"
+    assert worker.chunks() == [("a", 16, 4)], "the leased blocks are not used as cached prefix"
     worker.finish_step()
-    assert worker.offered() == [0, 1, 2, 3, 4], "each position once"
+    assert worker.offered() == [0, 1, 2, 3, 4], "a position was offered twice"
     assert worker.sent(Ready)[-1].last
