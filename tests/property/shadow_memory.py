@@ -1,14 +1,14 @@
-"""The KV memory of a pool as a test remembers it: for every slot the prefix that its KV was computed from."""
+"""A model of a pool's KV memory. Each slot records the prefix that its KV was computed from."""
 
 from __future__ import annotations
 
 from core.sequence import Sequence
 
-Content = int  # names a cache salt and all tokens up to a position
+Content = int  # hash of a cache salt and all tokens up to a position
 
 
 def contents(sequence: Sequence, start: int, end: int) -> list[Content]:
-    """What the slots of positions [start, end) must hold for `sequence`."""
+    """The contents that `sequence` needs in the slots of positions [start, end)."""
     salt, tokens = sequence.request.cache_salt, tuple(sequence.token_ids)
     return [hash((salt, tokens[: position + 1])) for position in range(start, end)]
 
@@ -23,6 +23,6 @@ class ShadowMemory:
         return [self.blocks[block_table[p // size]][p % size] for p in range(start, end)]
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:
-        """What `sequence` computes at positions [start, end), or a peer has computed for it."""
+        """Write positions [start, end), computed by `sequence` or by a peer for it."""
         for position, content in enumerate(contents(sequence, start, end), start):
             self.blocks[sequence.block_table[position // self.block_size]][position % self.block_size] = content

@@ -1,11 +1,10 @@
-"""The block pool against a model that remembers, for every block, who claims it and what was last written into it."""
+"""The block pool against a model that records the claims on each block and the content written last."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import count
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -16,14 +15,14 @@ from core.block_pool import BlockPool, BlockStored, Column, PrefixBlock
 NUM_BLOCKS = 8
 counts = st.integers(0, NUM_BLOCKS + 1)
 picks = st.integers(0, 10_000)
-# Few, so that prefixes meet; and a hash says nothing about the tokens, as where somebody forges blocks.
+# Few values, so that sequences share prefixes. Hashes are independent of tokens, as with forged blocks.
 salts = st.sampled_from(["", "tenant"])
 full_blocks = st.builds(FullBlock, st.integers(1, 4), st.sampled_from([b"a", b"b"]))
 Prefix = tuple[str | FullBlock, ...]  # cache salt, then the blocks
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """A claim is a list of blocks taken together. Content is a serial number, new with every write."""
+    """A claim is a list of blocks, taken by one call. Content is a serial number, new for each write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +31,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.leased: list[list[int]] = []
         self.incoming: list[list[int]] = []
         self.serial = count(1)
-        self.content: dict[int, int] = {}  # block -> what was written last
-        self.prefixes: dict[PrefixBlock, Prefix] = {}  # of all that were ever registered: what they stand for
-        self.written: dict[PrefixBlock, int] = {}  # content of the block when it was registered
-        self.replayed: set[int] = set()  # hashes, as a router hears of them
+        self.content: dict[int, int] = {}  # block -> content written last
+        self.prefixes: dict[PrefixBlock, Prefix] = {}  # of every entry that was ever registered
+        self.written: dict[PrefixBlock, int] = {}  # content of the block at its registration
+        self.replayed: set[int] = set()  # the cached hashes according to the events
 
     # ---- claims
 
@@ -52,7 +51,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def assert_fresh(self, blocks: list[int], wanted: int) -> None:
         assert len(set(blocks)) == len(blocks) == wanted
         claimed = self.claims("held") | self.claims("leased") | self.claims("incoming")
-        assert not claimed.keys() & set(blocks), "handed out a block that somebody claims"
+        assert not claimed.keys() & set(blocks), "allocated a block with a claim"
         assert not {cached.block for cached in self.cached()} & set(blocks)
 
     @rule(wanted=counts)
@@ -104,13 +103,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         named = [cached for cached in self.cached() if cached.sequence_hash == full.sequence_hash]
         registered = self.pool.register(block, full, parent)
         if registered is None:
-            assert has_left or named, "the block was refused for nothing"
+            assert has_left or named, "refused without a reason"
             return
         assert not has_left
         prefix = (*(self.prefixes[parent] if isinstance(parent, PrefixBlock) else (salt,)), full)
         if registered in self.prefixes:
             assert [registered] == named
-            assert self.prefixes[registered] == prefix, "the name of other tokens"
+            assert self.prefixes[registered] == prefix, "an entry of other tokens"
         else:
             assert registered.block == block
             self.prefixes[registered] = prefix
@@ -161,7 +160,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert cached not in self.cached()
         assert cached.sequence_hash not in self.pool.registered_hashes()
 
-    # ---- laws
+    # ---- invariants
 
     @invariant()
     def the_ledger_balances(self) -> None:
@@ -181,7 +180,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert not incoming.keys() & (self.claims("held").keys() | self.claims("leased").keys())
 
     @invariant()
-    def who_replays_the_events_knows_the_cache(self) -> None:
+    def the_events_give_the_cached_hashes(self) -> None:
         for event in self.pool.drain_events():
             if isinstance(event, BlockStored):
                 assert event.sequence_hash not in self.replayed
@@ -205,9 +204,3 @@ TestBlockPool = BlockPoolMachine.TestCase
 TestBlockPool.settings = settings(
     derandomize=True, deadline=None, database=None, max_examples=150, stateful_step_count=60
 )
-
-
-@pytest.mark.parametrize("num_blocks", [0, -1])
-def test_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
-    with pytest.raises(ValueError, match="num_blocks"):
-        BlockPool(num_blocks)

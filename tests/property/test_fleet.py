@@ -1,4 +1,4 @@
-"""The fleet's machine under random events; its rules one by one are in tests/unit/fleet/test_machine.py."""
+"""FleetMachine under random events. tests/unit/fleet/test_machine.py tests its rules one by one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fleet.machine import FleetMachine
 
 
 class FleetUnderRandomEvents(RuleBasedStateMachine):
-    """Whatever a shell can report, at any time: every invariant holds, and no two starts are alive in one slot."""
+    """After any event that a shell can report, every invariant holds, and each slot has at most one live start."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fleet = FleetMachine(ClusterConfig(max_workers=3), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
         self.now = 0.0
-        self.alive: dict[Member, str] = {}  # -> starting | serving | draining, as a shell knows it
+        self.alive: dict[Member, str] = {}  # -> starting | serving | draining
         self.dead: list[Member] = []
         self.ended = False
         self.send(Tick())
@@ -48,18 +48,18 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                     assert self.alive[member] == "serving"
                     self.alive[member] = "draining"
                 case KillService(member):
-                    self.bury(member)
+                    self.mark_dead(member)
                 case PublishFleet(router, workers):
                     assert self.alive[router] != "starting"
                     assert all(self.alive[serving.member] != "starting" for serving in workers)
                 case FleetStopped():
                     assert not self.alive
 
-    def bury(self, member: Member) -> None:
+    def mark_dead(self, member: Member) -> None:
         del self.alive[member]
         self.dead.append(member)
 
-    def one_that_is(self, data: st.DataObject, *states: str) -> Member | None:
+    def member_in(self, data: st.DataObject, *states: str) -> Member | None:
         members = [member for member, state in self.alive.items() if state in states]
         return data.draw(st.sampled_from(members)) if members else None
 
@@ -69,31 +69,31 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
-        if member := self.one_that_is(data, "starting"):
+        if member := self.member_in(data, "starting"):
             self.alive[member] = "serving"
             self.send(ServiceStarted(member, f"id-{member.start}", f"host:{member.start}"))
 
     @rule(data=st.data(), permanent=st.booleans())
     def a_start_fails(self, data: st.DataObject, permanent: bool) -> None:
-        if member := self.one_that_is(data, "starting"):
-            self.bury(member)
+        if member := self.member_in(data, "starting"):
+            self.mark_dead(member)
             self.send(StartFailed(member, "no", permanent))
 
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
-        if member := self.one_that_is(data, "starting", "serving", "draining"):
-            self.bury(member)
+        if member := self.member_in(data, "starting", "serving", "draining"):
+            self.mark_dead(member)
             self.send(ServiceDied(member, "killed"))
 
     @rule(data=st.data())
     def a_drain_ends(self, data: st.DataObject) -> None:
-        if member := self.one_that_is(data, "draining"):
-            self.bury(member)
+        if member := self.member_in(data, "draining"):
+            self.mark_dead(member)
             self.send(Drained(member))
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
-    def the_dead_speak(self, data: st.DataObject) -> None:
+    def a_dead_member_reports_its_death(self, data: st.DataObject) -> None:
         self.send(ServiceDied(data.draw(st.sampled_from(self.dead)), "late"))
 
     @rule(seconds=st.floats(0.0, 200.0))
@@ -106,7 +106,7 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         self.fleet.check()
 
     def teardown(self) -> None:
-        """From any state: shut down, let every clock run out, and nothing is left."""
+        """From any state, no member is left after a shutdown and the last deadline."""
         self.ended = True
         self.send(Shutdown())
         for _ in range(50):

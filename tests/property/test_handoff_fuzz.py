@@ -1,4 +1,4 @@
-"""Whatever bytes a peer sends, they are a message or dropped and counted; nothing crashes, leaks or is changed."""
+"""Random bytes from a peer are a message, or are dropped and counted. They crash, leak and change nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
 
 counters = st.integers(1, 2**64 - 1) | st.integers(1, 40)
 transfer_ids = st.just(ID) | st.integers(0, 2**128 - 1)
-incarnations = st.sampled_from([11, 22]) | counters  # those of the pair, mostly
+incarnations = st.sampled_from([11, 22]) | counters  # mostly those of the pair
 positions = st.integers(0, 8) | st.integers(0, 2**32 - 1)
 rows = st.tuples(positions, positions, st.integers(0, 2**64 - 1))
 one_block, blocks = (
@@ -62,7 +62,7 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A valid envelope with bytes changed, cut out, doubled or added."""
+    """A valid message with bytes changed, removed, repeated or added."""
     payload = bytearray(encode(draw(messages)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(payload)))
@@ -85,7 +85,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 @given(st.binary(max_size=300) | mutated())
 @example(b"")
 @example(b"\x0a" * 200)
-def test_bytes_are_a_message_or_malformed_and_nothing_else(payload: bytes) -> None:
+def test_any_bytes_decode_to_a_message_or_raise_malformed_message(payload: bytes) -> None:
     try:
         message = decode(payload)
     except MalformedMessage:
@@ -98,13 +98,13 @@ def test_bytes_are_a_message_or_malformed_and_nothing_else(payload: bytes) -> No
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.sampled_from(["owner", "puller", "stranger"]), st.booleans(), messages), max_size=12))
-def test_no_message_of_anybody_breaks_a_machine(letters: list[tuple[str, bool, HandoffMessage]]) -> None:
-    """Both machines check themselves after each; whatever was done to the hand-off, its blocks come back."""
+def test_no_message_of_any_sender_breaks_a_machine(sent: list[tuple[str, bool, HandoffMessage]]) -> None:
+    """Each message is followed by a check of the machines. In the end, every block of the hand-off is released."""
     pair = Pair()
     pair.offer([0, 1, 2, 3], last=False)
     targets = pair.pull([0, 1, 2, 3])
     pair.deliver_all()
-    for sender, to_owner, message in letters:
+    for sender, to_owner, message in sent:
         pair.event(pair.owner if to_owner else pair.puller, MessageReceived(sender, message))
     for read_id in list(pair.puller.reads):
         pair.end_read(pair.puller, read_id)
@@ -116,33 +116,33 @@ def test_no_message_of_anybody_breaks_a_machine(letters: list[tuple[str, bool, H
     assert not pair.puller.machine.alive
     assert not pair.owner.machine.alive
     incoming = [block for block in targets.values() if pair.puller.pool.column_of(block) is Column.INCOMING]
-    assert len(incoming) == len(targets), "only the worker gives its target blocks back"
+    assert len(incoming) == len(targets), "the machine released target blocks, which only the worker may do"
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.just("stranger"), st.booleans(), messages), min_size=1, max_size=12))
-def test_a_stranger_changes_nothing_and_every_word_of_it_but_a_greeting_is_counted(
-    letters: list[tuple[str, bool, HandoffMessage]],
+def test_messages_of_a_stranger_change_nothing_and_all_but_pings_are_counted(
+    sent: list[tuple[str, bool, HandoffMessage]],
 ) -> None:
     pair = Pair()
     pair.offer([0, 1, 2])
     pair.pull([0, 1, 2])
-    for sender, to_owner, message in letters:
+    for sender, to_owner, message in sent:
         pair.event(pair.owner if to_owner else pair.puller, MessageReceived(sender, message))
     pair.run()
     assert isinstance(pair.pull_result(), PullCompleted)
-    pair.wait(CONFIG.lease_s, deliver=False)  # what might have come before its offer is given up
+    pair.wait(CONFIG.lease_s, deliver=False)  # drops messages that were kept for a later offer
     dropped = [side.machine.counters.dropped.total() for side in (pair.owner, pair.puller)]
-    num_told_twice = sum(isinstance(message, Want | Release) for _, _, message in letters)
-    num_greetings = sum(isinstance(message, Ping) and message.ack is None for _, _, message in letters)
-    assert len(letters) - num_told_twice - num_greetings <= sum(dropped) <= len(letters)
+    num_wants_and_releases = sum(isinstance(message, Want | Release) for _, _, message in sent)
+    num_pings = sum(isinstance(message, Ping) and message.ack is None for _, _, message in sent)
+    assert len(sent) - num_wants_and_releases - num_pings <= sum(dropped) <= len(sent)
 
 
 # ---- the agent, over nixl
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=8)
 NIXL_CONFIG = TransferConfig(max_blocks_per_read=4)
-NUM_LETTERS = 300
+NUM_PAYLOADS = 300
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def pair_over_nixl() -> Iterator[tuple[TransferWorker, TransferWorker]]:
 
 
 class Stranger:
-    """A nixl agent of nobody's: it has a victim's metadata and sends what it likes."""
+    """A nixl agent outside the fleet. It has the metadata of a victim and sends it any bytes."""
 
     def __init__(self, name: str | bytes, victim: TransferWorker) -> None:
         self.transport = NixlTransport(name)  # type: ignore[arg-type]
@@ -190,10 +190,10 @@ def hand_over(owner: TransferWorker, puller: TransferWorker) -> None:
     assert (puller.bytes[targets] == owner.bytes[sources]).all()
 
 
-def letters_that_are_none(rng: random.Random) -> list[bytes]:
+def malformed_payloads(rng: random.Random) -> list[bytes]:
     valid = [encode(Release(ID, 7, 9, None)), encode(Abort(ID, 7, 9, AbortReason.CANCELLED, "detail"))]
     found: list[bytes] = []
-    while len(found) < NUM_LETTERS:
+    while len(found) < NUM_PAYLOADS:
         payload = bytearray(rng.choice(valid)) if rng.random() < 0.7 else bytearray(rng.randbytes(rng.randrange(80)))
         for _ in range(rng.randrange(4)):
             if payload:
@@ -205,21 +205,21 @@ def letters_that_are_none(rng: random.Random) -> list[bytes]:
     return found
 
 
-def test_garbage_over_nixl_is_dropped_and_counted_and_hand_offs_go_on(
+def test_garbage_over_nixl_is_dropped_and_counted_and_hand_offs_continue(
     pair_over_nixl: tuple[TransferWorker, TransferWorker],
 ) -> None:
     owner, puller = pair_over_nixl
     for victim in (owner, puller):
         stranger = Stranger(f"stranger-of-{victim.agent.identity.worker_id}", victim)
-        stranger.send(letters_that_are_none(random.Random(17)))
-        stranger.until(NUM_LETTERS)
-        assert victim.agent.num_malformed == NUM_LETTERS
+        stranger.send(malformed_payloads(random.Random(17)))
+        stranger.until(NUM_PAYLOADS)
+        assert victim.agent.num_malformed == NUM_PAYLOADS
         stranger.transport.close()
     hand_over(owner, puller)
     assert not [result for worker in pair_over_nixl for result in worker.results if isinstance(result, AgentFailed)]
 
 
-def test_a_sender_whose_name_is_no_text_is_dropped_and_counted(
+def test_a_message_of_a_sender_with_an_undecodable_name_is_dropped_and_counted(
     pair_over_nixl: tuple[TransferWorker, TransferWorker],
 ) -> None:
     owner, puller = pair_over_nixl

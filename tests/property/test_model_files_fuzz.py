@@ -1,4 +1,4 @@
-"""Whatever a model's files say, reading them succeeds or fails with a `TandemError` that an operator understands."""
+"""Reading any files of a model succeeds, or fails with a `TandemError`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_everything(spec: str) -> None:
-    """All that the router and the workers read before any number is computed, but for safetensors."""
+    """Read every file that the router and the workers read, except safetensors."""
     source = resolve_model(spec)
     load_config(source).inverse_frequencies()
     tokenizer = load_tokenizer(spec)
@@ -69,7 +69,7 @@ def read_or_refuse(spec: str) -> None:
 
 
 def read_or_refuse_with(place: Path, name: str, content: bytes) -> None:
-    """The valid directory, but for one file."""
+    """Read the valid directory with one file replaced."""
     path = place / "valid" / name
     valid = path.read_bytes()
     path.write_bytes(content)
@@ -81,7 +81,7 @@ def read_or_refuse_with(place: Path, name: str, content: bytes) -> None:
 
 @st.composite
 def changed(draw: st.DrawFn, content: bytes, within: int) -> bytes:
-    """A few bytes of the first `within` changed, cut out or added."""
+    """Change, remove or add bytes in the first `within` bytes of `content`, or truncate it there."""
     payload = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, min(within, len(payload)) - 1))
@@ -101,15 +101,15 @@ def changed(draw: st.DrawFn, content: bytes, within: int) -> bytes:
 # ---- GGUF
 
 
-def test_the_files_are_read_as_they_are(place: Path) -> None:
-    """Or the tests below would fuzz what fails anyway."""
+def test_the_valid_files_are_read_without_an_error(place: Path) -> None:
+    """Otherwise the tests below would fuzz files that fail in any case."""
     read_everything(write_gguf_header(place / "valid.gguf"))
     read_everything(str(place / "valid"))
 
 
 @BOUNDED
 @given(data=st.data())
-def test_metadata_of_any_type_is_taken_or_refused(place: Path, data: st.DataObject) -> None:
+def test_metadata_of_any_type_is_accepted_or_refused(place: Path, data: st.DataObject) -> None:
     keys = data.draw(st.lists(st.sampled_from(sorted(GGUF_METADATA)), min_size=1, max_size=2))
     changes: dict[str, Value] = {key: data.draw(metadata_values, key) for key in keys}
     read_or_refuse(write_gguf_header(place / "metadata.gguf", changes))
@@ -122,7 +122,7 @@ def test_metadata_of_any_type_is_taken_or_refused(place: Path, data: st.DataObje
     ggml_type=st.integers(0, 45),
     content=st.binary(max_size=20) | st.just(bytes(70_000)),
 )
-def test_tensors_of_any_shape_and_type_are_taken_or_refused(
+def test_tensors_of_any_shape_and_type_are_accepted_or_refused(
     place: Path, name: str, shape: list[int], ggml_type: int, content: bytes
 ) -> None:
     tensors = {name: TensorBytes(tuple(shape), ggml_type, content)}
@@ -131,7 +131,7 @@ def test_tensors_of_any_shape_and_type_are_taken_or_refused(
 
 @BOUNDED
 @given(data=st.data())
-def test_bytes_of_a_header_are_a_header_or_refused(place: Path, data: st.DataObject) -> None:
+def test_any_bytes_of_a_header_are_accepted_or_refused(place: Path, data: st.DataObject) -> None:
     within = data.draw(st.sampled_from([SMALL_KEYS_BYTES, HEADER_BYTES + 200]))
     (place / "bytes.gguf").write_bytes(data.draw(changed(gguf_bytes(GGUF_METADATA, GGUF_TENSORS), within)))
     read_or_refuse(str(place / "bytes.gguf"))
@@ -142,7 +142,7 @@ def test_bytes_of_a_header_are_a_header_or_refused(place: Path, data: st.DataObj
 
 @st.composite
 def with_one_changed(draw: st.DrawFn, content: Any, depth: int = 4) -> Any:
-    """A value somewhere in `content` replaced or left out, `depth` levels down at most."""
+    """`content` with one value replaced or removed, at most `depth` levels down."""
     if not isinstance(content, dict | list) or not content or depth == 0 or draw(st.integers(0, 5)) == 0:
         return draw(json_values)
     content = copy.copy(content)
@@ -156,7 +156,7 @@ def with_one_changed(draw: st.DrawFn, content: Any, depth: int = 4) -> Any:
 
 @BOUNDED
 @given(data=st.data())
-def test_json_of_any_shape_is_taken_or_refused(place: Path, data: st.DataObject) -> None:
+def test_json_of_any_shape_is_accepted_or_refused(place: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(DIRECTORY)))
     content = data.draw(with_one_changed(DIRECTORY[name]))
     read_or_refuse_with(place, name, json.dumps(content).encode())
@@ -164,7 +164,7 @@ def test_json_of_any_shape_is_taken_or_refused(place: Path, data: st.DataObject)
 
 @BOUNDED
 @given(data=st.data())
-def test_bytes_of_json_are_json_or_refused(place: Path, data: st.DataObject) -> None:
+def test_any_bytes_of_a_json_file_are_accepted_or_refused(place: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(DIRECTORY)))
     content = data.draw(changed(json.dumps(DIRECTORY[name]).encode(), 2000))
     read_or_refuse_with(place, name, content)

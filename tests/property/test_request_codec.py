@@ -1,4 +1,4 @@
-"""Every field of a request reaches the worker: from the client's message to a `Request`, and over the wire."""
+"""Every field of a request reaches the worker: the router puts it into a `Request`, and the codec keeps it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOKENIZER = ModelTokenizer(INFO, ByteCodec(), template=None)  # prompts are toke
 
 
 @given(requests())
-def test_a_request_is_the_same_on_both_sides_of_the_wire(request: Request) -> None:
+def test_encoding_and_decoding_a_request_gives_an_equal_request(request: Request) -> None:
     sent = codec.encode_sequence(request).SerializeToString()
     assert codec.decode_sequence(worker_pb2.SequenceRequest.FromString(sent)) == request
 
 
 @given(requests())
-def test_what_a_client_sets_is_in_the_request_that_the_router_queues(request: Request) -> None:
+def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(request: Request) -> None:
     wire = codec.encode_sequence(request)
     sent = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=request.token_ids),

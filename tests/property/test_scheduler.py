@@ -1,8 +1,8 @@
-"""The scheduler and its pool against a shadow of the KV memory.
+"""The scheduler and its pool against a model of the KV memory.
 
-The shadow remembers for every slot which prefix its KV was computed from. A chunk may be executed only where every slot
-it reads holds exactly the prefix of its own sequence, so a stale, evicted or foreign block is seen the moment it is
-read, and it may write only blocks that nobody else holds, leases, awaits or can find in the prefix cache.
+The model records for each slot the prefix that its KV was computed from. Every slot that a chunk reads must hold the
+prefix of its own sequence, so the test sees each read of a stale, evicted or foreign block. A chunk may write only
+blocks that no other sequence holds, that no peer reads, and that are neither reserved nor in the prefix cache.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tests.property.shadow_memory import Content, ShadowMemory, contents
 
 BLOCK_SIZE = 4
 EOS = 0
-TOKENS = (1, 2, 1, 2, 1, 2, EOS)  # few, so that prefixes meet; drawn with equal chances
-SHARED = (1, 2, 1, 1, 2, 2, 1, 2, 1, 2, 2, 2, 1, 1)  # what prompts begin with
+TOKENS = (1, 2, 1, 2, 1, 2, EOS)  # few values, so that sequences share prefixes
+SHARED = (1, 2, 1, 1, 2, 2, 1, 2, 1, 2, 2, 2, 1, 1)  # prompts start with a part of it
 
 picks = st.integers(0, 10_000)
 prompts = st.builds(
@@ -49,7 +49,7 @@ requests: dict[str, Any] = {
 
 @dataclass(eq=False)
 class Pull:
-    """A hand-off on its way in: the sequence holds the cached blocks, `reserved` waits for the rest."""
+    """A hand-off to this pool: the sequence holds the cached blocks, and `reserved` are the target blocks."""
 
     sequence: Sequence
     reserved: list[int]
@@ -57,10 +57,10 @@ class Pull:
 
 @dataclass(eq=False)
 class Lease:
-    """Blocks that a peer reads, with what it must find there for as long as it leases them."""
+    """Blocks that a peer reads, and their contents, which must not change before the end of the lease."""
 
     blocks: list[int]
-    expected: list[list[Content]]  # a slot not offered is not listed
+    expected: list[list[Content]]  # of the offered slots only
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -75,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting)
         self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
         self.memory = ShadowMemory(num_blocks, BLOCK_SIZE)
-        self.sequences: dict[str, Sequence] = {}  # handed to the scheduler and not ended
+        self.sequences: dict[str, Sequence] = {}  # in the scheduler and not ended
         self.pulls: list[Pull] = []
         self.leases: list[Lease] = []
         self.born: list[Sequence] = []
@@ -84,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
         return Counter(block for table in tables for block in table)
 
-    # ---- sequences come and go
+    # ---- sequences
 
     def new_sequence(
         self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None = None
@@ -96,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.born[-1]
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Blocks of the prefix cache that a sequence of these tokens would share."""
+        """The cached blocks that `sequence` would share."""
         found = self.pool.match_prefix(sequence.full_blocks(BLOCK_SIZE), sequence.request.cache_salt)
         return [cached.block for cached in found]
 
@@ -105,7 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.hand_over(self.new_sequence(prompt, priority, salt, max_tokens, sample_limit))
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Give a sequence to the scheduler; what it refuses stays ours."""
+        """Add a sequence to the scheduler. If the scheduler refuses it, release its blocks."""
         full = not sequence.block_table and len(self.scheduler.waiting) >= self.scheduler.config.max_waiting
         try:
             self.scheduler.add(sequence)
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.step_in_flight is None)
     @rule(priority=st.integers(0, 2), pick=picks)
     def begin_step_while_another_waits(self, priority: int, pick: int) -> None:
-        """A sequence that is not the scheduler's waits for blocks, too."""
+        """A sequence in another queue waits for blocks, too."""
         admit_before = (priority, pick % (len(self.born) + 2))
         without_blocks = [s for s in self.scheduler.waiting if not s.block_table]
         self.schedule(admit_before)
@@ -209,21 +209,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule(admit_before)
         if plan is None and admit_before is not None:
             behind = [s.rank >= admit_before and not s.block_table for s in self.sequences.values()]
-            assert all(behind) or self.leases or self.pulls, "nothing runs, though nobody else keeps a block"
+            assert all(behind) or self.leases or self.pulls, "no step runs, although no pull or lease keeps a block"
             return
         if plan is None:
             if self.sequences:
-                assert self.leases or self.pulls, "nothing runs, though nobody else keeps a block"
-            assert not self.scheduler.running or self.pool.num_available == 0, "nothing runs, though blocks are there"
+                assert self.leases or self.pulls, "no step runs, although no pull or lease keeps a block"
+            assert not self.scheduler.running or self.pool.num_available == 0, "no step runs despite available blocks"
             return
         config = self.scheduler.config
         assert 0 < plan.num_tokens <= config.max_batched_tokens
         assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
         if self.scheduler.num_preemptions == preemptions:
-            self.assert_decodes_get_on(plan)
+            self.assert_decodes_are_planned(plan)
         self.assert_chunks_are_safe(plan)
 
-    def assert_decodes_get_on(self, plan: StepPlan) -> None:
+    def assert_decodes_are_planned(self, plan: StepPlan) -> None:
         if self.pool.num_available == 0:
             return
         planned = {chunk.sequence_id for chunk in plan.chunks}
@@ -231,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
 
     def assert_chunks_are_safe(self, plan: StepPlan) -> None:
-        """Every chunk reads its own prefix, and writes where nobody else reads or writes."""
+        """Every chunk reads its own prefix, and writes to blocks that no other sequence or peer uses."""
         holders = self.holders()
         findable = {block for sequence in self.born for block in self.find(sequence)}
         leased = {block for lease in self.leases for block in lease.blocks}
@@ -249,10 +249,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def assert_readable(self, sequence: Sequence, end: int) -> None:
         found = self.memory.slots(sequence.block_table, 0, end)
-        assert found == contents(sequence, 0, end), f"{sequence.sequence_id} reads what is not its own prefix"
+        assert found == contents(sequence, 0, end), f"{sequence.sequence_id} reads another prefix than its own"
 
     def execute(self, plan: StepPlan) -> None:
-        """What a runner does; late, so that all that came between is given a chance to do harm."""
+        """Run the step as a runner does, but at its end, so that the events during the step can do harm."""
         self.assert_chunks_are_safe(plan)
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
@@ -289,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.the_ledger_balances()
 
     def offer_finished_prompts(self, plan: StepPlan) -> None:
-        """As a prefill worker does before it completes the step: the last, partial block is offered, too."""
+        """Lease the blocks of finished prompts with the last, partial block, as a prefill worker does."""
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence_id]
             if chunk.samples and sequence.sample_limit == 1 and sequence.finish_reason is None:
@@ -318,7 +318,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.finish_reason is FinishReason.ERROR for sequence in failed)
         self.forget(ids)
 
-    # ---- laws
+    # ---- invariants
 
     @invariant()
     def the_ledger_balances(self) -> None:
@@ -337,7 +337,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert ledger[Column.INCOMING] == len(incoming)
 
     @invariant()
-    def the_cache_knows_no_wrong_block(self) -> None:
+    def the_cache_has_no_wrong_block(self) -> None:
         for sequence in self.sequences.values():
             if not sequence.block_table:
                 found = self.find(sequence)
@@ -346,11 +346,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler") or sys.exc_info()[0] is not None:
-            return  # it never began, or failed already
-        self.all_come_to_an_end()
+            return  # `start` did not run, or a rule has failed
+        self.run_to_the_end()
 
-    def all_come_to_an_end(self) -> None:
-        """Once nobody else keeps blocks and nothing new arrives, every sequence finishes, however many there are."""
+    def run_to_the_end(self) -> None:
+        """Once every pull and lease has ended and no sequence arrives, every sequence finishes."""
         while self.pulls:
             self.end_pull(0, arrives=False, token_id=1)
         while self.leases:
@@ -370,7 +370,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class SchedulerWithForgedBlocks(SchedulerMachine):
-    """Every few lists of tokens have the same hash, and so have salts."""
+    """Many lists of tokens have equal hashes, and so have salts."""
 
     def __init__(self) -> None:
         super().__init__()

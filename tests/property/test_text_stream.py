@@ -1,6 +1,6 @@
-"""The text of a stream is a function of the text of its tokens: how the tokens divide that text changes nothing.
+"""The text of a stream depends on the text of its tokens, not on its division into tokens.
 
-The oracle reads all text at once: a stop string ends the text where the first one is complete.
+The oracle reads the whole text at once. The text ends at the stop string that is complete first.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ STOPS = st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=4)
 
 
 def stream_of(pieces: list[str], stops: list[str]) -> TextStream:
-    """Token i of it has the i-th piece as its text."""
+    """A stream in which the text of token i is the i-th piece."""
     return TextStream(IncrementalDetokenizer([piece.encode() for piece in pieces].__getitem__), stops)
 
 
 def streamed(pieces: list[str], stops: list[str]) -> tuple[str, str]:
-    """(all text that is shown, the stop string that matched)"""
+    """(the text that is shown, the stop string that matched)"""
     stream = stream_of(pieces, stops)
     return "".join([*map(stream.push, range(len(pieces))), stream.flush()]), stream.stop_match
 
 
 def read_at_once(text: str, stops: list[str]) -> tuple[str, str]:
-    """(text before the stop string that is complete first, that stop string); of two that end together, the longer."""
+    """(text before the first complete stop string, the stop string). If two end together, the longer one counts."""
     for end in range(1, len(text) + 1):
         matching = [stop for stop in stops if text[:end].endswith(stop)]
         if matching:
@@ -51,14 +51,14 @@ def splits(text: str) -> list[list[str]]:
 @example("abc", ["ab", "abc"])
 @example("abcd", ["abcd", "bc"])
 @example("aab", ["ab", "b"])
-def test_every_split_of_a_text_shows_what_reading_it_at_once_shows(text: str, stops: list[str]) -> None:
+def test_every_split_of_a_text_shows_the_same_text(text: str, stops: list[str]) -> None:
     wanted = read_at_once(text, stops)
     for pieces in splits(text):
         assert streamed(pieces, stops) == wanted, pieces
 
 
 @given(LETTERS, STOPS)
-def test_only_text_that_may_begin_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_text_that_may_start_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     stream, shown = stream_of(list(text), stops), ""
     for position in range(len(text)):
         shown += stream.push(position)

@@ -1,9 +1,9 @@
-"""Any interleaving of two TransferMachines over mail that gets lost, doubled and reordered.
+"""Two TransferMachines in any interleaving, with messages that are lost, repeated and reordered.
 
 Both sides offer and pull. Sequences end, are preempted and recomputed; freed blocks are overwritten; reads end late or
-fail; peers are lost; time passes. The bytes of a block are one integer, and digests are off, so it is the leases
-alone that must keep a puller from trusting bytes that were overwritten. After each event everything checks itself. At
-the end, with nobody hearing anybody any more, every pull has ended exactly once and every block is back.
+fail; peers are lost; time passes. The content of a block is one integer. Digests are off, so only the leases keep a
+puller from using overwritten blocks. The machines check themselves after each event. At the end no message arrives any
+more; then every pull has ended exactly once, and every block is free.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Transfer:
     owner: Side
     puller: Side
     num_blocks: int
-    num_cached: int  # leading blocks that the puller has already
+    num_cached: int  # leading blocks in the puller's prefix cache
     reserved: bool = False
     started: bool = False
     offered: bool = False
@@ -80,7 +80,7 @@ class TwoMachines(RuleBasedStateMachine):
         late=st.sampled_from([0, 0, 0, 1, 2]),
     )
     def a_request_comes(self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int) -> None:
-        """The router calls both sides in any order; `late` of the three steps come some other time."""
+        """The router calls both sides in any order. The first `late` of the three steps come later."""
         sides = (self.pair.puller, self.pair.owner) if backwards else (self.pair.owner, self.pair.puller)
         transfer_id = len(self.transfers) + 1
         transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks))
@@ -107,7 +107,7 @@ class TwoMachines(RuleBasedStateMachine):
 
     def start_pull(self, transfer: Transfer) -> None:
         self.reserve_pull(transfer)
-        self.results_are_taken()
+        self.take_results()
         if transfer.started or transfer.pull_results:
             return
         blocks = transfer.puller.pool.reserve(transfer.num_blocks - transfer.num_cached)
@@ -154,12 +154,12 @@ class TwoMachines(RuleBasedStateMachine):
             self.pair.act(owner, owner.machine.abort_offer(transfer.transfer_id, AbortReason.PREFILL_FAILED))
         elif kind == "break":
             self.pair.event(owner, PeerLost(puller.name))
-        elif kind == "sleep":  # the puller's process stands still for longer than a lease, and then goes on
+        elif kind == "sleep":  # the puller's process stops for longer than a lease, and then continues
             self.pair.time += CONFIG.lease_s + 1
             self.pair.event(owner, Tick())
             self.overwrite_free_blocks(owner, 24)
 
-    # ---- the world around them
+    # ---- the environment
 
     @precondition(lambda self: self.pair.mail)
     @rule(count=st.integers(1, 10))
@@ -181,14 +181,14 @@ class TwoMachines(RuleBasedStateMachine):
     def a_read_ends(self, pick: int, end: str) -> None:
         reads = [(side, read_id) for side in self.pair.sides.values() for read_id in side.reads]
         side, read_id = chosen(reads, pick)
-        if end == "late":  # its time is over; it ends by another call of this rule
+        if end == "late":  # the read times out, and ends in another call of this rule
             self.pair.time_out_read(side, read_id)
         else:
             (self.pair.fail_read if end == "broken" else self.pair.end_read)(side, read_id)
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0]), hearing=st.sampled_from([True, True, True, False]))
-    def time_passes(self, seconds: float, hearing: bool) -> None:
-        self.pair.wait(seconds, deliver=hearing)
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0]), deliver=st.sampled_from([True, True, True, False]))
+    def time_passes(self, seconds: float, deliver: bool) -> None:
+        self.pair.wait(seconds, deliver=deliver)
 
     @rule(backwards=st.booleans(), count=st.integers(1, 24))
     def other_sequences_run(self, backwards: bool, count: int) -> None:
@@ -201,7 +201,7 @@ class TwoMachines(RuleBasedStateMachine):
             side.content[block] = -self.num_garbage
         side.pool.release(blocks)
 
-    # ---- what the workers around the machines do, and what must hold
+    # ---- the workers, and the invariants
 
     def num_under_way(self) -> int:
         return sum(not (transfer.pull_results and transfer.offer_results) for transfer in self.transfers.values())
@@ -211,7 +211,7 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.sequence = []
 
     @invariant()
-    def results_are_taken(self) -> None:
+    def take_results(self) -> None:
         for side in self.pair.sides.values():
             for given_up in side.given_up:
                 transfer = self.transfers[given_up.transfer_id]
@@ -238,10 +238,10 @@ class TwoMachines(RuleBasedStateMachine):
             assert result.state in (PullerState.FAILED, PullerState.CANCELLED)
             transfer.puller.pool.cancel_reservation(targets)
             return
-        assert not transfer.given_up, "what was given up does not complete"
+        assert not transfer.given_up, "a pull completed after it was given up"
         assert result.first_token_id == 42
         for position, block in transfer.targets.items():
-            assert transfer.puller.content[block] == transfer.content(position), "trusted bytes of somebody else"
+            assert transfer.puller.content[block] == transfer.content(position), "completed with wrong content"
         transfer.puller.pool.arrive(targets)
         transfer.puller.pool.release(targets)
 
@@ -254,11 +254,11 @@ class TwoMachines(RuleBasedStateMachine):
                 self.pair.fail_read(side, read_id)
         for transfer in self.transfers.values():
             self.end_sequence(transfer)
-        self.results_are_taken()
-        for _ in range(3):  # nobody hears anybody
+        self.take_results()
+        for _ in range(3):  # no message arrives
             self.pair.wait(CONFIG.lease_s, deliver=False)
             self.pair.lose_mail()
-        self.results_are_taken()
+        self.take_results()
         for transfer in self.transfers.values():
             assert len(transfer.pull_results) == transfer.reserved
             assert len(transfer.offer_results) == transfer.offered
@@ -280,34 +280,34 @@ test_any_interleaving = TwoMachines.TestCase
 
 
 def walk(seed: int, ended: Counter[str]) -> None:
-    """The same rules, with weights that let most transfers get far before trouble strikes."""
-    dice = random.Random(seed)
+    """Apply the same rules, with weights that let most transfers get far before a fault."""
+    rng = random.Random(seed)
     world = TwoMachines()
     world.start()
-    pick = dice.randrange
+    pick = rng.randrange
     for _ in range(120):
-        kind = dice.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble"],
+        kind = rng.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble"],
                             [3, 2, 8, 8, 2, 8, 3, 2, 1])[0]  # fmt: skip
         if kind == "request" and world.num_under_way() < 4:
-            late = dice.choice([0, 0, 0, 1, 2])
-            world.a_request_comes(pick(6) + 1, pick(4), dice.random() < 0.5, dice.sample(STEPS, 3), late)
+            late = rng.choice([0, 0, 0, 1, 2])
+            world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late)
         elif kind == "late" and world.num_under_way():
-            world.a_late_step_comes(pick(1000), dice.choice(STEPS))
+            world.a_late_step_comes(pick(1000), rng.choice(STEPS))
         elif kind == "chunk" and world.num_under_way():
-            world.compute_a_chunk(pick(1000), pick(6) + 1, dice.random() < 0.5)
+            world.compute_a_chunk(pick(1000), pick(6) + 1, rng.random() < 0.5)
         elif kind == "flow":
             world.mail_flows(pick(10) + 1)
         elif kind == "mail" and world.pair.mail:
-            world.mail_moves(pick(4), dice.choice(["arrive", "double", "lose"]))
+            world.mail_moves(pick(4), rng.choice(["arrive", "double", "lose"]))
         elif kind == "read" and any(side.reads for side in world.pair.sides.values()):
-            world.a_read_ends(pick(1000), dice.choices(["well", "broken", "late"], [96, 2, 2])[0])
+            world.a_read_ends(pick(1000), rng.choices(["well", "broken", "late"], [96, 2, 2])[0])
         elif kind == "time":
-            world.time_passes(dice.choice([0.1, 0.5, 2.0, 5.0]), dice.random() < 0.9)
+            world.time_passes(rng.choice([0.1, 0.5, 2.0, 5.0]), rng.random() < 0.9)
         elif kind == "other":
-            world.other_sequences_run(dice.random() < 0.5, pick(24) + 1)
+            world.other_sequences_run(rng.random() < 0.5, pick(24) + 1)
         elif kind == "trouble" and world.num_under_way():
-            world.trouble(pick(1000), dice.choice(TROUBLES))
-        world.results_are_taken()
+            world.trouble(pick(1000), rng.choice(TROUBLES))
+        world.take_results()
     world.teardown()
     for transfer in world.transfers.values():
         ended.update(type(result).__name__ for result in transfer.pull_results)

@@ -1,4 +1,4 @@
-"""A TransferPlan against a copy that goes element by element."""
+"""A TransferPlan against a copy element by element."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layouts(block_sizes: tuple[int, ...]) -> st.SearchStrategy[KVLayout]:
 
 
 def block_maps(num_blocks: int) -> st.SearchStrategy[dict[int, int]]:
-    """Some of a sequence's blocks, each somewhere in the pool."""
+    """Some blocks of a sequence: index in the sequence -> any block of the pool."""
     indices = st.lists(st.integers(0, num_blocks - 1), unique=True, max_size=num_blocks)
     places = st.permutations(range(POOL_BLOCKS))
     return st.builds(lambda chosen, free: dict(zip(chosen, free, strict=False)), indices, places)
@@ -44,7 +44,7 @@ def pool(layout: KVLayout, seed: int) -> np.ndarray:
 
 
 def runs_of(plan: TransferPlan, source_blocks: dict[int, int], target_blocks: dict[int, int]) -> list[Run]:
-    """For all tokens that both maps cover. A map: index of the block in its sequence -> its id in the pool."""
+    """The runs of all tokens in both maps. A map: index of a block in its sequence -> id in the pool."""
     if plan.moves_whole_blocks:
         common = sorted(source_blocks.keys() & target_blocks.keys())
         pairs = [(source_blocks[index], target_blocks[index]) for index in common]
@@ -70,7 +70,7 @@ def copy_by_plan(runs: list[Run], source: np.ndarray, target: np.ndarray) -> np.
 def copy_by_element(
     plan: TransferPlan, maps: tuple[dict[int, int], ...], source: np.ndarray, target: np.ndarray
 ) -> np.ndarray:
-    """Every (token, layer, head) that both pools hold, one at a time."""
+    """Copy every (token, layer, head) of both pools, one at a time."""
     ours, theirs, result = plan.source, plan.target, target.copy()
     num_tokens = min((max(m, default=-1) + 1) * at.block_size for m, at in zip(maps, (ours, theirs), strict=True))
     for token in range(num_tokens):
@@ -91,7 +91,7 @@ def copy_by_element(
 
 
 def overlap(a: KVLayout, b: KVLayout) -> bool:
-    """Whether two boxes have a layer and a head in common."""
+    """Whether two layouts have a layer and a head in common."""
     return (
         a.first_layer < b.first_layer + b.num_layers
         and b.first_layer < a.first_layer + a.num_layers
@@ -102,7 +102,7 @@ def overlap(a: KVLayout, b: KVLayout) -> bool:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), source=layouts((1, 2, 4)), target=layouts((2, 4, 8)))
-def test_a_plan_copies_what_both_pools_hold_and_nothing_else(
+def test_a_plan_copies_exactly_the_parts_that_both_pools_hold(
     data: st.DataObject, source: KVLayout, target: KVLayout
 ) -> None:
     if not overlap(source, target):
@@ -133,7 +133,7 @@ def test_equal_layouts_move_whole_blocks(layout: KVLayout, maps: tuple[dict[int,
 LAYOUT = KVLayout(model="m", dtype="float16", num_layers=2, num_kv_heads=2, block_size=4, head_dim=2)
 
 
-def test_adjacent_blocks_merge_only_where_they_are_adjacent_on_both_sides() -> None:
+def test_blocks_merge_only_if_they_are_adjacent_in_both_pools() -> None:
     size = LAYOUT.block_bytes
     runs = runs_of_blocks([(3, 7), (4, 8), (5, 1), (6, 2), (8, 3)], LAYOUT.block_bytes)
     assert runs == [Run(3 * size, 7 * size, 2 * size), Run(5 * size, size, 2 * size), Run(8 * size, 3 * size, size)]
@@ -142,7 +142,7 @@ def test_adjacent_blocks_merge_only_where_they_are_adjacent_on_both_sides() -> N
 def test_head_shards_of_equal_width_merge_within_a_layer() -> None:
     plan = TransferPlan(replace(LAYOUT, num_kv_heads=4), replace(LAYOUT, first_kv_head=2))
     runs = runs_of(plan, {0: 0}, {0: 0})
-    assert len(runs) == 2 * 2  # layers x (K, V); the two heads of each go as one
+    assert len(runs) == 2 * 2  # layers x (K, V); the two heads of each merge
     assert {run.num_bytes for run in runs} == {2 * 4 * 2 * 2}  # heads x tokens x head_dim x bytes
 
 
@@ -156,7 +156,7 @@ def test_head_shards_of_equal_width_merge_within_a_layer() -> None:
         ({"first_kv_head": 5}, {"first_kv_head", "num_kv_heads"}),
     ],
 )
-def test_layouts_that_cannot_be_translated_are_named(changes: dict[str, object], named: set[str]) -> None:
+def test_an_error_names_the_fields_that_cannot_be_translated(changes: dict[str, object], named: set[str]) -> None:
     with pytest.raises(LayoutMismatch) as caught:
         TransferPlan(LAYOUT, replace(LAYOUT, **changes))  # type: ignore[arg-type]
     assert caught.value.differences.keys() == named
