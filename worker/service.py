@@ -186,7 +186,7 @@ class WorkerService:
                 self._watch_step()
             self._parts.executor.submit(action.plan, self._on_step_done)
         elif not self._servicer.perform(action):
-            self._for_agent.append(action)
+            self._for_agent.append(action)  # an action unknown to the agent, too, fails the agent and so this worker
 
     def _after_event(self) -> None:
         assert self._parts is not None
