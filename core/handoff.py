@@ -173,7 +173,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the owner: blocks that are ready to be read. The READY with `last` set ends the list.
+    """From the owner: readable blocks. The READY with `last` ends the list and carries the first token.
 
     `first_block` is the number of wanted blocks in earlier READYs, which shows the puller a gap or an overlap. `ack` is
     the counter of the newest message from the puller: the lease started no earlier than the puller sent that message.
@@ -192,7 +192,7 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class HeartbeatEntry:
     transfer_id: TransferId
-    num_ready: int  # wanted blocks announced to the puller so far; the owner repeats lost READYs
+    num_ready: int  # wanted blocks in the READYs that the puller has received; the owner repeats lost READYs
 
 
 @dataclass(frozen=True, slots=True)
