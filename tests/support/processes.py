@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,10 +22,11 @@ import grpc
 import grpc.aio
 
 from core.config import TandemConfig
+from core.service import Endpoint
 from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import SLACK_S
 from tests.support.faults import LEASE_S
-from tests.support.service_process import Role
+from tests.support.service_process import Role, line_of
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,7 @@ class Fleet:
     step_delays_s: Mapping[str, float] = field(default_factory=dict)  # by role
     site_of: Callable[[str], Site] = lambda _name: Site()
     reach: Callable[[str], Awaitable[str]] = _as_it_is  # a service's address -> where the test finds it
+    others: Sequence[Endpoint] = ()  # workers in no process of the fleet; the router gets them too
     services: dict[str, ServiceProcess] = field(default_factory=dict)  # by name: router-0, decode-1, ...
 
     @classmethod
@@ -151,6 +153,7 @@ class Fleet:
     async def publish(self) -> None:
         """Tell the router which workers there are, as a supervisor does, and wait until it has heard from each."""
         workers = [service.endpoint for name, service in self.services.items() if name != "router-0" and service.alive]
+        workers += map(line_of, self.others)
         stdin = self.services["router-0"].process.stdin
         assert stdin is not None
         stdin.write(json.dumps(workers).encode() + b"\n")
@@ -181,7 +184,7 @@ class Fleet:
             service.process.send_signal(signal.SIGCONT)
 
     async def heal(self) -> None:
-        """Start every dead worker anew under its name, and tell the router."""
+        """Start every dead service anew under its name, and send the router the list of workers."""
         dead = [service for service in self.services.values() if not service.alive]
         for service in dead:
             await service.close()

@@ -38,6 +38,10 @@ class Role:
     step_delay_s: float = 0.0  # added to every step, so that a fault can hit in the middle of one
 
 
+def line_of(endpoint: Endpoint) -> dict[str, Any]:
+    return asdict(endpoint) | {"role": endpoint.role.value}
+
+
 def endpoint_of(line: dict[str, Any]) -> Endpoint:
     role = ServiceRole(line["role"])
     return Endpoint(line["service_id"], line["address"], role)
@@ -50,8 +54,7 @@ async def serve() -> None:
     endpoint = await service.start()
     if role.step_delay_s:
         slow_down(service, role.step_delay_s)
-    line = asdict(endpoint) | {"role": endpoint.role.value}
-    print(json.dumps(line), flush=True)
+    print(json.dumps(line_of(endpoint)), flush=True)
     while command := await asyncio.to_thread(sys.stdin.readline):
         await service.set_workers([endpoint_of(worker) for worker in json.loads(command)])
     await service.stop()
