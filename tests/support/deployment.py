@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -198,6 +198,20 @@ async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1
         await wait_until_known(deployment, len(started))
         await wait_until_met(deployment)
         yield deployment
+
+
+@contextlib.asynccontextmanager
+async def another_router(deployment: Deployment) -> AsyncIterator[Deployment]:
+    """The same workers behind a second router, which has heard from each of them."""
+    router = build_router(deployment.config, place(1))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(router.stop)
+        endpoint = await router.start()
+        await router.set_workers(list(deployment.endpoints.values()))
+        channel = await stack.enter_async_context(open_channel(endpoint.address, 4 << 20))
+        other = replace(deployment, router=router, channel=channel, router_address=endpoint.address)
+        await wait_until_known(other, len(deployment.endpoints))
+        yield other
 
 
 async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
