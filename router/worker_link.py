@@ -58,6 +58,7 @@ class WorkerLink:
         self._peer_changes: list[PeerJoined | PeerLeft] = []  # not sent yet
         self._updating_peers: asyncio.Task[None] | None = None
         self._paths: tuple[PathStatus, ...] = ()  # as last reported
+        self._failures = 0  # of the report stream, since the last report
         self._refused = ""  # why it cannot join, as it was logged
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
@@ -74,26 +75,25 @@ class WorkerLink:
 
     async def _watch(self) -> None:
         """Follow the reports until cancelled. A fault loses the worker, never the watch."""
-        failures = 0
         while True:
-            await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
+            await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
             try:
                 async with asyncio.timeout(None) as patience:
                     await self._follow_reports(patience)
-                failures = 0  # the worker cut us off or we are out of step: a fresh snapshot sets it right
+                self._failures = 0  # out of step: a new snapshot mends that
             except (grpc.aio.AioRpcError, TimeoutError) as error:
-                failures += 1
+                self._failures += 1
                 cause = error_from(error) if isinstance(error, grpc.RpcError) else "it does not answer"
-                if isinstance(cause, Unauthenticated) and failures == 1:
+                if isinstance(cause, Unauthenticated) and self._failures == 1:
                     logger.error("worker %s has another cluster token than we", self.endpoint.service_id)
-                if failures >= 2:
+                if self._failures >= 2:
                     self._lose(str(cause))
             except Exception as error:  # also a bug: another snapshot may set it right
                 if str(error) != self._refused:
                     trace = None if isinstance(error, TandemError) else error
                     logger.error("worker %s cannot join: %s", self.endpoint.service_id, error, exc_info=trace)
                 self._refused = str(error)
-                failures = len(RETRY_S)
+                self._failures = len(RETRY_S)
                 self._lose(str(error))
 
     async def _follow_reports(self, patience: asyncio.Timeout) -> None:
@@ -115,6 +115,7 @@ class WorkerLink:
                     return
                 self.load, self.reported_at = report.load, loop.time()
                 self._post(self._event_of(report, first=expected == 0))
+                self._failures = 0
                 expected += 1
         finally:
             reports.cancel()
