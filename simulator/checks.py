@@ -145,6 +145,13 @@ class Oracle:
         self._world.counts[f"finished {outcome.path.value}"] += 1
         self._world.counts["retried"] += outcome.attempts > 1
 
+    def lose_router(self) -> None:
+        """The router is dead: the connection of every open request breaks."""
+        for request_id, expected in self._requests.items():
+            if not expected.ended:
+                self._end(request_id, self._world.now)
+                self._world.counts["failed with its router"] += 1
+
     def refused(self, request_id: str, error: TandemError) -> None:
         call = self._requests[request_id].call
         num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)

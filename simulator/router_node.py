@@ -1,5 +1,7 @@
 """The simulated router process: it drives the production machine, its connections to workers, and the clients.
 
+The process may die. The next one starts at the same address with an empty machine.
+
 A connection carries the report stream and the calls, as router/worker_link.py does in production. A broken stream is
 opened again at once. A report of a worker that the machine had counted as lost opens a new stream.
 """
@@ -43,15 +45,34 @@ class RouterNode:
         self, world: World, network: Network, config: RouterConfig, oracle: Oracle, fleet: dict[str, WorkerNode]
     ) -> None:
         self._world, self._network, self._oracle, self._fleet = world, network, oracle, fleet
-        self.machine = RouterMachine(config, lambda: world.random.getrandbits(128), EOS_TOKEN_IDS)
+        self._config = config
+        self.start()
         self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
         self._streams: dict[str, _ReportStream] = {}  # by worker id
-        self._timer_at: float | None = None
         self._stop_after: dict[str, int] = {}  # request id -> output tokens after which a stop string matches
+
+    def start(self) -> None:
+        """A process that knows nothing of an earlier one."""
+        self.machine = RouterMachine(self._config, lambda: self._world.random.getrandbits(128), EOS_TOKEN_IDS)
+        self.alive = True
+        self._timer_at: float | None = None
+
+    def die(self) -> None:
+        """kill -9: each connection to a client or a worker breaks."""
+        self.alive = False
+        self._timer_at = None
+        self._oracle.lose_router()
+        for call in self._calls.values():
+            self._give_up(call)
+        self._calls.clear()
+        self._streams.clear()
+        self._stop_after.clear()
 
     # ---- the driver
 
     def post(self, event: Any) -> None:
+        if not self.alive:
+            return
         actions = self.machine.handle(event, self._world.now)
         for action in actions:
             self._perform(action)
@@ -79,6 +100,9 @@ class RouterNode:
     def arrive(self, client: ClientRequest) -> None:
         request, now = client.request, self._world.now
         self._oracle.expect(client, now)
+        if not self.alive:
+            self._oracle.lose_router()
+            return
         if client.stop_after is not None:
             self._stop_after[request.request_id] = client.stop_after
         self._world.note(f"client: {request.request_id}, {len(request.token_ids)} tokens in")
@@ -202,7 +226,7 @@ class RouterNode:
     def keep_connected(self, worker_id: str) -> None:
         """Open a report stream to this worker, now and whenever the machine does not know the worker."""
         node = self._fleet[worker_id]
-        if node.alive and not node.stopped and self.machine.workers.get(worker_id) is None:
+        if self.alive and node.alive and not node.stopped and self.machine.workers.get(worker_id) is None:
             stream = self._streams.get(worker_id)
             if stream is None or self._world.now - stream.opened_at > CONNECT_TIMEOUT_S:
                 self.subscribe(worker_id)
@@ -210,6 +234,8 @@ class RouterNode:
 
     def subscribe(self, worker_id: str) -> None:
         """Open a new report stream. Reports still on the way in the old stream are dropped."""
+        if not self.alive:
+            return
         node, stream = self._fleet[worker_id], _ReportStream(self._world.now)
         self._streams[worker_id] = stream
         line = (f"{node.agent.name} reports", str(self._world.num_events))

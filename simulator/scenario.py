@@ -58,6 +58,12 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterDeath:
+    at: float
+    duration_s: float  # until the next router serves at its address
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
     calm: bool
@@ -67,6 +73,7 @@ class Scenario:
     reads: ReadFaults
     requests: tuple[ClientRequest, ...]
     faults: tuple[Fault, ...]
+    router_deaths: tuple[RouterDeath, ...] = ()
 
 
 def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
@@ -94,6 +101,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         reads=ReadFaults() if calm else _read_faults(chance, transfer),
         requests=tuple(_with_choices(seed, _requests(chance, num_requests, largest))),
         faults=() if calm else tuple(_faults(chance, workers)),
+        router_deaths=() if calm else _router_deaths(seed),
     )
 
 
@@ -106,6 +114,7 @@ def make_harsh_scenario(seed: int) -> Scenario:
         scenario,
         calm=False,
         requests=requests,
+        router_deaths=(),
         workers=tuple(replace(spec, step_failure=0.01) for spec in scenario.workers),
         network=replace(scenario.network, slow_pair_share=0.2, loss=0.1, doubling=0.3),
         reads=replace(
@@ -244,3 +253,11 @@ def _faults(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Faul
         )
         for _ in range(chance.choice((0, 2, 3, 5, 8)))
     ]
+
+
+def _router_deaths(seed: int) -> tuple[RouterDeath, ...]:
+    """In one world of four, the router dies once."""
+    chance = random.Random(f"router of {seed}")  # separate, so that everything else of a seed stays the same
+    if chance.random() < 0.75:
+        return ()
+    return (RouterDeath(at=chance.uniform(0.5, ARRIVALS_S + 0.5), duration_s=chance.choice((0.05, 0.4))),)

@@ -12,8 +12,8 @@ from simulator.agent import SimulatedAgent
 from simulator.checks import Oracle, check_left_clean, check_paths
 from simulator.network import Network
 from simulator.node import WorkerNode, WorkerSpec
-from simulator.router_node import RouterNode
-from simulator.scenario import Fault, Scenario, make_harsh_scenario, make_scenario
+from simulator.router_node import RECONNECT_S, RouterNode
+from simulator.scenario import Fault, RouterDeath, Scenario, make_harsh_scenario, make_scenario
 from simulator.world import SimulationError, World
 
 LATEST_END_S = 100.0
@@ -63,8 +63,11 @@ class Simulation:
                 world.at(client.cancel_at, partial(self.router.cancel, client))
         for fault in scenario.faults:
             world.at(fault.at, partial(self._inject, fault))
+        for death in scenario.router_deaths:
+            world.at(death.at, partial(self._kill_router, death))
         last_arrival = max(client.arrives_at for client in scenario.requests)
-        last_fault = max((fault.at + fault.duration_s for fault in scenario.faults), default=0.0)
+        breaks: tuple[Fault | RouterDeath, ...] = (*scenario.faults, *scenario.router_deaths)
+        last_fault = max((fault.at + fault.duration_s for fault in breaks), default=0.0)
         world.run_until(max(last_arrival, last_fault))
         world.run_until(LATEST_END_S, done=lambda: self.oracle.num_open == 0)
         ended_at = world.now
@@ -105,6 +108,13 @@ class Simulation:
                 self.router.subscribe(fault.worker_id)
             case _:
                 raise SimulationError(f"unknown fault {fault.kind}")
+
+    def _kill_router(self, death: RouterDeath) -> None:
+        self.world.counts["router dies"] += 1
+        self.world.note(f"the router dies for {death.duration_s} s")
+        self.world.trouble(*self.fleet, until=self.world.now + death.duration_s + RECONNECT_S)
+        self.router.die()
+        self.world.after(death.duration_s, self.router.start)
 
     def _bury(self, node: WorkerNode, restart_after_s: float) -> None:
         self._ended.append(node)

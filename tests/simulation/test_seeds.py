@@ -21,6 +21,7 @@ BATCH = 20
 FAULTS_THAT_MUST_HAPPEN = (
     "lost notification", "doubled notification", "slow read", "broken read", "corrupted block",
     "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
+    "router dies",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
@@ -29,6 +30,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "finished disaggregated", "finished local", "finished recomputed",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
+    "failed with its router",
     "dropped: old", "dropped: late", "dropped: gap", "dropped: foreign", "dropped: unknown_transfer",
 )  # fmt: skip
 
