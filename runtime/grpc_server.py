@@ -44,6 +44,9 @@ FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", 
 TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
 
 
+KEEPALIVE_TIME_S = 10.0  # a connection without traffic for this long gets a ping, ...
+KEEPALIVE_TIMEOUT_S = 5.0  # ... and breaks if no answer comes within this time
+
 # Calls that gRPC accepts before a servicer starts them. Above the limit (1,000 by default), gRPC cancels calls at
 # random. With a high limit the router itself refuses calls, with RESOURCE_EXHAUSTED and a retry hint.
 MAX_PENDING_CALLS = 20_000
@@ -57,11 +60,13 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_TIME_S * 1e3)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
+        # gRPC also sends pings to measure bandwidth. While one of them waits, by default for 60 s, none is sent.
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_TIME_S * 1e3 / 2)),
         ("grpc.so_reuseport", 0),  # else two servers could share one port
         ("grpc.max_metadata_size", 64 * 1024),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
