@@ -1,0 +1,78 @@
+"""A client without a deadline, and a client whose process is killed: every block is freed, no other stream notices."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.support.deployment import deploy, make_request
+from tests.support.faults import Stream, expected, fault_config, prompt_of, serves_on
+from tests.support.processes import ROOT
+from tests.support.steps import slow_down
+from tests.support.waiting import until
+
+CLIENT = """
+import sys
+from tandem_client import Client, GenerateRequest, StopConditions, TokenIds
+
+request = GenerateRequest(token_ids=TokenIds(ids=range(1, 71)), stop=StopConditions(max_tokens=1000, ignore_eos=True))
+with Client(sys.argv[1]) as client:
+    for response in client.generate(request, timeout_s=600):
+        print(response.tokens.index, flush=True)
+"""
+
+
+async def test_a_call_without_a_deadline_ends_at_the_routers_default() -> None:
+    async with deploy(fault_config(default_timeout_s=1.0)) as deployment:
+        slow_down(deployment.decode[0], 0.02)
+        bystander = await Stream(deployment.inference, prompt_of(1), 80).reach(3)
+        request = make_request(token_ids=prompt_of(2), max_tokens=1000)
+        started_at = asyncio.get_running_loop().time()
+        tokens: list[int] = []
+
+        async def follow() -> None:
+            async for response in deployment.inference.Generate(request):
+                tokens.extend(response.tokens.token_ids)
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await follow()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "the deadline passed in stage decode" in (caught.value.details() or "")
+        assert 0.9 < asyncio.get_running_loop().time() - started_at < 2.0
+        assert tokens == expected(prompt_of(2), 1000)[: len(tokens)]
+        assert not bystander.ended
+        await bystander.right()
+        await deployment.settle()
+        await serves_on(deployment.inference)
+
+
+async def test_a_killed_client_leaves_nothing_behind() -> None:
+    """kill -9 of its process in the middle of its tokens, long before its deadline."""
+    async with deploy(fault_config()) as deployment:
+        slow_down(deployment.decode[0], 0.01)
+        shell = deployment.router._shell
+        assert shell is not None
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CLIENT, deployment.router_address, cwd=ROOT, stdout=PIPE
+        )
+        try:
+            assert client.stdout is not None
+            async with asyncio.timeout(20):
+                while int(await client.stdout.readline()) < 5:
+                    pass
+            bystander = await Stream(deployment.inference, prompt_of(1), 100).reach(3)
+            assert shell.num_open == 2
+        finally:
+            client.kill()
+            await client.communicate()
+        assert client.returncode == -9, "the client ended by itself"
+        await until(lambda: shell.num_open == 1, "the router notices", seconds=1.0)
+        assert not bystander.ended
+        await bystander.right()
+        await deployment.settle()
+        await serves_on(deployment.inference)
