@@ -1,0 +1,128 @@
+"""Real report streams: two routers at one worker stay in step with its cache, also after one of them was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import worker_pb2, worker_pb2_grpc
+from runtime.grpc_server import open_channel
+from tests.support.deployment import Deployment, another_router, deploy, machine_of
+from tests.support.faults import Stream, fault_config, prompt_of
+from tests.support.steps import slow_down
+from tests.support.waiting import until
+from worker.reports import MAX_REPORTS_BEHIND, ReportFeed
+
+STORMS = 4000  # reports at most until the slow reader is cut off
+
+
+def in_step(deployment: Deployment) -> bool:
+    """The router knows exactly the blocks that its workers have cached."""
+    assert deployment.router._shell is not None
+    index = deployment.router._shell.machine.workers.index
+    return all(
+        set(machine_of(worker).core.pool.known_hashes()) == index.held(deployment.endpoints[id(worker)].service_id)
+        for worker in deployment.workers
+    )
+
+
+async def all_right(streams: Iterable[Stream]) -> None:
+    for stream in streams:
+        await stream.right()
+        assert stream.answer.finished is not None
+        assert stream.answer.finished.attempts == 1
+
+
+async def test_two_routers_at_once_know_what_the_workers_have_cached_for_either() -> None:
+    async with deploy(fault_config(), num_decode=2) as first, another_router(first) as second:
+        streams = [Stream(router.inference, prompt_of(seed, 100)) for router in (first, second) for seed in range(6)]
+        await all_right(streams)
+        await first.settle()
+        await second.settle()
+        for router in (first, second):
+            await until(functools.partial(in_step, router), "the router is in step with the caches")
+        cached = await Stream(second.inference, prompt_of(0, 100)).right()
+        assert cached.answer.finished is not None
+        assert cached.answer.finished.usage.cached_tokens >= 96
+
+
+async def test_a_router_that_was_cut_off_is_back_at_once_and_loses_no_request() -> None:
+    """Several times, while requests run."""
+    async with deploy(fault_config()) as deployment, another_router(deployment) as other:
+        slow_down(deployment.decode[0], 0.01)
+        feed = deployment.decode[0]._feed
+        router = deployment.router._shell
+        assert router is not None
+        streams = [await Stream(deployment.inference, prompt_of(seed), 100).reach(3) for seed in range(3)]
+        bystander = await Stream(other.inference, prompt_of(10), 100).reach(3)
+        num_cuts = 0
+        while not any(stream.ended for stream in streams):
+            for queue in list(feed._subscribers):
+                feed._cut_off(queue)
+                num_cuts += 1
+            assert all(len(list(shell.machine.workers)) == 2 for shell in (router, other.router._shell) if shell)
+            await asyncio.sleep(0.05)
+        assert num_cuts >= 4
+        await all_right([*streams, bystander])
+        await deployment.settle()
+        await until(lambda: in_step(deployment) and in_step(other), "both routers are in step")
+
+
+async def test_a_reader_that_stops_reading_is_cut_off_and_the_router_beside_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with deploy(fault_config()) as deployment:
+        worker = deployment.decode[0]
+        slow_down(worker, 0.01)
+        feed, changes = worker._feed, worker._feed._changes
+        bystander = await Stream(deployment.inference, prompt_of(1), 400).reach(3)
+        (routers_queue,) = feed._subscribers
+        async with open_channel(deployment.endpoints[id(worker)].address, 1 << 22) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Watch(worker_pb2.WatchRequest(router_id="slow"))
+            assert (await call.read()).HasField("snapshot")
+            assert len(feed._subscribers) == 2
+
+            def long_changes() -> worker_pb2.WorkerReport:
+                report = changes()
+                report.block_events.extend(
+                    worker_pb2.BlockEvent(removed=number) for number in range(2**60, 2**60 + 3000)
+                )
+                return report
+
+            monkeypatch.setattr(feed, "_changes", long_changes)
+            longest = await storm(feed)
+            assert longest <= MAX_REPORTS_BEHIND + 1
+            assert feed._subscribers == {routers_queue}, "the router was cut off, too"
+            numbers: list[int] = []
+            with pytest.raises(grpc.aio.AioRpcError, match="slow read too slowly"):
+                await read_to_the_end(call, numbers)
+            assert numbers == list(range(1, len(numbers) + 1))
+            assert len(numbers) > MAX_REPORTS_BEHIND
+        assert not bystander.ended
+        await all_right([bystander])
+        await deployment.settle()
+        await until(lambda: in_step(deployment), "the router is in step")
+
+
+async def read_to_the_end(call: Any, numbers: list[int]) -> None:
+    while True:
+        numbers.append((await call.read()).sequence_number)
+
+
+async def storm(feed: ReportFeed) -> int:
+    """Publish until one of two subscribers is cut off. The length of the longest queue on the way."""
+    longest = 0
+    for _ in range(STORMS):
+        feed._publish()
+        longest = max([longest, *(queue.qsize() for queue in feed._subscribers)])
+        if len(feed._subscribers) < 2:
+            return longest
+        await asyncio.sleep(0.001)
+    raise AssertionError("the slow reader is not cut off")
