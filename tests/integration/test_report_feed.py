@@ -27,7 +27,7 @@ def in_step(deployment: Deployment) -> bool:
     assert deployment.router._shell is not None
     index = deployment.router._shell.machine.workers.index
     return all(
-        set(machine_of(worker).core.pool.known_hashes()) == index.held(deployment.endpoints[id(worker)].service_id)
+        set(machine_of(worker).core.pool.registered_hashes()) == index.held(deployment.endpoints[id(worker)].service_id)
         for worker in deployment.workers
     )
 
