@@ -2,8 +2,8 @@
 
     <!-- table: owner -->   diagram and list of steps, made from core.handoff.OWNER_STEPS   <!-- end -->
 
-Each step is explained here, once. A step of a table without an explanation, or an explanation without its step, stops
-the drawing; tests/unit/test_docs.py holds the documents to what is drawn.
+This file explains each step once. A step without an explanation, or an explanation without a step, is an error.
+tests/unit/test_docs.py compares the documents with the code.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from core.lifecycle import NEXT_STAGES, Stage
 DOCS = Path(__file__).resolve().parent
 
 STAGE_CAUSES = {
-    (Stage.TOKENIZE, Stage.QUEUE): "router: the prompt is valid token ids",
-    (Stage.TOKENIZE, Stage.FINISHED): "router: refused on arrival, by a full queue or for its length",
+    (Stage.TOKENIZE, Stage.QUEUE): "router: the request is valid and the prompt is token ids",
+    (Stage.TOKENIZE, Stage.FINISHED): "router: refused on arrival: the queue is full, or the prompt is too long",
     (Stage.QUEUE, Stage.PREFILL): "router: workers with room are chosen; worker: the first chunk is in a step",
-    (Stage.QUEUE, Stage.TRANSFER): "decode worker: its target blocks are reserved",
-    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, its deadline, or no decode worker served for `worker_wait_s`",
-    (Stage.PREFILL, Stage.DECODE): "router: the first token is here; worker: it is sampled",
+    (Stage.QUEUE, Stage.TRANSFER): "decode worker: the target blocks are reserved",
+    (Stage.QUEUE, Stage.FINISHED): "router: cancelled, past its deadline, or no decode worker for `worker_wait_s`",
+    (Stage.PREFILL, Stage.DECODE): "router: the first token has arrived; worker: the first token is sampled",
     (Stage.PREFILL, Stage.QUEUE): "router: an attempt failed before its first token",
-    (Stage.PREFILL, Stage.FINISHED): "router: cancelled, its deadline, or an error that trying again cannot mend",
-    (Stage.TRANSFER, Stage.DECODE): "decode worker: the pull is complete, and the first token came with it",
-    (Stage.DECODE, Stage.FINISHED): "stop, length, cancelled, its deadline, or an error",
-    (Stage.DECODE, Stage.QUEUE): "router: a worker was lost; another goes on after the tokens delivered",
+    (Stage.PREFILL, Stage.FINISHED): "router: cancelled, past its deadline, or an error that no retry can cure",
+    (Stage.TRANSFER, Stage.DECODE): "decode worker: the pull is complete and has brought the first token",
+    (Stage.DECODE, Stage.FINISHED): "stop, length, cancelled, past its deadline, or an error",
+    (Stage.DECODE, Stage.QUEUE): "router: a worker was lost; another worker continues after the delivered tokens",
 }
 
 OWNER_CAUSES = {
     (OwnerState.COMPUTING, OwnerState.OFFERED): "the first block is computed and leased",
-    (OwnerState.COMPUTING, OwnerState.RELEASED): "RELEASE: the puller wanted no block, or gave up before one was ready",
-    (OwnerState.COMPUTING, OwnerState.EXPIRED): "no sign of the puller for `lease_s`",
-    (OwnerState.COMPUTING, OwnerState.ABORTED): "ABORT from either side, or the peer is lost: nobody can be reading",
+    (OwnerState.COMPUTING, OwnerState.RELEASED): "RELEASE: the puller lacked no block, or gave up before one was ready",
+    (OwnerState.COMPUTING, OwnerState.EXPIRED): "no message of the puller for `lease_s`",
+    (OwnerState.COMPUTING, OwnerState.ABORTED): "ABORT from either side, or the peer is lost; no read can be running",
     (OwnerState.OFFERED, OwnerState.RELEASED): "RELEASE: read and verified, or given up",
-    (OwnerState.OFFERED, OwnerState.EXPIRED): "no sign of the puller for `lease_s`",
+    (OwnerState.OFFERED, OwnerState.EXPIRED): "no message of the puller for `lease_s`",
     (OwnerState.OFFERED, OwnerState.ABORTED): (
-        "ABORT or a broken connection, and then the RELEASE, the end of the lease, or proof that the peer's process is "
-        "dead; at once where nothing was announced"
+        "ABORT or a broken connection; if blocks were announced, only after RELEASE, the end of the lease, or proof "
+        "that the peer's process is dead"
     ),
 }
 
 PULLER_CAUSES = {
-    (PullerState.RESERVED, PullerState.WANTING): "the target blocks are there; WANT goes out",
+    (PullerState.RESERVED, PullerState.WANTING): "the target blocks are allocated; WANT goes out",
     (PullerState.RESERVED, PullerState.FAILED): "ABORT, or the owner is lost or does not know the transfer",
-    (PullerState.RESERVED, PullerState.CANCELLED): "the call ended",
-    (PullerState.WANTING, PullerState.READING): "READY names blocks: the first read starts",
-    (PullerState.WANTING, PullerState.VERIFYING): "the last READY came and there is nothing (more) to read",
-    (PullerState.WANTING, PullerState.FAILED): "ABORT, the owner is lost, or READY names blocks that cannot be read",
-    (PullerState.WANTING, PullerState.CANCELLED): "the call ended",
-    (PullerState.READING, PullerState.WANTING): "all that was announced is read and verified; more will come",
-    (PullerState.READING, PullerState.VERIFYING): "the last block is read and its digest fits",
-    (PullerState.READING, PullerState.FAILED): "a read failed, a digest stays wrong, or as above; all reads have ended",
-    (PullerState.READING, PullerState.CANCELLED): "the call ended, and then all reads have",
-    (PullerState.VERIFYING, PullerState.COMPLETE): "the lease is known to have covered the last read",
+    (PullerState.RESERVED, PullerState.CANCELLED): "the call was cancelled or timed out",
+    (PullerState.WANTING, PullerState.READING): "READY announces blocks: the first read starts",
+    (PullerState.WANTING, PullerState.VERIFYING): "the last READY has arrived, and no block is left to read",
+    (PullerState.WANTING, PullerState.FAILED): "ABORT, the owner is lost, or READY lists blocks that cannot be read",
+    (PullerState.WANTING, PullerState.CANCELLED): "the call was cancelled or timed out",
+    (PullerState.READING, PullerState.WANTING): "all announced blocks are verified; the last READY is still to come",
+    (PullerState.READING, PullerState.VERIFYING): "all blocks are read and verified",
+    (PullerState.READING, PullerState.FAILED): "a read failed, a digest stays wrong, or as above; no read is in flight",
+    (PullerState.READING, PullerState.CANCELLED): "the call was cancelled or timed out, and no read is in flight",
+    (PullerState.VERIFYING, PullerState.COMPLETE): "the lease is proven to have covered the last read",
     (PullerState.VERIFYING, PullerState.FAILED): "ABORT (the lease had expired), or the owner is lost",
-    (PullerState.VERIFYING, PullerState.CANCELLED): "the call ended",
+    (PullerState.VERIFYING, PullerState.CANCELLED): "the call was cancelled or timed out",
 }
 
 
@@ -81,10 +81,11 @@ TABLES = {
 
 
 def draw(table: Table) -> str:
-    """Markdown: a Mermaid diagram, and a row for each step. Raises `ValueError` where causes and steps differ."""
+    """Markdown: a Mermaid diagram, and a row for each step. Raises `ValueError` if causes and steps differ."""
     steps = [(state, after) for state in table.steps for after in type(state) if after in table.steps[state]]
-    if set(steps) != set(table.causes):
-        raise ValueError(f"to be explained, or gone: {sorted(map(str, set(steps) ^ set(table.causes)))}")
+    unmatched = set(steps) ^ set(table.causes)
+    if unmatched:
+        raise ValueError(f"these steps need an explanation or do not exist: {sorted(map(str, unmatched))}")
     diagram = [f"    [*] --> {start.name}" for start in table.starts]
     diagram += [f"    {state.name} --> {after.name}" for state, after in steps]
     diagram += [f"    {state.name} --> [*]" for state, following in table.steps.items() if not following]
@@ -95,7 +96,7 @@ def draw(table: Table) -> str:
 
 
 def render(text: str, document: str) -> str:
-    """`text` with what stands between the markers drawn anew. Raises `ValueError` where a table of it has no marker."""
+    """`text` with new tables between its markers. Raises `ValueError` if the document lacks the marker of a table."""
     for name, table in TABLES.items():
         if table.document != document:
             continue
