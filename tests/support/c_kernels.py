@@ -11,14 +11,14 @@ from model_files.catalogue import default_cache_dir
 
 
 def need_compiler() -> None:
-    """Looks for a compiler without the engine's own search, which may be what is broken."""
+    """Skip the test without a C compiler. Does not use the engine's own search, which may be broken."""
     if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
         pytest.skip("no C compiler on this machine")
 
 
 def need_kernels() -> Kernels:
-    """The kernels that a worker would load here for heads of 64."""
+    """The kernels that a worker loads on this machine for heads of 64."""
     need_compiler()
     kernels = load_kernels(64, default_cache_dir())
-    assert kernels is not None, "there is a compiler, and no kernels: the log says why"
+    assert kernels is not None, "the C compiler is there, but the kernels did not load: see the log"
     return kernels

@@ -1,4 +1,4 @@
-"""The prefix cache of a pool in the hands of a test that knows blocks by made-up hashes."""
+"""Puts blocks into the prefix cache of a pool and finds them again, by hashes that a test chooses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.block_pool import BlockPool, PrefixBlock
 
 
 def full_blocks(hashes: Iterable[int]) -> list[FullBlock]:
-    """Blocks whose tokens differ where their hashes do."""
+    """One block for each hash. Different hashes have different tokens."""
     return [FullBlock(sequence_hash, sequence_hash.to_bytes(8, "little")) for sequence_hash in hashes]
 
 

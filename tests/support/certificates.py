@@ -1,4 +1,4 @@
-"""Real certificates, made when a test asks for them: an authority, and certificates that it signs."""
+"""Real certificates for tests: an authority, and certificates that it signs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIMEOUT_S = 20
 
 
 class Authority:
-    """A certificate authority in a directory of its own."""
+    """A certificate authority in a new directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -35,7 +35,7 @@ class Authority:
         return certificate, key
 
     def config(self, name: str, ca: Path | None = None, **options: object) -> SecurityConfig:
-        """For a process with a certificate of this authority that trusts `ca`, by default this authority."""
+        """The config of a process with a certificate of this authority. It trusts `ca`, by default this authority."""
         certificate, key = self.sign(name)
         return SecurityConfig(
             tls_cert=str(certificate), tls_key=str(key), tls_ca=str(ca or self.certificate), **options  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The `tandem` command in a process of its own, as a user runs it."""
+"""The `tandem` command in a separate process, as a user runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOPPED_WITHIN_S = 30.0
 
 
 async def start(*arguments: str, environment: Mapping[str, str] | None = None) -> Process:
-    """`tandem` in a session of its own, so that a signal reaches it alone."""
+    """Start `tandem` in a new session, so that a signal reaches no other process."""
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "cli.main", *arguments,
         stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True,
@@ -26,7 +26,7 @@ async def start(*arguments: str, environment: Mapping[str, str] | None = None) -
 
 
 async def tandem(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command that ends by itself."""
+    """Run a command to its end. Returns (exit code, stdout, stderr)."""
     process = await start(*arguments)
     async with asyncio.timeout(PATIENCE_S):
         out, err = await process.communicate(stdin.encode())
@@ -38,35 +38,35 @@ async def tandem(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
 class Served:
     process: Process
     address: str
-    family: list[psutil.Process]  # every process of it, Ray's included
+    family: list[psutil.Process]  # all descendants, Ray's processes included
 
     async def ended(self) -> tuple[int, list[psutil.Process]]:
-        """(exit code, processes that are left) soon after whatever was to end it."""
+        """Wait for the end of `tandem serve`. Returns (exit code, processes that are left)."""
         code, left, _ = await self.ended_saying()
         return code, left
 
     async def ended_saying(self) -> tuple[int, list[psutil.Process], str]:
-        """... and what it had to say on standard error."""
+        """As `ended`, with the text of standard error."""
         async with asyncio.timeout(STOPPED_WITHIN_S):
             _, err = await self.process.communicate()
         assert self.process.returncode is not None
         return self.process.returncode, await self.left(), err.decode()
 
     async def left(self) -> list[psutil.Process]:
-        """Processes of it that do not end."""
+        """Descendants that do not end in time."""
         _, left = await asyncio.to_thread(psutil.wait_procs, self.family, STOPPED_WITHIN_S)
         return left
 
 
 @contextlib.asynccontextmanager
 async def serving(*arguments: str) -> AsyncIterator[Served]:
-    """`tandem serve`, once it serves. A test that fails before it has ended it leaves nothing behind."""
+    """`tandem serve`, as soon as it serves. Its processes end with this context, also when the test fails."""
     process = await start("serve", "--model", "fake:tiny", "--port", "0", *arguments)
     try:
         yield Served(process, await _address(process), psutil.Process(process.pid).children(recursive=True))
     finally:
         if process.returncode is None:
-            process.kill()  # Ray and all that runs in it end with it
+            process.kill()  # Ray and all processes in it end, too
         await process.communicate()
 
 
@@ -77,4 +77,4 @@ async def _address(process: Process) -> str:
             if line.startswith("serving"):
                 return line.split(" at ")[1].split()[0]
     _, err = await process.communicate()
-    raise AssertionError(f"it did not come up: {err.decode()}")
+    raise AssertionError(f"`tandem serve` did not start: {err.decode()}")

@@ -1,4 +1,4 @@
-"""A whole deployment in one process, for tests: real gRPC, real agents, real machines; Ray is left out.
+"""A whole deployment in one process, for tests: real gRPC, real agents, real machines, no Ray.
 
 async with deploy(config, num_prefill=1, num_decode=1) as deployment:
     answer = await deployment.generate(text="Hello", max_tokens=8)
@@ -44,7 +44,7 @@ def tiny_config(
     telemetry: TelemetryConfig | None = None,
     **router: object,
 ) -> TandemConfig:
-    """Small and quick to start; every prompt goes through both pools unless `router` says otherwise."""
+    """A config that starts quickly. Every prompt goes through both pools, unless `router` changes that."""
     return TandemConfig(
         engine=EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1),
         scheduler=SchedulerConfig(max_batched_tokens=64, max_running=32),
@@ -56,7 +56,7 @@ def tiny_config(
 
 @dataclass
 class Answer:
-    """What one choice of a stream brought."""
+    """Everything that a stream delivered for one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -88,13 +88,13 @@ class Deployment:
         return self.prefill + self.decode
 
     async def generate(self, timeout_s: float = CALL_TIMEOUT_S, **request: Any) -> Answer:
-        """One choice, to its end."""
+        """Generate one choice to its end."""
         return (await self.generate_all(make_request(**request), timeout_s))[0]
 
     async def generate_all(
         self, request: inference_pb2.GenerateRequest, timeout_s: float = CALL_TIMEOUT_S
     ) -> list[Answer]:
-        """Every choice, to its end."""
+        """Generate every choice to its end."""
         answers = [Answer() for _ in range(request.n or 1)]
         async for response in self.inference.Generate(request, timeout=timeout_s):
             event = response.tokens if response.HasField("tokens") else response.finished
@@ -121,7 +121,7 @@ class Deployment:
             pool.release(blocks)
 
     async def settle(self) -> None:
-        """Within a lease no block is held, leased or incoming, nothing is open, and every machine's invariants hold."""
+        """Wait at most a lease until no block is in use, then until no request is open. Check the machines."""
         within_s = self.config.transfer.lease_s + SLACK_S
 
         def left() -> dict[str, object]:
@@ -131,7 +131,7 @@ class Deployment:
                 if busy_blocks(worker) or transfers(worker).alive
             }
 
-        await until(lambda: not left(), lambda: f"blocks are kept: {left()}", within_s)
+        await until(lambda: not left(), lambda: f"blocks are still in use: {left()}", within_s)
         for worker in self.workers:
             machine_of(worker).check()
         shell = self.router._shell
@@ -152,7 +152,7 @@ def transfers(worker: WorkerService) -> TransferMachine:
 
 
 def busy_blocks(worker: WorkerService) -> dict[str, int]:
-    """Blocks that somebody keeps, by column."""
+    """Number of blocks in use, by column."""
     ledger = machine_of(worker).core.pool.ledger()
     return {column.value: ledger[column] for column in BUSY if ledger[column]}
 
@@ -165,7 +165,7 @@ def make_request(
     ignore_eos: bool = True,
     **fields: object,
 ) -> inference_pb2.GenerateRequest:
-    """A greedy request that runs to max_tokens, unless told otherwise."""
+    """A greedy request that runs to max_tokens, unless the arguments say otherwise."""
     stop = {name: fields.pop(name) for name in ("stop_strings", "stop_token_ids") if name in fields}
     own = {name: fields.pop(name) for name in ("n", "logprobs", "cache_salt", "priority", "model") if name in fields}
     request = inference_pb2.GenerateRequest(
@@ -215,34 +215,34 @@ async def another_router(deployment: Deployment) -> AsyncIterator[Deployment]:
 
 
 async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
-    """One request where another one fills the queue of a router (`max_queued` is 1) that has no decode worker."""
+    """Send one request while another one fills the queue of the router (`max_queued` is 1, no decode worker)."""
     waiting = asyncio.create_task(deployment.generate(text="waits for a worker"))
     shell = deployment.router._shell
     assert shell is not None
     try:
-        await until(lambda: shell.machine.num_queued, "it is queued", SETTLE_TIMEOUT_S)
+        await until(lambda: shell.machine.num_queued, "the first request is queued", SETTLE_TIMEOUT_S)
         return await deployment.generate(text="finds it full")
     finally:
         waiting.cancel()
-        await until(lambda: not shell.num_open, "the router forgets it", SETTLE_TIMEOUT_S)
+        await until(lambda: not shell.num_open, "the router has dropped the request", SETTLE_TIMEOUT_S)
 
 
 async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
-    """Until the router has heard from `num_workers` workers."""
+    """Wait until `num_workers` workers have reported to the router."""
     shell = deployment.router._shell
     assert shell is not None
     known = shell.machine.workers
-    await until(lambda: len(list(known)) == num_workers, f"it knows {num_workers} workers", SETTLE_TIMEOUT_S)
+    await until(lambda: len(list(known)) == num_workers, f"the router knows {num_workers} workers", SETTLE_TIMEOUT_S)
 
 
 async def wait_until_met(deployment: Deployment) -> None:
-    """Until each pair of workers is connected and measured, so that nothing moves that a test has not asked for."""
+    """Wait until the path of each pair of workers is measured, so that no measurement runs during the test."""
 
     def met(worker: WorkerService) -> bool:
         measured = [path for path in machine_of(worker).transfers.paths if path.state is not PathState.CONNECTING]
         return len(measured) == len(deployment.prefill)
 
-    await until(lambda: all(map(met, deployment.decode)), "all have met", SETTLE_TIMEOUT_S)
+    await until(lambda: all(map(met, deployment.decode)), "the paths of all pairs are measured", SETTLE_TIMEOUT_S)
 
 
 def place(ordinal: int) -> Placement:
@@ -250,5 +250,5 @@ def place(ordinal: int) -> Placement:
 
 
 def trailers_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
-    pairs: Any = error.trailing_metadata()  # the stubs know no pairs
+    pairs: Any = error.trailing_metadata()  # the type stubs do not describe pairs
     return {str(key): str(value) for key, value in pairs}

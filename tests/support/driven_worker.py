@@ -1,6 +1,6 @@
-"""A worker's machine in the hands of a test: steps run when told, messages come when told, actions are remembered.
+"""The machine of a worker, driven by a test: the test runs each step, delivers each message, and reads the actions.
 
-The token that a step samples is the number of tokens before it, so that a test can say what comes next.
+A step samples as token the number of tokens before it, so a test can predict each token.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def address(name: str, num_blocks: int = 32, layout: KVLayout = LAYOUT) -> Agent
 def request(
     name: str, num_tokens: int, max_tokens: int = 4, first: int = 1, priority: int = 0, resumed: Sequence[int] = ()
 ) -> Request:
-    """A prompt of `num_tokens` that counts up from `first`."""
+    """A request whose prompt counts up from `first` for `num_tokens` tokens."""
     prompt = tuple(range(first, first + num_tokens))
     return Request(name, prompt + tuple(resumed), num_tokens, SamplingParams(max_tokens=max_tokens), priority=priority)
 
 
 class DrivenWorker:
-    """`me` and `peer` are agents; counters of the peer's messages rise by themselves."""
+    """`me` and `peer` are agents. Each message of the peer gets the next counter."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DrivenWorker:
         self.plan: StepPlan | None = None  # the step in flight
         self._counter = 0
 
-    # ---- doing
+    # ---- driving
 
     def post(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
@@ -76,7 +76,7 @@ class DrivenWorker:
         return actions
 
     def finish_step(self, **tokens: int) -> list[Any]:
-        """End the step in flight; `tokens` names what is sampled where it is not the usual."""
+        """End the step in flight. `tokens` replaces sampled tokens, by sequence id."""
         plan, self.plan = self.plan, None
         assert plan is not None, "no step is in flight"
         sampled = {
@@ -95,10 +95,10 @@ class DrivenWorker:
             if self.plan is None:
                 return
             self.finish_step()
-        raise AssertionError("200 steps and no end")
+        raise AssertionError("still not idle after 200 steps")
 
     def hear(self, make: Callable[[int, int], HandoffMessage]) -> list[Any]:
-        """A message of the peer; `make` gets its incarnation and counter."""
+        """Deliver a message of the peer. `make` gets the incarnation and the counter."""
         self._counter += 1
         return self.post(MessageReceived(self.peer.name, make(self.peer.incarnation, self._counter)))
 
@@ -110,7 +110,7 @@ class DrivenWorker:
         self.now = end
         return actions
 
-    # ---- seeing
+    # ---- reading
 
     def of(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]
@@ -128,6 +128,6 @@ class DrivenWorker:
 
     @property
     def ledger(self) -> dict[str, int]:
-        """Columns that are not empty, without the free and the cached."""
+        """The columns that have blocks, without FREE and CACHED."""
         kept = (Column.HELD, Column.LEASED, Column.INCOMING)
         return {column.value: count for column, count in self.pool.ledger().items() if count and column in kept}

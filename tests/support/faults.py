@@ -1,8 +1,8 @@
-"""What fault tests share: a stream that ends in tokens or a typed error, a hand on the wire, and the end of the books.
+"""Helpers of the fault tests: a stream that ends with tokens or a typed error, and rules for messages on the wire.
 
-A row of the fault table makes its fault, proves that it happened, and then asks for the same four things: `right` (the
-exact tokens) or `typed` (an error inside its deadline, after nothing but right tokens), `settle` (both ledgers empty
-within the lease), and `serves_on` (a new request through the survivors).
+A fault test makes its fault and proves that the fault happened. Then it checks `right` (the exact tokens) or `typed`
+(an error before the deadline, after only right tokens), `settle` (no block in use within the lease), and `serves_on` (a
+new request through the remaining workers).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from protos import inference_pb2_grpc
 from protos.handoff_codec import decode
 from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config, trailers_of
 
-LEASE_S = 2.0  # longer than a busy machine lets its processes wait
+LEASE_S = 2.0  # a busy machine delays a process by less than this
 TYPED = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -47,7 +47,7 @@ def fault_config(
     read_grace_s: float = 1.0,
     **router: object,
 ) -> TandemConfig:
-    """Short leases and short patience, so that a test sees the end of both."""
+    """Short leases and short time limits, so that a test sees both end."""
     patience: dict[str, object] = {"worker_wait_s": 4.0, "report_stale_s": 2.0, "worker_lost_s": 3.0}
     transfer = TransferConfig(
         transport=transport,
@@ -60,14 +60,14 @@ def fault_config(
 
 
 def prompt_of(seed: int, num_tokens: int = 70) -> Prompt:
-    """Prompts of different seeds share no block; of one seed, the shorter is the longer one's beginning."""
+    """Prompts of different seeds share no block. Of one seed, the shorter prompt is a prefix of the longer."""
     generator = random.Random(seed)
     return tuple(generator.randrange(1, 251) for _ in range(num_tokens))
 
 
 @functools.cache
 def expected(prompt: Prompt, num_output: int) -> list[int]:
-    """What the fake must answer."""
+    """The tokens that the fake runner must answer with."""
     runner = _fake()
     params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
     return expected_tokens(Request("reference", prompt, len(prompt), params), runner.layout, runner.info.vocab_size)
@@ -79,7 +79,7 @@ def _fake() -> FakeRunner:
 
 
 class Stream:
-    """One request, followed in the background from now on. Needs a running loop."""
+    """One request, read by a background task. Needs a running event loop."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Stream:
     ) -> None:
         self.prompt, self.num_output = prompt, num_output
         self.answer = Answer()
-        self.code: grpc.StatusCode | None = None  # of the error it ended with
+        self.code: grpc.StatusCode | None = None  # of the error that ended the stream
         self.details = ""
         self.trailers: dict[str, str] = {}
         self._deadline = time.monotonic() + timeout_s
@@ -131,19 +131,19 @@ class Stream:
         return self._task.done()
 
     async def reach(self, num_tokens: int) -> Stream:
-        """Until so many tokens have come."""
+        """Wait until so many tokens have arrived."""
         async with asyncio.timeout(10), self._grown:
             await self._grown.wait_for(lambda: self.num_tokens >= num_tokens)
         return self
 
     async def end(self) -> Stream:
-        """The end, whichever it is, at the deadline at the latest."""
+        """Wait for any end of the stream, at most until its deadline."""
         async with asyncio.timeout(max(0.0, self._deadline - time.monotonic()) + SLACK_S):
             await self._task
         return self
 
     async def right(self) -> Stream:
-        """Ends with exactly the right tokens, each once and in order."""
+        """Wait for the end. The stream must deliver exactly the right tokens, each once and in order."""
         await self.end()
         assert self.code is None, f"{self.code}: {self.details}"
         assert self.answer.finished is not None
@@ -152,7 +152,7 @@ class Stream:
         return self
 
     async def typed(self, *codes: grpc.StatusCode) -> Stream:
-        """Ends with one of these errors, and every token before it was right."""
+        """Wait for the end. The stream must end with one of these errors, and every token before must be right."""
         await self.end()
         assert self.code in (codes or TYPED), f"{self.code}: {self.details}"
         assert self.answer.finished is None
@@ -165,19 +165,19 @@ class Stream:
 
 
 class Wire:
-    """Sees every hand-off message on a fabric. `rule` says what becomes of one: None = it arrives; () = it is lost;
-    (0, 0) = it arrives twice. What a rule changed is counted in `done` by the name of the message's class."""
+    """Sees every hand-off message on a fabric. `rule` decides its fate: None = it arrives; () = it is lost; (0, 0) = it
+    arrives twice. `done` counts the changed messages, by class name."""
 
     def __init__(self, fabric: MemoryFabric) -> None:
         self.fabric = fabric
         self.rule: Callable[[HandoffMessage], Sequence[int] | None] = lambda _message: None
         self.seen: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
-        self.kept: list[tuple[str, str, bytes]] = []  # (sender, receiver, payload) of what was lost
+        self.kept: list[tuple[str, str, bytes]] = []  # (sender, receiver, payload) of lost messages
         fabric.fate = self._fate
 
     def _fate(self, sender: str, receiver: str, payload: bytes) -> Sequence[int]:
-        """On an agent's thread, with the fabric's lock held."""
+        """Runs on an agent's thread, with the fabric's lock held."""
         message = decode(payload)
         name = type(message).__name__
         self.seen[name] += 1
@@ -195,7 +195,7 @@ class Wire:
 
 
 async def serves_on(inference: inference_pb2_grpc.InferenceStub) -> None:
-    """A new request, which no cache knows, gets the right tokens."""
+    """A new request, in no prefix cache, must get the right tokens."""
     await Stream(inference, prompt_of(next(_NEW_SEEDS), num_tokens=20), 5).right()
 
 

@@ -1,4 +1,4 @@
-"""GGUF files written byte by byte: a test may say anything in one, while the gguf package writes only what is right."""
+"""GGUF files written byte by byte. A test can write invalid files; the gguf package writes only valid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fault tests of a hand-off ask one pair of workers, and how they lose its messages."""
+"""Helpers of the fault tests of one pair of workers: counters of its hand-offs, and rules that lose messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agent_name(deployment: Deployment) -> str:
 
 
 def lose(kind: type[HandoffMessage], count: int = 1_000_000) -> Callable[[HandoffMessage], Sequence[int] | None]:
-    """A rule: the first `count` messages of this kind are lost."""
+    """A rule for `Wire` that loses the first `count` messages of this kind."""
     left = [count]
 
     def rule(message: HandoffMessage) -> Sequence[int] | None:
@@ -38,6 +38,6 @@ def lose(kind: type[HandoffMessage], count: int = 1_000_000) -> Callable[[Handof
 
 
 async def bystander(deployment: Deployment, num_output: int = 60) -> Stream:
-    """A request that is being decoded while a fault happens; it is to see nothing of it."""
+    """A request in decode while a fault happens. The fault must not change its stream."""
     slow_down(deployment.decode[0], 0.01)
     return await Stream(deployment.inference, prompt_of(77), num_output).reach(3)

@@ -1,11 +1,11 @@
-"""Three machines on one: network namespaces with a control network among them and a data link between two.
+"""Three network namespaces that stand for machines: a control network joins all, a data link joins two.
 
     router --- bridge --- prefill        control network 10.88.0.0/24: gRPC, Ray
                   `------ decode
                           prefill === decode       data link 10.88.1.0/30: KV over UCX
 
-Only the data link is ever made worse, so a test can tell a broken hand-off from a broken router. Nothing of the host is
-touched but the names of the namespaces, which differ from run to run.
+Tests degrade only the data link, so that a hand-off fails and not the router. On the host only the namespaces are new;
+their names differ from run to run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTROL_IP = {"router": "10.88.0.1", "prefill": "10.88.0.2", "decode": "10.88.0.
 DATA_IP = {"prefill": "10.88.1.1", "decode": "10.88.1.2"}
 CONTROL, DATA = "ctl", "dat"  # devices inside a namespace
 _CLONE_NEWNET = 0x4000_0000
-# A socket filter's instructions (linux/filter.h) and its verdicts (linux/pkt_cls.h), with which `tc` loses packets.
+# Instructions of a socket filter (linux/filter.h) and its verdicts (linux/pkt_cls.h): `tc` drops packets with them.
 _LOAD, _JUMP_IF_ABOVE, _RETURN = 0x20, 0x25, 0x06
 _RANDOM = 0xFFFF_F038  # SKF_AD_OFF + SKF_AD_RANDOM: 32 random bits
 _PASS, _DROP = 0, 2
@@ -42,7 +42,7 @@ def run(*command: str) -> str:
 
 
 def why_not() -> str:
-    """Why there are no namespaces to be had here; empty where there are."""
+    """The reason why this machine allows no namespaces; empty if it allows them."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -104,7 +104,7 @@ class Machines:
         self.inside(machine, "ip", "address", "add", address, "dev", device)
         self.inside(machine, "ip", "link", "set", device, "up")
 
-    # ---- services on them
+    # ---- services
 
     def site_of(self, name: str) -> Site:
         machine = name.partition("-")[0]
@@ -113,7 +113,7 @@ class Machines:
 
     @contextlib.asynccontextmanager
     async def reachable(self) -> AsyncIterator[Callable[[str], Awaitable[str]]]:
-        """A function that makes an address of theirs one of ours: a port of loopback whose connections go on inside."""
+        """A function that gives an address inside a namespace a port of the host's loopback."""
         machine_of = {address: machine for machine, address in CONTROL_IP.items()}
         async with contextlib.AsyncExitStack() as stack:
 
@@ -127,7 +127,7 @@ class Machines:
 
             yield reach
 
-    # ---- what may happen to the data link
+    # ---- faults of the data link
 
     def cut(self) -> None:
         self.inside("decode", "ip", "link", "set", DATA, "down")
@@ -136,7 +136,7 @@ class Machines:
         self.inside("decode", "ip", "link", "set", DATA, "up")
 
     def drop_packets(self, share: float) -> None:
-        """Of what arrives at the decode machine over the data link, at random."""
+        """Drop a random share of the packets that the decode machine receives over the data link."""
         program = [f"{_LOAD} 0 0 {_RANDOM}", f"{_JUMP_IF_ABOVE} 0 1 {round(share * 0xFFFF_FFFF)}",
                    f"{_RETURN} 0 0 {_PASS}", f"{_RETURN} 0 0 {_DROP}"]  # fmt: skip
         bytecode = ",".join([str(len(program)), *program])
@@ -150,16 +150,16 @@ class Machines:
     def drop_no_more(self) -> None:
         subprocess.run(
             ["ip", "netns", "exec", self.namespace("decode"), "tc", "qdisc", "delete", "dev", DATA, "ingress"],
-            capture_output=True, check=False,  # there is none where nothing was dropped
+            capture_output=True, check=False,  # without dropped packets there is nothing to delete
         )  # fmt: skip
 
     def slow_down(self, rate: str) -> None:
-        """What the prefill machine sends, e.g. 1mbit."""
+        """Limit the rate at which the prefill machine sends, e.g. 1mbit."""
         shape = ["rate", rate, "burst", "2kb", "latency", "2s"]
         self.inside("prefill", "tc", "qdisc", "replace", "dev", DATA, "root", "tbf", *shape)
 
     def num_held_up(self) -> int:
-        """Packets that had to wait for the slow link."""
+        """Number of packets that waited for the slow link."""
         (qdisc,) = json.loads(self.inside("prefill", "tc", "-s", "-j", "qdisc", "show", "dev", DATA))
         return int(qdisc["overlimits"])
 
@@ -167,13 +167,13 @@ class Machines:
         self.inside("prefill", "tc", "qdisc", "delete", "dev", DATA, "root")
 
     def num_bytes_arrived(self) -> int:
-        """On the decode machine over the data link, since the beginning."""
+        """Bytes that the decode machine has received over the data link."""
         (link,) = json.loads(self.inside("decode", "ip", "-s", "-j", "link", "show", "dev", DATA))
         return int(link["stats64"]["rx"]["bytes"])
 
 
 class _Tunnel:
-    """Sockets belong to the namespace of the thread that made them, and may then be used by any other."""
+    """A socket belongs to the namespace of the thread that made it; then any thread may use it."""
 
     def __init__(self, inside: ThreadPoolExecutor, host: str, port: int) -> None:
         self._inside, self._host, self._port = inside, host, port
@@ -183,7 +183,7 @@ class _Tunnel:
             made = await asyncio.get_running_loop().run_in_executor(self._inside, self._connect)
             far_reader, far_writer = await asyncio.open_connection(sock=made)
         except OSError:
-            writer.close()  # nobody there: the caller sees its connection end
+            writer.close()  # nothing listens there: the caller sees its connection end
             return
         await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
 
@@ -202,7 +202,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 def _enter(namespace: str) -> None:
-    """Move the calling thread there."""
+    """Move the calling thread into the namespace."""
     descriptor = os.open(Path("/var/run/netns") / namespace, os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:

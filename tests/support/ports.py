@@ -1,4 +1,4 @@
-"""TCP ports that stay a test's own. One that was probed and closed may be anybody's a moment later."""
+"""TCP ports that the system gives to no other program while a test needs them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def kept_port(host: str) -> Iterator[int]:
-    """A free port that the system gives to nobody else meanwhile.
+    """A free port that stays reserved within this context.
 
-    A bound socket that never listens keeps it; a server that sets SO_REUSEADDR, as they all do, may listen on it.
+    A bound socket that never listens reserves the port. A server may listen on it, because servers set SO_REUSEADDR.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -21,7 +21,7 @@ def kept_port(host: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def kept_for_its_successor(host: str, port: int) -> Iterator[None]:
-    """A port on which a server listens stays free for whoever is to listen there after it; both with SO_REUSEPORT."""
+    """Reserve the port of a listening server for the next server on it. Both servers set SO_REUSEPORT."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, port))

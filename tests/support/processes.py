@@ -1,4 +1,4 @@
-"""A fleet of real processes without Ray, for faults that only an operating system makes: kill -9, SIGSTOP, a dead link.
+"""A fleet of real processes without Ray, for faults of the operating system: kill -9, SIGSTOP, a dead link.
 
 async with Fleet.start(config, {"prefill": 2, "decode": 2}) as fleet:
     stream = Stream(fleet.inference, prompt)  # tests/support/faults.py
@@ -35,12 +35,12 @@ START_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a service runs."""
+    """The place of a service, and its command."""
 
     host: str = "127.0.0.1"  # where it listens
     prefix: tuple[str, ...] = ()  # of its command, e.g. ip netns exec ...
     environment: Mapping[str, str] = field(default_factory=dict)
-    log: Path | None = None  # a file that gets its standard error; None = the test's own
+    log: Path | None = None  # file for standard error; None = standard error of the test
 
 
 async def _as_it_is(address: str) -> str:
@@ -51,7 +51,7 @@ async def _as_it_is(address: str) -> str:
 class ServiceProcess:
     name: str
     process: Process
-    endpoint: dict[str, str]  # as the process printed it
+    endpoint: dict[str, str]  # printed by the process
     channel: grpc.aio.Channel
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)  # the newest
     watching: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class ServiceProcess:
 
     @property
     def state(self) -> str:
-        """As the kernel has it: R and S run, T is stopped."""
+        """The state in /proc: R or S = running, T = stopped."""
         return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
     @property
@@ -71,7 +71,7 @@ class ServiceProcess:
         return int(ledger.held + ledger.leased + ledger.incoming)
 
     async def watch(self) -> None:
-        """Follow its reports until it is gone."""
+        """Read the reports of the worker until its process ends."""
         stub = worker_pb2_grpc.WorkerStub(self.channel)  # type: ignore[no-untyped-call]
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for report in stub.Watch(worker_pb2.WatchRequest(router_id="a test")):
@@ -120,7 +120,7 @@ class Fleet:
     def pool(self, role: str) -> list[ServiceProcess]:
         return [service for name, service in self.services.items() if name.startswith(role)]
 
-    # ---- processes come and go
+    # ---- starting and stopping processes
 
     async def spawn(self, name: str) -> None:
         role, _, ordinal = name.partition("-")
@@ -143,7 +143,7 @@ class Fleet:
             await process.wait()
             raise
         endpoint = json.loads(line)
-        # The C++ of gRPC waits long between attempts, and a stopped process is to be found again soon.
+        # gRPC waits long between attempts by default; a test must reach a stopped process soon after it runs again.
         options = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.use_local_subchannel_pool", 1)]
         channel = grpc.aio.insecure_channel(await self.reach(endpoint["address"]), options=options)
         self.services[name] = service = ServiceProcess(name, process, endpoint, channel)
@@ -151,7 +151,7 @@ class Fleet:
             service.watching = asyncio.create_task(service.watch())
 
     async def publish(self) -> None:
-        """Tell the router which workers there are, as a supervisor does, and wait until it has heard from each."""
+        """Send the list of workers to the router, as a supervisor does, and wait until each worker has reported."""
         workers = [service.endpoint for name, service in self.services.items() if name != "router-0" and service.alive]
         workers += map(line_of, self.others)
         stdin = self.services["router-0"].process.stdin
@@ -166,14 +166,14 @@ class Fleet:
         return sum(worker.state == worker_pb2.WORKER_STATE_SERVING for worker in fleet.workers)
 
     async def kill(self, name: str) -> None:
-        """kill -9. The router is not told: it has to notice."""
+        """kill -9. No message tells the router; it must detect the death."""
         service = self.services[name]
         service.process.kill()
-        assert await service.process.wait() == -signal.SIGKILL, "it ended of itself: nothing was tested"
+        assert await service.process.wait() == -signal.SIGKILL, "the process ended before the kill"
 
     @contextlib.asynccontextmanager
     async def stopped(self, name: str) -> AsyncIterator[None]:
-        """SIGSTOP for as long as the block takes, then SIGCONT."""
+        """SIGSTOP at the start of this context, SIGCONT at its end."""
         service = self.services[name]
         service.process.send_signal(signal.SIGSTOP)
         try:
@@ -184,17 +184,17 @@ class Fleet:
             service.process.send_signal(signal.SIGCONT)
 
     async def heal(self) -> None:
-        """Start every dead service anew under its name, and send the router the list of workers."""
+        """Restart every dead service under its name, and send the list of workers to the router."""
         dead = [service for service in self.services.values() if not service.alive]
         for service in dead:
             await service.close()
             await self.spawn(service.name)
         await self.publish()
 
-    # ---- the end of the books
+    # ---- ledgers
 
     async def settle(self, within_s: float = LEASE_S + SLACK_S) -> None:
-        """Every living worker reports that nothing is held, leased or incoming, and no transfer is alive."""
+        """Wait until every live worker reports no held, leased or incoming block and no live transfer."""
 
         def left() -> dict[str, str]:
             return {
@@ -203,4 +203,4 @@ class Fleet:
                 if service.alive and (service.busy_blocks or service.load.num_transfers)
             }
 
-        await until(lambda: not left(), lambda: f"blocks are kept: {left()}", within_s)
+        await until(lambda: not left(), lambda: f"blocks are still in use: {left()}", within_s)

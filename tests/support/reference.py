@@ -1,4 +1,4 @@
-"""What a request's tokens must be: one co-located engine, one request at a time. No wire, no hand-off."""
+"""The reference for tokens: one co-located engine, one request at a time, without gRPC and hand-off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CoLocatedEngine:
         self.runner: Runner = build_runner(config)
 
     def generate(self, request: Request) -> list[int]:
-        """Output token ids, computed from scratch in a fresh pool's ledger."""
+        """Output token ids, computed with an empty prefix cache."""
         pool = BlockPool(self.runner.num_blocks)
         layout, info = self.runner.layout, self.runner.info
         scheduler = Scheduler(SchedulerConfig(max_batched_tokens=8192), pool, layout.block_size, info.eos_token_ids)

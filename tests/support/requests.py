@@ -1,4 +1,4 @@
-"""Random requests for Hypothesis. Strategies are named by the fields of the dataclasses, so a new field fails here."""
+"""Random requests for Hypothesis. A field of the dataclasses without a strategy here fails the import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKEN_IDS = st.integers(0, VOCAB_SIZE - 1)
 
 
 def float32(low: float, high: float, *, low_allowed: bool = True) -> st.SearchStrategy[float]:
-    """Numbers that the wire, whose floats have 32 bits, carries as they are."""
+    """Numbers that fit a float of 32 bits exactly, as on the wire."""
     return st.floats(low, high, width=32, exclude_min=not low_allowed)
 
 
@@ -50,7 +50,7 @@ for described, names in DRAWN.items():
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """Also resumed ones, whose `token_ids` go on behind the prompt."""
+    """New and resumed requests. The `token_ids` of a resumed request continue after the prompt."""
     drawn: dict[str, Any] = {name: draw(strategy) for name, strategy in REQUEST.items()}
     num_tokens, sampling = len(drawn["token_ids"]), drawn["sampling"]
     fewest = max(1, num_tokens - sampling.max_tokens + 1)

@@ -1,7 +1,7 @@
 """One service in one operating-system process, without Ray: `python -m tests.support.service_process`.
 
-Standard input brings one JSON line that says what to be, and then, for a router, one line for each new list of workers.
-The endpoint goes to standard output. The end of standard input is the end of the process.
+The first line of standard input is a `Role` as JSON. A router then reads one line for each new list of workers. The
+process prints its endpoint, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ BUILDERS: dict[str, Callable[[TandemConfig, Placement], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The first line."""
+    """The first line of standard input."""
 
     name: str  # a key of BUILDERS
     ordinal: int
     host: str  # where it listens
-    config: dict[str, Any]  # as TOML has it
+    config: dict[str, Any]  # as parsed from TOML
     step_delay_s: float = 0.0  # added to every step, so that a fault can hit in the middle of one
 
 

@@ -5,7 +5,7 @@ makes its tokens wrong), and a memory transport whose faults come from a seed. H
 call, and one error in four reports that the peer is gone. The other half are silent: a notification lost, doubled or
 late, a read with a wrong bit.
 
-The soak fails where a token is wrong, a request has no end, or a block is leaked.
+The soak fails if a token is wrong, a request does not end, or a block is leaked.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def one_client(deployment: Deployment, tally: Tally, generator: random.Ran
 
 
 async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int = 16) -> tuple[Tally, Counter[str]]:
-    """The tally, and the faults that were made. Raises `AssertionError` where a block is leaked."""
+    """The tally and the injected faults. Raises `AssertionError` if a block is leaked."""
     compose.FABRIC = fabric = UnreliableFabric(0.0, seed)
     tally = Tally()
     async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
@@ -124,7 +124,7 @@ async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int
         fabric.fault_rate = 0.0
         await deployment.settle()
         ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
-        del fabric.faults_done["fate"]  # the transport's own sum of what was lost, doubled and late
+        del fabric.faults_done["fate"]  # the transport's own sum of lost, doubled and late messages
         fabric.faults_done["(operations)"] = fabric.num_operations
         fabric.faults_done.update({f"(pulls {state})": count for state, count in ended.items()})
     return tally, fabric.faults_done
@@ -149,7 +149,7 @@ def main() -> None:
     report.add(Line("ended by a typed error", tally.typed.total(), "requests"))
     report.add(Line("with a wrong token", tally.wrong, "requests", most=0))
     report.add(Line("without an end", tally.endless, "requests", most=0))
-    report.add(Line("leaked", 0, "blocks", most=0))  # `soak` raises where a block is leaked
+    report.add(Line("leaked", 0, "blocks", most=0))  # `soak` raises if a block is leaked
     tables: tuple[tuple[str, Counter[Any]], ...] = (
         ("path", tally.paths), ("attempts", tally.attempts), ("error", tally.typed), ("fault", faults)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A test's hand on the steps of a worker's runner: slow, or held back."""
+"""Lets a test slow down or hold back the steps of a worker."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from core.step import StepOutput, StepPlan
 
 
 def runner_of(worker: Any) -> Any:
-    """Of a worker service that has started."""
+    """The runner of a worker service that has started."""
     assert worker._parts is not None
     return worker._parts.executor._runner
 
 
 def slow_down(worker: Any, step_s: float) -> None:
-    """Every step takes `step_s` longer."""
+    """Make every step take `step_s` longer."""
     runner = runner_of(worker)
     run = runner.run
 
@@ -29,7 +29,7 @@ def slow_down(worker: Any, step_s: float) -> None:
 
 
 class Gate:
-    """Steps of a worker's runner pass one by one when the gate says so; open unless closed."""
+    """Steps of a worker wait while the gate is closed. The gate starts open."""
 
     def __init__(self, worker: Any) -> None:
         runner = runner_of(worker)
@@ -44,7 +44,7 @@ class Gate:
             self._passes -= 1
         else:
             self.waiting = True
-            assert self._open.wait(30), "nobody opened the gate"
+            assert self._open.wait(30), "the gate stayed closed for 30 s"
             self.waiting = False
         output: StepOutput = self._run(plan)
         return output

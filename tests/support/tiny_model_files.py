@@ -1,4 +1,4 @@
-"""The smallest model files that are read without an error: a GGUF header, and the JSON files of a directory."""
+"""The smallest valid model files: a GGUF header, and the JSON files of a directory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GGUF_TENSORS = {
 def write_gguf_header(
     path: Path, metadata: dict[str, Value] | None = None, tensors: dict[str, TensorBytes] | None = None
 ) -> str:
-    """The valid file with some keys and tensors changed. Returns its path as a model spec."""
+    """Write the valid file with some keys and tensors changed. Returns its path as a model spec."""
     path.write_bytes(gguf_bytes(GGUF_METADATA | (metadata or {}), GGUF_TENSORS | (tensors or {})))
     return str(path)
 
@@ -104,7 +104,7 @@ DIRECTORY: dict[str, dict[str, Any]] = {
 
 
 def write_directory(path: Path, **changes: dict[str, Any]) -> str:
-    """The valid files; `config={...}` changes some keys of config.json, and so on. Returns the path as a model spec."""
+    """Write the valid files; `config={...}` changes keys of config.json. Returns the path as a model spec."""
     path.mkdir(exist_ok=True)
     for name, content in DIRECTORY.items():
         (path / name).write_text(json.dumps(content | changes.get(name.removesuffix(".json"), {})))

@@ -1,4 +1,4 @@
-"""How a test waits for what gives no event."""
+"""Waits for a condition that causes no event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 async def until(condition: Callable[[], object], what: str | Callable[[], str], seconds: float = 8.0) -> None:
-    """Machines have no bell for a test to wait on, so it looks often. `what` is wanted, or says what is wrong."""
+    """Poll `condition` until it is true, for at most `seconds`. `what` describes the condition or the fault."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{seconds:g} s: {what if isinstance(what, str) else what()}"
