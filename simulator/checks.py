@@ -199,10 +199,7 @@ class Oracle:
     def _workers_had_trouble(self, call: _Call) -> bool:
         """Whether a worker of a choice's last dispatch had a fault since. Choices without a token fail together."""
         dispatched = [pair for workers in call.newest.values() for pair in workers.items()]
-        return any(
-            self._world.had_trouble(worker_id, since) or f"spoilt block of {worker_id}" in self._world.marks
-            for worker_id, since in dispatched
-        )
+        return any(self._world.had_trouble(worker_id, since) for worker_id, since in dispatched)
 
     def _end(self, request_id: str, now: float) -> _Expected:
         expected = self._requests[request_id]
