@@ -1,4 +1,4 @@
-"""Validation and tokenizing beside the router's loop: a few threads, a bounded queue before them, a deadline each."""
+"""Threads for validation and tokenizing beside the router's loop, with a bounded queue and a deadline for each call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
 
-# Threads share the interpreter with the loop: each one that computes in Python delays the loop by up to 5 ms a turn.
+# Threads share the interpreter with the loop: a thread that runs Python code delays the loop by up to 5 ms at a time.
 NUM_THREADS = 4
 
 P = ParamSpec("P")
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class BoundedPool:
-    """`max_pending` counts the calls that run and those that wait for a thread."""
+    """`max_pending` limits the calls that run or wait for a thread."""
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
@@ -26,12 +26,13 @@ class BoundedPool:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="validation")
 
     async def run(self, timeout_s: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Raises what `function` raises, `QueueFull` beyond `max_pending`, `DeadlineExceeded` after `timeout_s`.
+        """Run `function` in a thread and return its result.
 
-        A call that has given up leaves the queue; a function that runs already runs to its end.
+        Raises the exception of `function`, `QueueFull` beyond `max_pending`, and `DeadlineExceeded` after `timeout_s`.
+        A call that ends early leaves the queue; if `function` has started, it runs to its end.
         """
         if self._num_pending >= self._max_pending:
-            raise QueueFull(f"{self._num_pending} requests wait for validation already (max_queued)")
+            raise QueueFull(f"{self._num_pending} requests wait for validation, and max_queued is {self._max_pending}")
         self._num_pending += 1
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""One choice of a Generate call, from dispatch to its final message: text, spans and timings around the machine."""
+"""One choice of a Generate call, from admission to its last message: its text, its messages and its trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.events import Deliver, Fail, Finish, Outcome
 from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
 from text.text_stream import TextStream
 
-PROVIDER = "tandem"  # as the semantic conventions for generative AI want one named
+PROVIDER = "tandem"  # gen_ai.provider.name of the semantic conventions
 
 SPAN_OF_STAGE = {
     Stage.TOKENIZE: SpanName.ROUTER_TOKENIZE,
@@ -24,7 +24,7 @@ SPAN_OF_STAGE = {
     Stage.DECODE: SpanName.ROUTER_DECODE,
 }
 
-# Of the machine for one choice. Bounded by the request: at most max_tokens deliveries and the end.
+# Results of all choices of one call. Bounded by the request: a choice has at most max_tokens deliveries and one end.
 Results = asyncio.Queue[tuple["ChoiceStream", Deliver | Finish | Fail]]
 
 
@@ -39,11 +39,11 @@ class ChoiceStream:
     text: TextStream
     root: Span
     results: Results
-    result: Finish | Fail | None = None  # set when the machine has ended it
+    result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)
 
     def chunk(self, delivered: Deliver) -> inference_pb2.TokenChunk | None:
-        """The message for newly delivered tokens; None after a stop string has ended the text."""
+        """The message for new tokens; None after a stop string has ended the text."""
         if self.text.stop_match:
             return None
         chunk = inference_pb2.TokenChunk(choice=self.choice, index=delivered.index)
@@ -62,7 +62,7 @@ class ChoiceStream:
             chunk.logprobs.append(logprobs)
 
     def last_chunk(self) -> inference_pb2.TokenChunk | None:
-        """Text that was held back and is none of a stop string's after all."""
+        """The message for text that was held back as the possible start of a stop string; None if there is none."""
         rest = self.text.flush()
         if not rest:
             return None
@@ -98,10 +98,11 @@ class ChoiceStream:
     # ---- the trace
 
     def end_trace(self, telemetry: Telemetry, now: float) -> None:
-        """Draw the stages and close the root span, after the last message was written."""
+        """Record a span for each stage and end the root span. Call it after the last message."""
         result = self.result
         if result is None:
-            telemetry.end_root(self.root, now, self._request_attributes(), error="the router stopped before its end")
+            error = "the router stopped before the request ended"
+            telemetry.end_root(self.root, now, self._request_attributes(), error=error)
             return
         timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
         parent, choice = context_of(self.root), {Attribute.CHOICE: self.choice}
@@ -144,7 +145,7 @@ class ChoiceStream:
 
 
 def call_attributes(operation: str, model: str, request_id: str) -> dict[str, AttributeValue]:
-    """What a root span says of a call, also where it is refused before there is a choice."""
+    """Attributes of every root span, also that of a refused call."""
     return {
         Attribute.OPERATION: operation,
         Attribute.PROVIDER: PROVIDER,

@@ -1,4 +1,4 @@
-"""`tandem.v1.Cluster`: what operators ask."""
+"""The gRPC service `tandem.v1.Cluster`: the calls of operators."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from runtime.grpc_server import abort, remaining_s
 from text.tokenizer import ModelTokenizer
 
 LEDGER_TIMEOUT_S = 3.0
-ANSWER_SHARE = 0.9  # of the caller's time; the rest is for the way back
-MAX_HOLDERS = 16_384  # in one answer to GetLedger, over all workers, ...
-MIN_HOLDERS = 16  # ... but this many of each
+ANSWER_SHARE = 0.9  # of the caller's time, for the worker to answer; the rest is for the way back
+MAX_HOLDERS = 16_384  # in one GetLedgerResponse, shared among the workers
+MIN_HOLDERS = 16  # for each worker, even if the sum then exceeds MAX_HOLDERS
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """`scale` is None where nobody supervises this router; Scale is refused then."""
+    """`scale` is None for a router without a supervisor, which refuses Scale."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             found = machine.find_candidates(generation.choices[0], self._shell.now())
             chosen = choose(found, {record.worker_id: len(record.dispatched) for record in machine.workers})
             if chosen is None:
-                raise WorkerUnavailable("no worker can take it now; it would wait in the router's queue")
+                raise WorkerUnavailable("no worker can take the request now; it would wait in the router's queue")
         except TandemError as error:
             await abort(context, error)
         return cluster_pb2.ExplainResponse(
@@ -102,9 +102,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
         try:
             if self._scale is None:
-                raise WorkerUnavailable("nobody supervises this router's workers, so it cannot scale them")
+                raise WorkerUnavailable("this router runs without a supervisor and cannot scale its workers")
             if not request.HasField("prefill") and not request.HasField("decode"):
-                raise InvalidRequest("prefill", "prefill, decode or both must be set")
+                raise InvalidRequest("prefill", "prefill, decode or both must be set, neither is")
             prefill, decode = await self._scale(
                 request.prefill if request.HasField("prefill") else None,
                 request.decode if request.HasField("decode") else None,
@@ -114,12 +114,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.ScaleResponse(wanted_prefill=prefill, wanted_decode=decode)
 
     async def GetLedger(self, request: cluster_pb2.GetLedgerRequest, context: Context) -> cluster_pb2.GetLedgerResponse:
-        """Every worker is asked at once, and each has the same few seconds; who gives no answer is listed without."""
+        """Ask the workers at the same time. A worker that does not answer in time is listed with an error."""
         links = self._shell.links
         asked = [links[name] for name in sorted(set(request.worker_ids) or links) if name in links]
         unknown = sorted(set(request.worker_ids) - links.keys())
         if unknown:
-            await abort(context, InvalidRequest("worker_ids", f"{unknown[0]} is no worker of this router"))
+            await abort(context, InvalidRequest("worker_ids", f"{unknown[0]} is not a worker of this router"))
         timeout_s = min(LEDGER_TIMEOUT_S, remaining_s(context, LEDGER_TIMEOUT_S))
         max_holders = max(MIN_HOLDERS, MAX_HOLDERS // max(1, len(asked)))
         return cluster_pb2.GetLedgerResponse(

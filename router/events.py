@@ -1,7 +1,7 @@
-"""What enters and leaves the router's machine.
+"""The events that RouterMachine takes, and the actions that it returns.
 
-A *dispatch* is one attempt at a request: one decode call and, on the disaggregated path, one prefill call at the same
-time. Its id names both calls; results of an earlier dispatch are recognised by it and dropped.
+A *dispatch* is one attempt to serve a request: one decode call and, on the disaggregated path, one prefill call at the
+same time. Both calls carry the dispatch id, by which the machine drops the results of an earlier dispatch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ IndexedTokens = tuple[tuple[int, SampledToken], ...]  # (index in the output, to
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """All choices of a call are admitted or refused together; the `others` start when the first has its first token,
-    for then they find their prompt cached."""
+    """One call, whose choices are admitted or refused together. The choices in `others` start after the first token of
+    `request`, when their common prompt is cached."""
 
     request: Request
-    arrived_at: float  # before it was tokenized
+    arrived_at: float  # before tokenizing
     deadline: float
     others: tuple[Request, ...] = ()
 
@@ -41,14 +41,14 @@ class ClientCancelled:
 
 @dataclass(frozen=True, slots=True)
 class StopMatched:
-    """The text of the tokens delivered so far holds a stop string."""
+    """The text of the delivered tokens contains a stop string."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A new worker, or the fresh snapshot of a known one."""
+    """The snapshot of a new worker, or a fresh snapshot of a known worker."""
 
     worker_id: str
     role: ServiceRole
@@ -74,7 +74,7 @@ class WorkerLost:
 class PrefillResult:
     index: int  # of the token in the output
     token: SampledToken
-    finish_reason: FinishReason | None  # None: the sequence goes on
+    finish_reason: FinishReason | None  # None: the sequence continues on the decode worker
     cached_tokens: int
     queue_s: float
     prefill_s: float
@@ -140,29 +140,29 @@ class StartDecode:
     dispatch_id: str
     worker_id: str
     request: Request
-    source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt there
+    source: tuple[TransferId, AgentAddress] | None  # None: the decode worker computes the prompt
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class CancelDispatch:
-    """End both calls of a dispatch; those that have ended already stay as they are."""
+    """Cancel the open calls of a dispatch."""
 
     dispatch_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Tokens for the client, in order, each index once."""
+    """New tokens for the client, in order, each index once."""
 
     request_id: str
-    index: int  # of the first of them
+    index: int  # of the first token, in the output
     tokens: tuple[SampledToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Everything the final message says."""
+    """The content of the last message of a choice."""
 
     finish_reason: FinishReason
     num_prompt_tokens: int
@@ -192,7 +192,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePeers:
-    """Tell a worker which of its peers have joined or left."""
+    """Tell a worker which peers have joined or left."""
 
     worker_id: str
     changes: tuple[PeerJoined | PeerLeft, ...]

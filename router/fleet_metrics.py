@@ -1,4 +1,4 @@
-"""What the router puts on its metrics page: its requests as they end, its workers as they report."""
+"""The metrics of the router: one record for each request that ends, and readings from the reports of the workers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from router.machine import RouterMachine
 from router.workers import WorkerRecord, WorkerTable
 from runtime.metrics import REQUEST, Metric, Metrics, Reading
 
-# Of PhaseTimings, whose other two have metrics of their own.
+# Phases of PhaseTimings. The time to the first token and the total have metrics of their own.
 PHASES = ("tokenize", "router_queue", "prefill_queue", "prefill", "decode")
-TRANSFER_PHASES = ("transfer", "transfer_exposed")  # where KV moved
+TRANSFER_PHASES = ("transfer", "transfer_exposed")  # of requests whose KV moved between workers
 
 
 def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
@@ -47,7 +47,7 @@ def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
 
 
 def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
-    """Of a worker, to those peers that are still there."""
+    """The paths of a worker to peers that have not left."""
     paths = [path for path in record.load.paths if workers.get(path.peer) is not None]
     counts = Counter(path.state for path in paths)
     for state in PathState:

@@ -1,4 +1,4 @@
-"""`tandem.v1.Inference`: the public calls."""
+"""The gRPC service `tandem.v1.Inference`: the calls of clients."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             await self._run(streams, results, deadline, context)
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the client did not read") from None
+            raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
         finally:
             for stream in streams:
                 self._shell.close(stream)
@@ -114,9 +114,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         await self._write(inference_pb2.GenerateResponse(finished=finished), deadline, context)
 
     async def _write(self, response: inference_pb2.GenerateResponse, deadline: float, context: Context) -> None:
-        """Waits while the client does not read. Raises `TimeoutError` after the deadline: no other event ends the wait.
+        """Write one message. Waits while the client does not read; raises `TimeoutError` after the deadline.
 
-        The grace lets the machine's own end of the request come first.
+        WRITE_GRACE_S lets the machine end the request at the deadline first.
         """
         async with asyncio.timeout(deadline + WRITE_GRACE_S - self._shell.now()):
             await context.write(response)
@@ -137,7 +137,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         try:
             if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
-                raise InvalidRequest("token_ids", f"at most {MAX_DETOKENIZE_TOKENS}, are {len(request.token_ids)}")
+                raise InvalidRequest(
+                    "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
+                )
             text = await self._validation_pool.run(
                 self._remaining_s(context), self._tokenizer.decode, request.token_ids
             )

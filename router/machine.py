@@ -2,14 +2,14 @@
 
     RequestArrived -> QUEUE -> PREFILL -> DECODE -> Finish
                         ^         |          |
-                        +---------+----------+   a call failed, and trying again can help
+                        +---------+----------+   a call failed with a retryable error
 
-Each choice of a call is a request here. All but the first are held in QUEUE until that one has a token.
+Each choice of a call is a request here. The first choice starts at once; the others wait in QUEUE for its first token.
 
 Laws:
   1. Each request ends with exactly one Finish or Fail, at its deadline at the latest.
-  2. Each output index is delivered exactly once, in order, whichever worker it came from and however often.
-  3. Tokens delivered are never taken back: a new attempt goes on after them.
+  2. Each output index is delivered exactly once and in order, even if several workers send the same index.
+  3. A delivered token is never taken back: a new attempt continues after the delivered tokens.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from core.request import Request
 from router import events, peer_discovery
 from router.events import RouterAction, RouterEvent
 from router.policy import Candidate, choose
-from router.routed_request import Dispatch, RoutedRequest, blamed, dispatch_id_of
+from router.routed_request import Dispatch, RoutedRequest, dispatch_id_of, workers_to_avoid
 from router.workers import WorkerRecord, WorkerTable
 
 
 class RouterMachine:
-    """`new_ticket` gives the random 128-bit transfer ids. `eos_token_ids` are the model's: a worker that dies between
-    its last token and its last word must not have its request resumed behind the end."""
+    """`new_ticket` returns a random 128-bit transfer id. `eos_token_ids` are the end-of-sequence tokens of the model:
+    when a worker dies after it sent one, the machine finishes the request instead of resuming it."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class RouterMachine:
         self._by_dispatch: dict[str, RoutedRequest] = {}
         self._queue: list[RoutedRequest] = []  # by rank
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
-        # keys: ("request" | "wait" | "retry", request id), ("worker" | "strangers", worker id)
+        # keys: ("request" | "wait" | "retry", request id), ("worker" | "absent peers", worker id)
         self._num_arrived = 0
-        self._served_until = -math.inf  # when the last serving decode worker went away; inf while one serves
+        self._served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
             events.ClientCancelled: self._on_cancelled,
@@ -70,8 +70,8 @@ class RouterMachine:
     # ---- the contract
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
-        """Raises for a `RequestArrived` `QueueFull` beyond `max_queued`, `InvalidRequest` where no pool could hold it;
-        for a `WorkerJoined` `LayoutMismatch`."""
+        """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, and
+        `InvalidRequest` when no pool can hold the request. `WorkerJoined` raises `LayoutMismatch`."""
         actions = self._handlers[type(event)](event, now)
         if self._queue and not isinstance(event, events.DecodeTokens):
             actions = actions + self._dispatch_queued(now)
@@ -82,7 +82,7 @@ class RouterMachine:
 
     @property
     def num_queued(self) -> int:
-        """Those that are held count as well: they are admitted, and wait."""
+        """Requests without a dispatch, including choices that wait for the first one."""
         return len(self._requests) - len(self._by_dispatch)
 
     @property
@@ -90,17 +90,17 @@ class RouterMachine:
         return len(self._by_dispatch)
 
     def find_candidates(self, request: Request, now: float) -> list[Candidate]:
-        """Where `request` could go now, cheapest first; nothing is changed."""
+        """The workers that could take `request` now, cheapest first. Changes nothing."""
         return self.workers.candidates(request.num_prompt_tokens, self.workers.hashes(request), frozenset(), now)
 
     # ---- requests arrive and wait
 
     def _on_arrived(self, event: events.RequestArrived, now: float) -> list[RouterAction]:
         if self.num_queued >= self._config.max_queued:
-            raise QueueFull(f"{self.num_queued} requests are queued already (max_queued)")
+            raise QueueFull(f"{self.num_queued} requests are queued, and max_queued is {self._config.max_queued}")
         self.workers.refuse_oversized(event.request)
         first, *others = [self._admit(request, event, now) for request in (event.request, *event.others)]
-        first.followers = others
+        first.held_choices = others
         self._enqueue(first, now)
         return []
 
@@ -121,7 +121,7 @@ class RouterMachine:
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
 
     def _dispatch_queued(self, now: float) -> list[RouterAction]:
-        """Send queued requests to workers, in rank order, until one finds no room. Retries may have to pause first."""
+        """Dispatch queued requests in rank order until one finds no worker with room. Skip retries that still pause."""
         actions: list[RouterAction] = []
         while routed := next((queued for queued in self._queue if queued.not_before <= now), None):
             num_tokens = len(routed.request.token_ids) + len(routed.delivered)
@@ -143,7 +143,7 @@ class RouterMachine:
         routed.dispatch = Dispatch(dispatch_id, candidate, prefill_open=candidate.prefill_worker is not None)
         routed.last_dispatch = routed.dispatch
         self._by_dispatch[dispatch_id] = routed
-        # Workers know the attempt, not the request: its predecessor may still be on its way out there.
+        # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.
         request = replace(routed.resumed(), request_id=dispatch_id)
         timeout_s = max(0.0, routed.deadline - now)
         decode = self.workers.chosen(candidate.decode_worker)
@@ -159,7 +159,7 @@ class RouterMachine:
             events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s),
         ]
 
-    # ---- the workers answer
+    # ---- answers of the workers
 
     def _on_prefill(self, event: events.PrefillReturned, now: float) -> list[RouterAction]:
         routed = self._by_dispatch.get(event.dispatch_id)
@@ -171,7 +171,7 @@ class RouterMachine:
         if isinstance(event.result, TandemError):
             return self._on_prefill_failed(routed, event.result, now)
         dispatch.prefill_open = False
-        self.workers.take_off(prefill_worker, event.dispatch_id)
+        self.workers.remove_dispatch(prefill_worker, event.dispatch_id)
         dispatch.prefill = event.result
         actions = self._accept(routed, ((event.result.index, event.result.token),), now)
         if event.result.finish_reason is not None:
@@ -183,9 +183,9 @@ class RouterMachine:
         prefill_worker = dispatch.candidate.prefill_worker
         assert prefill_worker is not None
         dispatch.prefill_open = False
-        self.workers.take_off(prefill_worker, dispatch.dispatch_id)
+        self.workers.remove_dispatch(prefill_worker, dispatch.dispatch_id)
         if routed.timeline.stage is Stage.DECODE:
-            return []  # the first token came with the KV: the decode worker needs nothing more from there
+            return []  # the decode worker has the KV and sent the first token, so the prefill worker is done
         return self._retry(routed, error, prefill_worker, now)
 
     def _on_tokens(self, event: events.DecodeTokens, now: float) -> list[RouterAction]:
@@ -201,7 +201,7 @@ class RouterMachine:
         if isinstance(event.result, TandemError):
             return self._retry(routed, event.result, dispatch.candidate.decode_worker, now)
         dispatch.decode = event.result
-        self.workers.take_off(dispatch.candidate.decode_worker, event.dispatch_id)
+        self.workers.remove_dispatch(dispatch.candidate.decode_worker, event.dispatch_id)
         return self._finish_if_complete(routed, now)
 
     def _accept(self, routed: RoutedRequest, tokens: events.IndexedTokens, now: float) -> list[RouterAction]:
@@ -212,29 +212,29 @@ class RouterMachine:
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
-            routed.first_token_at, routed.under_way = now, True
+            routed.first_token_at, routed.has_streamed = now, True
         actions: list[RouterAction] = [events.Deliver(routed.request_id, first, tuple(routed.delivered[first:]))]
-        return actions + self._release_followers(routed, now)
+        return actions + self._start_held_choices(routed, now)
 
-    def _release_followers(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        followers = self._take_followers(routed)
-        for follower in followers:
-            follower.under_way = True
-            self._enqueue(follower, now)
-        return self._dispatch_queued(now) if followers else []
+    def _start_held_choices(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        choices = self._take_held_choices(routed)
+        for choice in choices:
+            choice.has_streamed = True
+            self._enqueue(choice, now)
+        return self._dispatch_queued(now) if choices else []
 
-    def _take_followers(self, routed: RoutedRequest) -> list[RoutedRequest]:
-        followers, routed.followers = routed.followers, []
-        return [follower for follower in followers if follower.request_id in self._requests]
+    def _take_held_choices(self, routed: RoutedRequest) -> list[RoutedRequest]:
+        choices, routed.held_choices = routed.held_choices, []
+        return [choice for choice in choices if choice.request_id in self._requests]
 
-    # ---- requests end, or try again
+    # ---- ends and retries of requests
 
     def _finish_if_complete(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """The decode worker may be done before the prefill worker's answer brings the first token."""
+        """Finish after a returned decode call, unless the first token is still to come from the prefill worker."""
         dispatch = _dispatch_of(routed)
         if dispatch.decode is None:
             return []
-        if routed.timeline.stage is Stage.DECODE and not routed.early:
+        if routed.timeline.stage is Stage.DECODE and not routed.early_tokens:
             return self._finish(routed, dispatch.decode.finish_reason, now)
         if dispatch.prefill_open:
             return []
@@ -247,20 +247,20 @@ class RouterMachine:
         return [*actions, events.Finish(routed.request_id, routed.outcome(reason))]
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
-        """One of the calls failed: dispatch anew, elsewhere if possible, after what is delivered already."""
+        """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
         if isinstance(error, WorkerUnavailable | QueueFull):
             self.workers.suspect(worker_id)
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:
             return self._finish(routed, finish_reason, now)
         # A request that has streamed tokens waits for room until its deadline.
-        waits = isinstance(error, QueueFull) and routed.under_way
+        waits = isinstance(error, QueueFull) and routed.has_streamed
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
         actions = self._end_dispatch(routed)
-        routed.failed_workers |= blamed(error, worker_id, _dispatch_of(routed).candidate)
+        routed.failed_workers |= workers_to_avoid(error, worker_id, _dispatch_of(routed).candidate)
         routed.last_error = str(error)
-        routed.early.clear()
+        routed.early_tokens.clear()
         routed.not_before = now + self._config.pause_after(routed.attempts_without_token)
         self._deadlines.set(("retry", routed.request_id), routed.not_before)
         routed.timeline.enter(Stage.QUEUE, now)
@@ -268,23 +268,23 @@ class RouterMachine:
         return actions
 
     def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
-        """A choice that fails without a token takes those along that were held for it."""
+        """Fail a request, and with it the choices that wait for its first token."""
         actions = self._end_dispatch(routed)
         self._forget(routed, now)
         actions.append(events.Fail(routed.request_id, error, routed.timeline))
-        for follower in self._take_followers(routed):
-            actions += self._fail(follower, error, now)
+        for choice in self._take_held_choices(routed):
+            actions += self._fail(choice, error, now)
         return actions
 
     def _end_dispatch(self, routed: RoutedRequest) -> list[RouterAction]:
-        """Take the current attempt, if there is one, off its workers and end the calls that are still open."""
+        """Remove the current attempt, if there is one, from its workers, and cancel its open calls."""
         dispatch, routed.dispatch = routed.dispatch, None
         if dispatch is None:
             return []
         del self._by_dispatch[dispatch.dispatch_id]
-        self.workers.take_off(dispatch.candidate.decode_worker, dispatch.dispatch_id)
+        self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
         if dispatch.candidate.prefill_worker is not None:
-            self.workers.take_off(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
+            self.workers.remove_dispatch(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
         if dispatch.prefill_open or dispatch.decode_open:
             return [events.CancelDispatch(dispatch.dispatch_id)]
         return []
@@ -312,8 +312,8 @@ class RouterMachine:
                 lost = events.WorkerLost(name, f"silent for {self._config.worker_lost_s:g} s")
                 actions += self._on_lost(lost, now)
                 continue
-            if kind == "strangers":
-                actions += self._look_for_strangers(name, now)
+            if kind == "absent peers":
+                actions += self._drop_absent_peers(name, now)
                 continue
             routed = self._requests.get(name)
             if routed is None or kind == "retry":
@@ -326,15 +326,15 @@ class RouterMachine:
         return actions
 
     def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """Fail a queued request once no decode worker has served for `worker_wait_s`, else look again later."""
+        """Fail a queued request if no decode worker has served for `worker_wait_s`, else check again later."""
         wait_s = self._config.worker_wait_s
         due = max(self._served_until, routed.queued_at) + wait_s
         if due <= now:
-            return self._fail(routed, WorkerUnavailable(routed.why_no_worker), now)
+            return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
         self._deadlines.set(("wait", routed.request_id), min(due, now + wait_s))
         return []
 
-    # ---- workers come, report and go
+    # ---- workers join, report and leave
 
     def _on_joined(self, event: events.WorkerJoined, now: float) -> list[RouterAction]:
         record = WorkerRecord(event.worker_id, event.role, event.agent, event.load, reported_at=now)
@@ -342,42 +342,42 @@ class RouterMachine:
         known = self.workers.get(event.worker_id)
         actions: list[RouterAction] = []
         if known is not None and known.agent.incarnation != event.agent.incarnation:
-            actions = self._on_lost(events.WorkerLost(event.worker_id, "it was started anew"), now)
+            actions = self._on_lost(events.WorkerLost(event.worker_id, "the worker restarted"), now)
         self.workers.join(record, event.cached_blocks)
         self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
-        self._deadlines.set(("strangers", event.worker_id), now + self._config.worker_lost_s)
-        self._note_service(now)
-        return actions + peer_discovery.announce(record, self.workers)
+        self._deadlines.set(("absent peers", event.worker_id), now + self._config.worker_lost_s)
+        self._update_served_until(now)
+        return actions + peer_discovery.announce_join(record, self.workers)
 
-    def _note_service(self, now: float) -> None:
-        """Call after each change of a worker."""
+    def _update_served_until(self, now: float) -> None:
+        """Call after every event of a worker."""
         if self.workers.has_role(ServiceRole.DECODE):
             self._served_until = math.inf
         elif self._served_until == math.inf:
             self._served_until = now
 
-    def _look_for_strangers(self, worker_id: str, now: float) -> list[RouterAction]:
-        """Forget the peers of this worker that have not joined by now: they will not."""
+    def _drop_absent_peers(self, worker_id: str, now: float) -> list[RouterAction]:
+        """Tell this worker which of its reported peers have not joined for `worker_lost_s`."""
         record = self.workers.get(worker_id)
         if record is None:
-            return []  # lost at this very moment
-        self._deadlines.set(("strangers", worker_id), now + self._config.worker_lost_s)
-        return [*peer_discovery.forget_strangers(record, self.workers)]
+            return []  # the worker was lost in the same Tick
+        self._deadlines.set(("absent peers", worker_id), now + self._config.worker_lost_s)
+        return [*peer_discovery.drop_absent_peers(record, self.workers)]
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
             self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
-            self._note_service(now)
+            self._update_served_until(now)
         return []
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
         record = self.workers.leave(event.worker_id)
-        self._note_service(now)
+        self._update_served_until(now)
         self._deadlines.cancel(("worker", event.worker_id))
-        self._deadlines.cancel(("strangers", event.worker_id))
+        self._deadlines.cancel(("absent peers", event.worker_id))
         if record is None:
             return []
-        actions: list[RouterAction] = [*peer_discovery.forget(record, self.workers)]
+        actions: list[RouterAction] = [*peer_discovery.announce_leave(record, self.workers)]
         for dispatch_id in list(record.dispatched):
             routed = self._by_dispatch.get(dispatch_id)
             if routed is None:
@@ -390,10 +390,10 @@ class RouterMachine:
         return actions
 
     def check(self) -> None:
-        """Every request is queued, held or dispatched; workers carry exactly the dispatches that are open."""
+        """Every request is queued, held or dispatched, and the workers carry no dispatch that has ended."""
         queued = [routed.request_id for routed in self._queue]
-        followers = [follower for routed in self._requests.values() for follower in routed.followers]
-        held = [follower.request_id for follower in followers if follower.request_id in self._requests]
+        choices = [choice for routed in self._requests.values() for choice in routed.held_choices]
+        held = [choice.request_id for choice in choices if choice.request_id in self._requests]
         dispatched = [r.request_id for r in self._requests.values() if r.dispatch is not None]
         assert sorted(queued + held + dispatched) == sorted(self._requests)
         assert self.num_queued == len(queued) + len(held)

@@ -1,12 +1,12 @@
-"""Peer discovery: which workers are told of each other, so that paths are connected and measured before a hand-off.
+"""Peer discovery: tells workers of their peers, so that they connect and measure a path before its first hand-off.
 
-    prefill worker <--- readers: decode workers        decode worker <--- owners: prefill workers
+    a prefill worker learns of readers (decode workers)       a decode worker learns of owners (prefill workers)
 
-A worker that joins is introduced to MAX_INTRODUCED peers of the other pool, and they to it. Other pairs connect with
-their first hand-off. A worker that is lost is forgotten by the other pool.
+A worker that joins and up to MAX_ANNOUNCED_PEERS workers of the other pool learn of each other. Other pairs connect at
+their first hand-off. When a worker is lost, every worker of the other pool learns that it has left.
 
-The death of a peer while no router was running is reported to nobody. So a worker that goes on reporting a path to a
-peer that has not joined is told that the peer has left.
+A worker may die while no router runs. So a worker that keeps reporting a path to a peer that has not joined learns that
+this peer has left.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from core.paths import PeerJoined, PeerLeft
 from router.events import UpdatePeers
 from router.workers import WorkerRecord
 
-MAX_INTRODUCED = 8
+MAX_ANNOUNCED_PEERS = 8
 
 
-def announce(joined: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
+def announce_join(joined: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
     others = _other_pool(joined, workers)
-    if len(others) > MAX_INTRODUCED:  # a choice that spreads the workers that join over the pool
-        others = sorted(others, key=lambda other: _hash(f"{joined.worker_id} {other.worker_id}"))[:MAX_INTRODUCED]
+    if len(others) > MAX_ANNOUNCED_PEERS:  # a pseudorandom choice, different for each joining worker
+        others = sorted(others, key=lambda other: _hash(f"{joined.worker_id} {other.worker_id}"))[:MAX_ANNOUNCED_PEERS]
     if not others:
         return []
-    told = tuple(_joined(other) for other in others)
-    return [UpdatePeers(joined.worker_id, told), *(UpdatePeers(o.worker_id, (_joined(joined),)) for o in others)]
+    peers = tuple(_joined(other) for other in others)
+    return [UpdatePeers(joined.worker_id, peers), *(UpdatePeers(o.worker_id, (_joined(joined),)) for o in others)]
 
 
-def forget(lost: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
+def announce_leave(lost: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
     left = PeerLeft(lost.agent.name)
     return [UpdatePeers(other.worker_id, (left,)) for other in _other_pool(lost, workers)]
 
 
-def forget_strangers(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
+def drop_absent_peers(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
     known = {other.agent.name for other in workers}
     left = tuple(PeerLeft(path.peer) for path in worker.load.paths if path.peer not in known)
     return [UpdatePeers(worker.worker_id, left)] if left else []

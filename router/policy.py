@@ -1,13 +1,13 @@
-"""Where a request goes: pure arithmetic over what the router knows of its workers.
+"""The routing policy: the cost of every way that a request may take, computed from the reports of the workers.
 
-The unit is the token of prefill work. For a pair (prefill P, decode D):
+The unit is one token of prefill work. For a pair (prefill worker P, decode worker D):
 
-    cost = tokens queued on P + uncached prompt tokens on P + a share for each block D lacks + a share for D's load
-           + a fixed price for going to another machine at all
+    cost = tokens queued on P + uncached prompt tokens on P + a price for each block that D lacks
+           + a price for each sequence on D + a fixed price for the second worker
 
-and for D alone: tokens queued on D + uncached prompt tokens on D + the share for D's load. D alone is a candidate only
-where few tokens are uncached there (`local_prefill_tokens`), or where no prefill worker is alive that has not already
-failed this request. The lowest cost wins.
+For D alone: tokens queued on D + uncached prompt tokens on D + the price for each sequence on D. D alone is a candidate
+if at most `local_prefill_tokens` tokens are uncached there, if no prefill worker serves, or if every serving one has
+failed the request. The lowest cost wins.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from core.lifecycle import RequestPath
 TOKENS_PER_MISSING_BLOCK = 1.0
 TOKENS_PER_DECODING_SEQUENCE = 8.0
 TOKENS_PER_DISPATCH = 32.0
-MAX_WORKERS_COMPARED = 16  # of each role, the best by their own terms; bounds the pairs
+MAX_WORKERS_COMPARED = 16  # of each role: those with the lowest cost of their own; bounds the number of pairs
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What matters of one worker for one choice. `num_queued_tokens` is the larger of its report and our own count."""
+    """One worker, as the policy compares it for one request."""
 
     worker_id: str
-    num_queued_tokens: int
-    num_sequences: int
-    cached_tokens: int  # of this request's prompt
+    num_queued_tokens: int  # the larger one of the worker's report and the router's own count
+    num_sequences: int  # likewise
+    cached_tokens: int  # of the prompt of this request
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    prefill_worker: str | None  # None: the decode worker prefills
+    prefill_worker: str | None  # None: the decode worker computes the prompt
     decode_worker: str
-    cached_tokens: int  # on the worker that would compute the prompt
+    cached_tokens: int  # on the worker that computes the prompt
     uncached_tokens: int
     queued_tokens: int
     decode_load: int
@@ -60,17 +60,17 @@ def candidates(
     config: RouterConfig,
     block_size: int,
 ) -> list[Candidate]:
-    """Every way the request may go, cheapest first; empty where it has to wait for a worker with room.
+    """Every candidate for a request, cheapest first; empty if the request has to wait for a worker with room.
 
-    `prefill` and `decode` are the workers with room; `prefill_alive` says whether there is a prefill worker worth
-    waiting for.
+    `prefill` and `decode` are the workers with room. `prefill_alive` is True if a prefill worker serves, with room or
+    without, that has not failed the request. A request with a long uncached prompt then waits for that worker.
     """
     best_prefill = sorted(prefill, key=lambda w: (_compute_cost(w, num_tokens), w.worker_id))[:MAX_WORKERS_COMPARED]
     best_decode = sorted(decode, key=lambda w: (_decode_cost(w, num_tokens, block_size), w.worker_id))
     best_decode = best_decode[:MAX_WORKERS_COMPARED]
     found = [_pair(p, d, num_tokens, block_size) for p, d in product(best_prefill, best_decode)]
     found += [
-        _alone(worker, num_tokens)
+        _local(worker, num_tokens)
         for worker in best_decode
         if not prefill_alive or _uncached(worker, num_tokens) <= config.local_prefill_tokens
     ]
@@ -78,28 +78,28 @@ def candidates(
 
 
 def choose(found: Sequence[Candidate], num_dispatched: Mapping[str, int]) -> Candidate | None:
-    """The cheapest; among equals the pair with the fewest requests of ours, so that ties spread."""
+    """The cheapest candidate; among equals, the one whose workers have the fewest requests of this router."""
     if not found:
         return None
     equals = [candidate for candidate in found if candidate.cost == found[0].cost]
 
-    def ours(candidate: Candidate) -> int:
+    def num_on_workers(candidate: Candidate) -> int:
         return num_dispatched.get(candidate.prefill_worker or "", 0) + num_dispatched.get(candidate.decode_worker, 0)
 
-    return min(equals, key=ours)
+    return min(equals, key=num_on_workers)
 
 
 def reason_for(candidate: Candidate, has_prefill_workers: bool) -> str:
-    """One sentence for Explain."""
+    """The sentence of `ExplainResponse.reason`."""
     if candidate.prefill_worker is not None:
         return f"lowest sum of queue, uncached prefill and transfer ({candidate.cost:.0f} tokens)"
     if not has_prefill_workers:
-        return "no prefill worker can take it: the decode worker prefills"
-    return f"only {candidate.uncached_tokens} uncached tokens: the decode worker prefills"
+        return "no prefill worker serves: the decode worker computes the prompt"
+    return f"only {candidate.uncached_tokens} uncached tokens: the decode worker computes the prompt"
 
 
 def _uncached(worker: WorkerView, num_tokens: int) -> int:
-    # The last token is always computed: its logits are what the first output token is drawn from.
+    # The last prompt token is always computed: the first output token is drawn from its logits.
     return max(1, num_tokens - worker.cached_tokens)
 
 
@@ -129,7 +129,7 @@ def _pair(prefill: WorkerView, decode: WorkerView, num_tokens: int, block_size: 
     )
 
 
-def _alone(decode: WorkerView, num_tokens: int) -> Candidate:
+def _local(decode: WorkerView, num_tokens: int) -> Candidate:
     paired = _pair(decode, decode, num_tokens, 1)
     cost = _compute_cost(decode, num_tokens) + TOKENS_PER_DECODING_SEQUENCE * decode.num_sequences
     return replace(paired, prefill_worker=None, transfer_blocks=0, cost=cost)

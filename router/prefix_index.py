@@ -1,8 +1,8 @@
-"""Which worker has which prefix, learned from the workers' block events.
+"""The prefixes that each worker has cached, learned from the block events of the workers.
 
-Per worker: `held` is the set of sequence hashes it has; a prefix of a request is *reachable* there while every block
-from the root on is held. The score of a worker is the length of its reachable prefix, so it never promises more than
-the worker said it holds. Memory is bounded by the workers' pools: none can hold more hashes than it has blocks.
+A worker *holds* a set of sequence hashes. A prefix of a request is *reachable* on a worker if the worker holds every
+block of it, from the root on. The score of a worker is the length of the longest reachable prefix. Memory is bounded by
+the pools of the workers: a worker holds at most one hash for each block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PrefixIndex:
         self._workers_of.setdefault(sequence_hash, set()).add(worker_id)
 
     def remove(self, worker_id: str, sequence_hash: int) -> None:
-        """Unknown hashes are fine: a router may join in the middle."""
+        """Ignores an unknown hash: a router may start while workers run."""
         self._held.get(worker_id, set()).discard(sequence_hash)
         workers = self._workers_of.get(sequence_hash)
         if workers is not None:
@@ -29,7 +29,7 @@ class PrefixIndex:
                 del self._workers_of[sequence_hash]
 
     def replace(self, worker_id: str, sequence_hashes: Iterable[int]) -> None:
-        """Take a worker's snapshot in place of all that was known of it."""
+        """Replace everything known of a worker by its snapshot."""
         self.forget(worker_id)
         for sequence_hash in sequence_hashes:
             self.store(worker_id, sequence_hash)
@@ -40,7 +40,7 @@ class PrefixIndex:
         self._held.pop(worker_id, None)
 
     def match(self, sequence_hashes: Sequence[int]) -> dict[str, int]:
-        """Blocks of the longest reachable prefix on each worker that has any of it."""
+        """Worker id -> blocks of the longest reachable prefix, for workers with at least one block."""
         matched: dict[str, int] = {}
         reaching: set[str] | None = None
         for depth, sequence_hash in enumerate(sequence_hashes):
@@ -56,15 +56,15 @@ class PrefixIndex:
         return matched
 
     def held(self, worker_id: str) -> frozenset[int]:
-        """All that a worker is known to have."""
+        """The sequence hashes that a worker holds."""
         return frozenset(self._held.get(worker_id, ()))
 
     def num_held(self, worker_id: str) -> int:
         return len(self._held.get(worker_id, ()))
 
     def check(self) -> None:
-        """Both directions say the same."""
+        """The two mappings hold the same pairs."""
         from_workers = {(worker, h) for worker, held in self._held.items() for h in held}
         from_hashes = {(worker, h) for h, workers in self._workers_of.items() for worker in workers}
         assert from_workers == from_hashes
-        assert all(self._workers_of.values()), "a hash nobody holds is still listed"
+        assert all(self._workers_of.values()), "a hash is listed that no worker holds"

@@ -1,4 +1,4 @@
-"""A request inside the router, and one attempt to serve it."""
+"""The state of one request inside the router, and of one attempt (dispatch) to serve it."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class RoutedRequest:
     arrived_at: float
     deadline: float
     timeline: Timeline
-    hashes: PrefixHashes = field(default_factory=dict)  # of resumed(); filled when first needed
+    hashes: PrefixHashes = field(default_factory=dict)  # of resumed(); computed at the first dispatch
     delivered: list[SampledToken] = field(default_factory=list)  # by output index
-    early: dict[int, SampledToken] = field(default_factory=dict)  # output index -> token that came before its turn
+    early_tokens: dict[int, SampledToken] = field(default_factory=dict)  # by output index; an earlier index is missing
     dispatch: Dispatch | None = None  # the current attempt; None while queued
     last_dispatch: Dispatch | None = None
     attempts: int = 0
-    attempts_without_token: int = 0  # in a row, to this moment
+    attempts_without_token: int = 0  # since the last delivered token
     queued_at: float = 0.0
-    not_before: float = 0.0  # a retry waits so long in the queue
+    not_before: float = 0.0  # earliest time of the next dispatch
     failed_workers: frozenset[str] = frozenset()
-    followers: list[RoutedRequest] = field(default_factory=list)  # other choices, held until the first token is here
+    held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for the first token
     last_error: str = ""
     first_token_at: float | None = None
-    under_way: bool = False  # the client has tokens of this call, perhaps of another choice
+    has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
 
     @property
     def request_id(self) -> str:
@@ -66,12 +66,12 @@ class RoutedRequest:
         return (self.request.priority, self.arrival)
 
     def resumed(self) -> Request:
-        """The request as the next worker shall see it: the prompt and what is delivered already."""
+        """The request for the next worker: the prompt, then the delivered tokens."""
         delivered = tuple(token.token_id for token in self.delivered)
         return replace(self.request, token_ids=self.request.token_ids + delivered)
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Why the request is complete with what is delivered, though no worker has said so; None where it is not."""
+        """The finish reason that the delivered tokens alone imply; None if the request is not complete."""
         if not self.delivered:
             return None
         token_ids = [*self.request.token_ids, *(token.token_id for token in self.delivered)]
@@ -97,30 +97,30 @@ class RoutedRequest:
         )
 
     @property
-    def why_no_worker(self) -> str:
+    def no_worker_message(self) -> str:
         last = f"; the last attempt failed: {self.last_error}" if self.last_error else ""
         return f"no decode worker is serving{last}"
 
     def accept(self, tokens: IndexedTokens) -> int:
-        """Take (index, token) pairs in any order, any number of times. Returns the first index newly in `delivered`.
+        """Accept (index, token) pairs in any order, repeated or not. Returns the first index newly in `delivered`.
 
-        A token that lacks the log-probabilities the client asked for is ignored: a decode worker learns the first token
-        from the hand-off, without them, and the prefill worker's answer brings them.
+        Ignores a token without the log-probabilities that the client asked for: the hand-off brings the first token to
+        the decode worker without them, and the answer of the prefill worker has them.
         """
         needs_logprob = self.request.sampling.num_logprobs is not None
         for index, token in tokens:
             if index >= len(self.delivered) and not (needs_logprob and token.logprob is None):
-                self.early.setdefault(index, token)
+                self.early_tokens.setdefault(index, token)
         first = len(self.delivered)
-        while len(self.delivered) in self.early:
-            self.delivered.append(self.early.pop(len(self.delivered)))
+        while len(self.delivered) in self.early_tokens:
+            self.delivered.append(self.early_tokens.pop(len(self.delivered)))
         return first
 
 
-def blamed(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
-    """The workers that the next attempt avoids.
+def workers_to_avoid(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
+    """The workers that the next attempt avoids after `error`, which `worker_id` returned.
 
-    A full queue blames no worker. A failed hand-off blames both, since either may have caused it.
+    None after a full queue. Both workers after a failed hand-off, because either may have caused the failure.
     """
     if isinstance(error, QueueFull):
         return set()

@@ -1,4 +1,4 @@
-"""The router as a service: tokenizer, machine, links to the workers, and the two public gRPC services."""
+"""The router as a service: its tokenizer, its shell, and the two public gRPC services."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouterService:
-    """A `core.service.RouterControl`. `load_tokenizer` is called once, in a thread, by `start`."""
+    """A `core.service.RouterControl`. `start` calls `load_tokenizer` once, in a thread."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RouterService:
         scale: Scale | None = None,
         security: SecurityConfig = SecurityConfig(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Raises `ConfigError` where the credentials of `security` cannot be read."""
+        """Raises `ConfigError` if the credentials of `security` cannot be read."""
         self._config = config
         self._load_tokenizer = load_tokenizer
         self._telemetry_config = telemetry_config
@@ -69,7 +69,7 @@ class RouterService:
         await self._shell.set_workers(workers)
 
     async def drain(self, timeout_s: float) -> None:
-        """Calls in flight go on; health says NOT_SERVING, so that load balancers send new ones elsewhere."""
+        """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""
         assert self._server is not None
         await self._server.set_serving(False)
         await self._server.stop(timeout_s)

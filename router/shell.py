@@ -1,4 +1,4 @@
-"""Around the router's machine: which stream gets which result, which link makes which call, which span goes along."""
+"""The shell of RouterMachine: performs its actions on the links to the workers and on the streams of the clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouterShell:
-    """Lives on one loop; every method is called there."""
+    """Runs on one asyncio loop. Call every method on that loop."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RouterShell:
         self.links: dict[str, WorkerLink] = {}  # by worker id
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
-        self._streams: dict[str, ChoiceStream] = {}  # by the machine's request id
+        self._streams: dict[str, ChoiceStream] = {}  # open ones, by the request id of the choice
         self._num_requests = 0
         self.metrics = Metrics(telemetry_config, readings(self.machine))
 
@@ -60,9 +60,9 @@ class RouterShell:
     # ---- streams
 
     def open(self, streams: list[ChoiceStream], deadline: float) -> None:
-        """Hand the choices of a call to the machine, all or none.
+        """Pass the choices of a call to the machine, which admits all of them or none.
 
-        Raises `DeadlineExceeded`, `QueueFull`, `InvalidRequest`, and `WorkerUnavailable` where the machine has failed.
+        Raises `DeadlineExceeded`, `QueueFull`, `InvalidRequest`, or `WorkerUnavailable` if the machine has failed.
         """
         first, *others = (stream.request for stream in streams)
         self._streams |= {stream.request.request_id: stream for stream in streams}
@@ -84,7 +84,7 @@ class RouterShell:
         arrived_at: float,
         attributes: Mapping[str, AttributeValue],
     ) -> None:
-        """Count a call that did not come to be a stream, and leave a trace of it."""
+        """Count a call that was refused before it had a stream, and record its root span."""
         record_refusal(self.metrics, error)
         root = self.telemetry.start_root(headers, arrived_at)
         attributes = {**attributes, Attribute.ERROR_TYPE: error.code.value}
@@ -94,7 +94,7 @@ class RouterShell:
         self._driver.post(event)
 
     def close(self, stream: ChoiceStream) -> None:
-        """The client's call is over: cancel the choice if it is still open, and end its trace."""
+        """Cancel the choice if it is still open, and end its trace. Call it when the client's call has ended."""
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
         stream.end_trace(self.telemetry, self.now())
@@ -114,10 +114,10 @@ class RouterShell:
                 )
         gone = [link for worker_id, link in self.links.items() if worker_id not in wanted]
         for link in gone:
-            link.end_watch()  # a report still on its way would let the worker join again
-        # The machine hears of every loss before a link is removed: until then it may still choose one of them.
+            link.end_watch()  # else a report that has arrived already lets the worker join again
+        # Post every loss before any link is removed: until then the machine may dispatch to one of these workers.
         for link in gone:
-            self.post(events.WorkerLost(link.endpoint.service_id, "the supervisor took it off the list"))
+            self.post(events.WorkerLost(link.endpoint.service_id, "the supervisor removed the worker"))
         for link in gone:
             del self.links[link.endpoint.service_id]
         await asyncio.gather(*(link.close() for link in gone))
@@ -129,7 +129,7 @@ class RouterShell:
         self._driver.stop()
         await asyncio.gather(*(link.close() for link in self.links.values()))
 
-    # ---- acting
+    # ---- actions
 
     def _perform(self, action: RouterAction) -> None:
         match action:

@@ -1,7 +1,7 @@
-"""From a client's GenerateRequest to what the router's machine takes. Everything invalid ends here, by its name.
+"""Checks a client's GenerateRequest, tokenizes its prompt, and makes one core.request.Request for each choice.
 
-Lengths are checked before anything is converted: converting a message of millions of ids in one call would hold the
-interpreter, and with it the router's loop.
+An invalid request raises an error that names the field. Lengths are checked before values are converted: the conversion
+of millions of ids is one call into C, which would block the router's loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SHOWN_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A valid request. `choices[i]` is the request of choice i; they differ in id and seed."""
+    """A valid request. `choices[i]` is the request of choice i; the choices differ in id and seed."""
 
     request_id: str
     choices: tuple[Request, ...]
@@ -46,15 +46,16 @@ def prepare(
     random_seed: Callable[[], int],
     longest: int | None,
 ) -> Generation:
-    """Validate and tokenize; may take milliseconds for a long prompt, so call it in a thread.
+    """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
 
-    Raises `InvalidRequest` or `ModelNotFound`. The choices' ids begin with `unique_id`. Who leaves `max_tokens` out
-    gets what the context has room for, and a worker's pool (for requests up to `longest`; None = not known yet).
+    Raises `InvalidRequest` or `ModelNotFound`. The ids of the choices start with `unique_id`. `longest` is the most
+    tokens of prompt and output that a decode worker has room for; None = not known yet. The default of `max_tokens` is
+    the room that remains in the context and in `longest`.
     """
     info = tokenizer.info
     _check_plain_fields(wire)
     if wire.model and wire.model != info.name:
-        raise ModelNotFound(f"model {_shown(wire.model)} is not served here; {info.name!r} is")
+        raise ModelNotFound(f"model {_quoted(wire.model)} is not served here; the served model is {info.name!r}")
     token_ids = tokenize_prompt(wire, tokenizer, config)
     num_prompt_tokens = len(token_ids)
     _check_room("prompt", num_prompt_tokens, info.context_length)
@@ -83,7 +84,7 @@ def tokenize_prompt(
     tokenizer: ModelTokenizer,
     config: RouterConfig,
 ) -> tuple[int, ...]:
-    """Token ids of the prompt, in whichever form it came. Raises `InvalidRequest`."""
+    """Token ids of the prompt, given as text, chat or token ids. Raises `InvalidRequest`."""
     kind = wire.WhichOneof("prompt")
     if kind is None:
         forms = [field.name for field in wire.DESCRIPTOR.oneofs_by_name["prompt"].fields]
@@ -101,7 +102,7 @@ def tokenize_prompt(
         messages = _check_chat(wire.chat.messages, config.max_prompt_chars)
         token_ids = tuple(tokenizer.encode_chat(messages, parse_special=bool(chosen)))
     if not token_ids:
-        raise InvalidRequest(kind, "must hold at least 1 token")
+        raise InvalidRequest(kind, "must have at least 1 token, has 0")
     return token_ids
 
 
@@ -113,7 +114,9 @@ def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
     if abs(wire.priority) > MAX_PRIORITY:
         raise InvalidRequest("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], is {wire.priority}")
     if len(wire.stop.stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest("stop_strings", f"at most {MAX_STOP_STRINGS}, are {len(wire.stop.stop_strings)}")
+        raise InvalidRequest(
+            "stop_strings", f"must have at most {MAX_STOP_STRINGS} items, has {len(wire.stop.stop_strings)}"
+        )
     for stop in wire.stop.stop_strings:
         if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequest(
@@ -123,21 +126,25 @@ def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
 
 def _check_room(field: str, num_tokens: int, context_length: int) -> None:
     if num_tokens >= context_length:
-        raise InvalidRequest(field, f"{num_tokens} tokens leave no room in the context of {context_length} tokens")
+        raise InvalidRequest(
+            field,
+            f"must have at most {context_length - 1} tokens to leave room for output in the context of "
+            f"{context_length} tokens, has {num_tokens}",
+        )
 
 
 def _check_chat(messages: Sequence[inference_pb2.ChatMessage], max_chars: int) -> list[dict[str, str]]:
     if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
-        raise InvalidRequest("chat.messages", f"must be 1 to {MAX_CHAT_MESSAGES} messages, are {len(messages)}")
+        raise InvalidRequest("chat.messages", f"must have 1 to {MAX_CHAT_MESSAGES} messages, has {len(messages)}")
     num_chars = sum(len(message.content) for message in messages)
     if num_chars > max_chars:
-        raise InvalidRequest("chat.messages", f"must have at most {max_chars} characters, have {num_chars}")
+        raise InvalidRequest("chat.messages", f"must have at most {max_chars} characters in all, has {num_chars}")
     for position, message in enumerate(messages):
         field = f"chat.messages[{position}].role"
         if message.role not in CHAT_ROLES:
-            raise InvalidRequest(field, f"must be one of {', '.join(CHAT_ROLES)}, is {_shown(message.role)}")
+            raise InvalidRequest(field, f"must be one of {', '.join(CHAT_ROLES)}, is {_quoted(message.role)}")
         if message.role == "system" and position > 0:
-            raise InvalidRequest(field, "only the first message may be 'system'")
+            raise InvalidRequest(field, "must be 'user' or 'assistant', is 'system' (only for the first message)")
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
@@ -146,6 +153,6 @@ def _check_length(field: str, text: str, limit: int) -> None:
         raise InvalidRequest(field, f"must have at most {limit} characters, has {len(text)}")
 
 
-def _shown(text: str) -> str:
-    """As a refusal repeats what a client sent: with more in it than a status holds, the client would get none."""
+def _quoted(text: str) -> str:
+    """A client's text for an error message. Shortened: a message beyond the size of a gRPC status would be lost."""
     return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}...")

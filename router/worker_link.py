@@ -1,7 +1,7 @@
-"""The router's line to one worker: a channel, the report stream, and the calls that are open.
+"""The router's connection to one worker: a channel, the report stream, and the open calls.
 
-The report stream is the worker's sign of life. Where it breaks, the link subscribes again at once; where that fails,
-the worker is lost to the machine, and the link goes on trying until the supervisor takes the worker off the list.
+The report stream shows that the worker is alive. When the stream breaks, the link subscribes again at once. If that
+fails, the link reports the worker lost and keeps trying until the supervisor removes the worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_f
 from runtime.security import Credentials
 
 CONNECT_TIMEOUT_S = 2.0
-RETRY_S = (0.0, 0.2, 0.5, 1.0)  # the last one again and again
+RETRY_S = (0.0, 0.2, 0.5, 1.0)  # pauses before an attempt to subscribe; the last one repeats
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Metadata = list[tuple[str, str]]
 
 
 class WorkerLink:
-    """`post` hands events to the router's machine; `is_known` says whether the machine still has the worker."""
+    """`post` sends an event to the router's machine; `is_known` tells whether the machine has the worker."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class WorkerLink:
         credentials: Credentials,
     ) -> None:
         self.endpoint = endpoint
-        self.load = worker_pb2.LoadReport()  # the newest
+        self.load = worker_pb2.LoadReport()  # of the newest report
         self.reported_at = 0.0
         self._router_id = router_id
         self._post = post
@@ -59,11 +59,11 @@ class WorkerLink:
         self._updating_peers: asyncio.Task[None] | None = None
         self._paths: tuple[PathStatus, ...] = ()  # as last reported
         self._failures = 0  # of the report stream, since the last report
-        self._refused = ""  # why it cannot join, as it was logged
+        self._join_error = ""  # as logged last
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
     def end_watch(self) -> None:
-        """No event of the report stream follows, not even for a report that has arrived already."""
+        """Post no further event of the report stream, not even for a report that has arrived already."""
         self._watching.cancel()
 
     async def close(self) -> None:
@@ -74,41 +74,41 @@ class WorkerLink:
     # ---- reports
 
     async def _watch(self) -> None:
-        """Follow the reports until cancelled. A fault loses the worker, never the watch."""
+        """Follow the reports until cancelled. After a fault, report the worker lost and subscribe again."""
         while True:
             await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
             try:
-                async with asyncio.timeout(None) as patience:
-                    await self._follow_reports(patience)
-                self._failures = 0  # out of step: a new snapshot mends that
+                async with asyncio.timeout(None) as time_limit:
+                    await self._follow_reports(time_limit)
+                self._failures = 0  # a report is missing, or the machine lost the worker: get a fresh snapshot
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 self._failures += 1
-                cause = error_from(error) if isinstance(error, grpc.RpcError) else "it does not answer"
+                cause = error_from(error) if isinstance(error, grpc.RpcError) else "the worker does not answer"
                 if isinstance(cause, Unauthenticated) and self._failures == 1:
-                    logger.error("worker %s has another cluster token than we", self.endpoint.service_id)
+                    logger.error("worker %s and this router have different cluster tokens", self.endpoint.service_id)
                 if self._failures >= 2:
-                    self._lose(str(cause))
-            except Exception as error:  # also a bug: another snapshot may set it right
-                if str(error) != self._refused:
+                    self._report_loss(str(cause))
+            except Exception as error:  # a bug, too: the next snapshot may not meet it
+                if str(error) != self._join_error:
                     trace = None if isinstance(error, TandemError) else error
                     logger.error("worker %s cannot join: %s", self.endpoint.service_id, error, exc_info=trace)
-                self._refused = str(error)
+                self._join_error = str(error)
                 self._failures = len(RETRY_S)
-                self._lose(str(error))
+                self._report_loss(str(error))
 
-    async def _follow_reports(self, patience: asyncio.Timeout) -> None:
-        """Pass on reports while they come in step. Returns where the stream has to begin anew.
+    async def _follow_reports(self, time_limit: asyncio.Timeout) -> None:
+        """Post reports in order. Returns when the link has to subscribe again.
 
-        Raises `InvalidRequest` or `LayoutMismatch` where the worker cannot join.
+        Raises `InvalidRequest` or `LayoutMismatch` if the worker cannot join.
         """
         loop = asyncio.get_running_loop()
-        patience.reschedule(loop.time() + CONNECT_TIMEOUT_S)
+        time_limit.reschedule(loop.time() + CONNECT_TIMEOUT_S)
         request = worker_pb2.WatchRequest(router_id=self._router_id)
         reports = self._worker.Watch(request, metadata=self._credentials.metadata)
         expected = 0
         try:
             async for report in reports:
-                patience.reschedule(None)  # a worker that falls silent later on is the machine's to judge
+                time_limit.reschedule(None)  # from now on the machine detects a silent worker
                 if report.sequence_number != expected or (
                     expected > 0 and not self._is_known(self.endpoint.service_id)
                 ):
@@ -127,7 +127,7 @@ class WorkerLink:
         load = replace(load, paths=self._paths)
         if first:
             snapshot = report.snapshot
-            if snapshot.worker_id != self.endpoint.service_id:  # another worker has taken over the port
+            if snapshot.worker_id != self.endpoint.service_id:  # another worker listens on this port now
                 raise InvalidRequest("worker_id", f"{self.endpoint.address} answers as {snapshot.worker_id!r}")
             return events.WorkerJoined(
                 worker_id=self.endpoint.service_id,
@@ -142,7 +142,7 @@ class WorkerLink:
         )
         return events.WorkerReported(self.endpoint.service_id, load, changes)
 
-    def _lose(self, detail: str) -> None:
+    def _report_loss(self, detail: str) -> None:
         if self._is_known(self.endpoint.service_id):
             logger.warning("worker %s is lost: %s", self.endpoint.service_id, detail)
             self._post(events.WorkerLost(self.endpoint.service_id, detail))
@@ -161,7 +161,7 @@ class WorkerLink:
         return answer
 
     def update_peers(self, changes: Iterable[PeerJoined | PeerLeft]) -> None:
-        """Call the worker in the background, one call at a time, in order."""
+        """Send the changes in the background: one call at a time, in order."""
         self._peer_changes += changes
         if self._updating_peers is None:
             self._updating_peers = asyncio.create_task(self._call_update_peers())
@@ -189,11 +189,11 @@ class WorkerLink:
                 request = worker_pb2.UpdatePeersRequest(changes=map(codec.encode_change, changes))
                 await self._worker.UpdatePeers(request, timeout=CONNECT_TIMEOUT_S, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
-                # Its peers then connect with their first hand-off.
-                logger.info("worker %s was not told of its peers: %s", self.endpoint.service_id, error_from(error))
+                # The worker and its peers then connect at their first hand-off.
+                logger.info("cannot send worker %s its peers: %s", self.endpoint.service_id, error_from(error))
             except Exception:
-                logger.exception("worker %s was not told of its peers", self.endpoint.service_id)
-        self._updating_peers = None  # not in a callback of the task: more changes may come before that runs
+                logger.exception("cannot send worker %s its peers", self.endpoint.service_id)
+        self._updating_peers = None  # here and not in a done callback, before which more changes may arrive
 
     async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
@@ -206,13 +206,13 @@ class WorkerLink:
             )
             answer = await self._prefill.Prefill(request, timeout=action.timeout_s, metadata=metadata)
             result = _decode_prefill(answer)
-        except Exception as error:  # noqa: BLE001 - the request waits for an answer, whatever fails
+        except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             result = _failure(error)
         self._post(events.PrefillReturned(action.dispatch_id, result))
 
     async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
-        result: events.DecodeResult | TandemError = TandemError("the decode worker ended the stream too early")
+        result: events.DecodeResult | TandemError = TandemError("the decode worker ended the stream without a result")
         try:
             request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
             if action.source is not None:
@@ -225,16 +225,16 @@ class WorkerLink:
                 else:
                     tokens = tuple(codec.decode_token(token) for token in response.tokens.tokens)
                     self._post(events.DecodeTokens(action.dispatch_id, tokens))
-        except Exception as error:  # noqa: BLE001 - the request waits for an answer, whatever fails
+        except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             result = _failure(error)
         self._post(events.DecodeReturned(action.dispatch_id, result))
 
 
 def _failure(error: Exception) -> TandemError:
-    """What the machine is told of a call that failed."""
+    """The typed error for the exception of a failed call."""
     if isinstance(error, grpc.RpcError):
         return error_from(error)
-    if isinstance(error, InvalidRequest):  # perhaps the worker has another version; the next worker may not
+    if isinstance(error, InvalidRequest):  # the worker may run another version; another worker may not
         return WorkerUnavailable(f"the worker's answer cannot be read: {error}")
     logger.error("a call to a worker failed in the router", exc_info=error)
     return TandemError(f"a call to a worker failed in the router: {type(error).__name__}")
@@ -255,7 +255,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
 def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | TandemError:
     reason = codec.decode_finish_reason(wire.finish_reason)
     if reason is None:
-        return TandemError("the decode worker finished without a reason")
+        return TandemError("the decode worker finished without a finish_reason")
     return events.DecodeResult(
         finish_reason=reason,
         cached_tokens=wire.cached_tokens,

@@ -1,4 +1,4 @@
-"""What the router knows of its workers: who they are, what they last said, and what it has sent them since."""
+"""The router's table of workers: their newest reports, their cached prefixes, and the open calls of this router."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class WorkerRecord:
     agent: AgentAddress
     load: WorkerLoad
     reported_at: float
-    suspect: bool = False  # a call to it failed; nothing goes there until it reports again
-    # Dispatches of ours that are there now -> prompt tokens they have to compute there.
+    suspect: bool = False  # a call failed; the router dispatches nothing to the worker until its next report
+    # Dispatches of this router that are open on the worker -> prompt tokens that the worker computes for each.
     dispatched: dict[str, int] = field(default_factory=dict)
 
 
 class WorkerTable:
-    """The workers by id, with the prefix index. A worker that reports too late is not asked again until it speaks."""
+    """The workers by id, and the prefix index. A worker without a report for `report_stale_s` gets no request."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class WorkerTable:
         self.index = PrefixIndex()
 
     def join(self, record: WorkerRecord, cached_blocks: Iterable[int]) -> None:
-        """Add a worker, or take its new snapshot. Raises `LayoutMismatch` where its KV would not fit the others'."""
+        """Add a worker, or replace its record by a new snapshot. Raises `LayoutMismatch`, as `refuse_layout` does."""
         self.refuse_layout(record)
         known = self._records.get(record.worker_id)
         if known is not None:
@@ -48,11 +48,12 @@ class WorkerTable:
         self.index.replace(record.worker_id, cached_blocks)
 
     def refuse_layout(self, record: WorkerRecord) -> None:
-        """The block size may differ between the pools, one a multiple of the other; nothing else may."""
-        ours = record.agent.layout
+        """Raise `LayoutMismatch` if the layout differs from that of another worker. Only the block sizes of the two
+        pools may differ, and one must be a multiple of the other."""
+        layout = record.agent.layout
         for other in self._records.values():
-            differences = other.agent.layout.differences(ours)
-            small, large = sorted((ours.block_size, other.agent.layout.block_size))
+            differences = other.agent.layout.differences(layout)
+            small, large = sorted((layout.block_size, other.agent.layout.block_size))
             if other.role is not record.role and large % small == 0:
                 differences.pop("block_size", None)
             if differences and other.worker_id != record.worker_id:
@@ -61,7 +62,7 @@ class WorkerTable:
     def take_report(
         self, worker_id: str, load: WorkerLoad, block_changes: Iterable[tuple[int, bool]], now: float
     ) -> bool:
-        """False where the worker is not here. `block_changes`: (sequence hash, True = stored, False = removed)."""
+        """False if the worker has not joined. `block_changes`: (sequence hash, True = stored, False = removed)."""
         record = self._records.get(worker_id)
         if record is None:
             return False
@@ -84,18 +85,18 @@ class WorkerTable:
         return iter(self._records.values())
 
     def block_size(self, role: ServiceRole) -> int | None:
-        """Tokens per block, the same in a whole pool; None while no worker of it is here."""
+        """Tokens per block, the same for all workers of a role; None while no worker of the role has joined."""
         return next((r.agent.layout.block_size for r in self._records.values() if r.role is role), None)
 
     def has_role(self, role: ServiceRole, avoid: frozenset[str] = frozenset()) -> bool:
-        """Is a worker of this role, other than those to `avoid`, alive and not draining?"""
+        """True if a worker of this role serves that is not one of `avoid`."""
         return any(
             record.role is role and record.load.state is WorkerState.SERVING and record.worker_id not in avoid
             for record in self._records.values()
         )
 
     def views(self, role: ServiceRole, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[WorkerView]:
-        """Workers of this role that can take a request now, those to `avoid` only where there are no others."""
+        """Workers of this role that can take a request now. Those in `avoid` only if there are no others."""
         matched = self.index.match(hashes.get(self.block_size(role) or 0, ()))
         usable = [record for record in self._records.values() if record.role is role and self._usable(record, now)]
         preferred = [record for record in usable if record.worker_id not in avoid]
@@ -110,7 +111,7 @@ class WorkerTable:
         )
 
     def _view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
-        # Our own count is ahead of its report, its report knows of other routers: the larger is the safer.
+        # A new dispatch is not in the report yet, and the report includes requests of other routers: take the larger.
         return WorkerView(
             worker_id=record.worker_id,
             num_queued_tokens=max(record.load.num_queued_tokens, sum(record.dispatched.values())),
@@ -119,51 +120,51 @@ class WorkerTable:
         )
 
     def refuse_oversized(self, request: Request) -> None:
-        """Raise `InvalidRequest` where no decode worker's whole pool would hold the request to its end."""
+        """Raise `InvalidRequest` if the whole pool of no decode worker has room for the request."""
         longest = self.longest_request()
         if longest is not None and request.max_total_tokens > longest:
             raise InvalidRequest(
                 "max_tokens",
-                f"prompt + max_tokens is {request.max_total_tokens} tokens, and the largest decode worker holds "
-                f"{longest - 1}",
+                f"prompt + max_tokens must be at most {longest} tokens to fit the largest decode worker, "
+                f"is {request.max_total_tokens}",
             )
 
     def longest_request(self) -> int | None:
-        """Tokens of prompt and output that the largest decode worker's whole pool has room for; None without one."""
+        """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
         pools = [r.agent.num_blocks for r in self._records.values() if r.role is ServiceRole.DECODE]
-        # The last token is only ever sampled, never computed, so it needs no slot.
+        # The last token is sampled but never computed, so it needs no slot in the pool.
         return max(pools) * (self.block_size(ServiceRole.DECODE) or 1) + 1 if pools else None
 
     def hashes(self, request: Request) -> PrefixHashes:
-        """Of the full blocks of a request; empty while no worker has said how long a block is."""
+        """Hashes of the full blocks of a request, for each block size; empty while no worker has joined."""
         sizes = sorted({record.agent.layout.block_size for record in self._records.values()})
         root = root_hash(request.cache_salt)
         return {size: sequence_hashes(request.token_ids, size, root) for size in sizes}
 
     def candidates(self, num_tokens: int, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
-        """Every way a request of `num_tokens` may go now, cheapest first."""
+        """The candidates for a request of `num_tokens` now, cheapest first."""
         block_size = self.block_size(ServiceRole.DECODE)
         if block_size is None:
             return []
         decode = self.views(ServiceRole.DECODE, hashes, avoid, now)
         prefill_alive = self.has_role(ServiceRole.PREFILL, avoid)
-        # Where all have failed it, the decode worker prefills: what they have cached must not draw it back to them.
+        # If every prefill worker has failed the request, the decode worker prefills, whatever the others have cached.
         prefill = self.views(ServiceRole.PREFILL, hashes, avoid, now) if prefill_alive else []
         return candidates(num_tokens, prefill, decode, prefill_alive, self._config, block_size)
 
     def chosen(self, worker_id: str) -> WorkerRecord:
         record = self._records.get(worker_id)
-        assert record is not None, f"{worker_id} was chosen but is not here"
+        assert record is not None, f"worker {worker_id} was chosen but has not joined"
         return record
 
-    def take_off(self, worker_id: str, dispatch_id: str) -> None:
-        """A call of ours on this worker has ended; nothing to do where the worker is gone."""
+    def remove_dispatch(self, worker_id: str, dispatch_id: str) -> None:
+        """Forget a call that has ended. Does nothing after the worker has left."""
         record = self._records.get(worker_id)
         if record is not None:
             record.dispatched.pop(dispatch_id, None)
 
     def suspect(self, worker_id: str) -> None:
-        """A call to it failed: it counts as saturated until its next report."""
+        """Dispatch nothing to this worker until its next report, because a call to it failed."""
         record = self._records.get(worker_id)
         if record is not None:
             record.suspect = True

@@ -270,7 +270,7 @@ async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Depl
     assert back.text == sent
     with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary"):
         await deployment.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[10**6]), timeout=PATIENCE_S)
-    with pytest.raises(grpc.aio.AioRpcError, match="at most 1000000, are 1000001"):
+    with pytest.raises(grpc.aio.AioRpcError, match="at most 1000000 items, has 1000001"):
         await deployment.inference.Detokenize(
             inference_pb2.DetokenizeRequest(token_ids=[1] * 1_000_001), timeout=PATIENCE_S
         )

@@ -213,7 +213,7 @@ def test_a_router_that_refuses_a_choice_when_others_have_tokens_is_caught(monkey
     def refuse(
         self: RouterMachine, routed: RoutedRequest, error: TandemError, worker_id: str, now: float
     ) -> list[events.RouterAction]:
-        routed.under_way = False
+        routed.has_streamed = False
         return retry(self, routed, error, worker_id, now)
 
     monkeypatch.setattr(RouterMachine, "_retry", refuse)

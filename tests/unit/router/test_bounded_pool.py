@@ -28,7 +28,7 @@ async def test_so_many_run_the_next_ones_wait_and_what_exceeds_the_bound_is_refu
     gate = threading.Event()
     calls = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS + 2)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFull, match="wait for validation already") as refused:
+    with pytest.raises(QueueFull, match=f"wait for validation, and max_queued is {NUM_THREADS + 2}") as refused:
         await pool.run(20.0, max, 1, 2)
     assert refused.value.retry_after_s > 0
     gate.set()

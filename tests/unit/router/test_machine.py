@@ -240,7 +240,7 @@ def test_a_request_that_no_decode_worker_could_hold_is_refused_at_once() -> None
     router = DrivenRouter()
     largest = 64 * LAYOUT.block_size
     router.arrive(request("fits", max_tokens=largest - 8 + 1))  # the last token needs no slot
-    with pytest.raises(InvalidRequest, match=f"the largest decode worker holds {largest}"):
+    with pytest.raises(InvalidRequest, match=rf"max_tokens: prompt \+ max_tokens must be at most {largest + 1} tokens"):
         router.arrive(request("does not", max_tokens=largest - 8 + 2))
     router.machine.check()
     assert router.machine.num_in_flight == 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
 from router.events import UpdatePeers, WorkerLost, WorkerReported
-from router.peer_discovery import MAX_INTRODUCED
+from router.peer_discovery import MAX_ANNOUNCED_PEERS
 from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, agent
 
 
@@ -50,8 +50,8 @@ def test_a_worker_is_introduced_to_a_few_peers_of_a_large_pool() -> None:
         router.actions.clear()
         router.join(f"D{number}", ServiceRole.DECODE)
         (first, *others) = [action for action in router.actions if isinstance(action, UpdatePeers)]
-        assert (first.worker_id, len(first.changes)) == (f"D{number}", MAX_INTRODUCED)
-        assert [other.changes for other in others] == [(reader(f"D{number}"),)] * MAX_INTRODUCED
+        assert (first.worker_id, len(first.changes)) == (f"D{number}", MAX_ANNOUNCED_PEERS)
+        assert [other.changes for other in others] == [(reader(f"D{number}"),)] * MAX_ANNOUNCED_PEERS
         introduced.update(other.worker_id for other in others)
     assert len(introduced) > 30, "the workers that join are spread over the pool"
 
