@@ -1,6 +1,6 @@
-"""Between the words of core/ and the wire, for what routers and workers exchange. Nothing else knows both.
+"""Converts between the types of core/ and the messages of inference.proto and worker.proto.
 
-Decoding is strict: what does not fit raises `InvalidRequest` naming the field.
+Decoding is strict: a value that does not fit raises `InvalidRequest`, which names the field.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PATH_TO_WIRE = {
     RequestPath.MIGRATED: inference_pb2.REQUEST_PATH_MIGRATED,
 }
 
-# What a holder of blocks is, by the column its blocks are counted in.
+# Kind of a holder of blocks, by the column of the ledger that counts its blocks.
 KIND_TO_WIRE = {
     Column.HELD: worker_pb2.HOLDER_KIND_SEQUENCE,
     Column.LEASED: worker_pb2.HOLDER_KIND_OFFER,
@@ -72,7 +72,7 @@ def decode_role(wire: int) -> ServiceRole:
 
 
 def decode_finish_reason(wire: int) -> FinishReason | None:
-    """None where the sequence goes on."""
+    """None for a sequence that has not ended."""
     if wire not in FINISH_FROM_WIRE:
         raise InvalidRequest("finish_reason", f"{wire} is not a FinishReason")
     return FINISH_FROM_WIRE[wire]
@@ -109,7 +109,7 @@ def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
 
 def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
     if not wire.name or not wire.num_blocks:
-        raise InvalidRequest("agent", "name and num_blocks must be set")
+        raise InvalidRequest("agent", f"name and num_blocks must be set, are {wire.name!r} and {wire.num_blocks}")
     if not 0 < wire.lease_s < math.inf:
         raise InvalidRequest("agent.lease_s", f"must be more than 0 and finite, is {wire.lease_s}")
     return AgentAddress(
@@ -142,7 +142,7 @@ def decode_change(wire: worker_pb2.PeerChange) -> PeerJoined | PeerLeft:
             return PeerJoined(decode_agent(wire.owner), is_owner=True)
         case "reader":
             return PeerJoined(decode_agent(wire.reader), is_owner=False)
-    raise InvalidRequest("changes", "one of owner, reader and left must be set")
+    raise InvalidRequest("changes", "one of owner, reader and left must be set, none is")
 
 
 def decode_transfer_id(wire: bytes) -> TransferId:
@@ -186,9 +186,9 @@ def decode_sampling(
     logprobs: int | None,
     defaults: dict[str, int],
 ) -> SamplingParams:
-    """Fields that are set, over `defaults` (max_tokens, seed) and the defaults of `SamplingParams`.
+    """The sampling of a request. `defaults` has values for max_tokens and seed, used for fields that are not set.
 
-    Lengths are checked before ids are converted.
+    Raises `InvalidRequest`. Lengths are checked before ids are converted (router/validation.py says why).
     """
     check_num_stop_token_ids(len(stop.stop_token_ids))
     check_num_logit_biases(len(wire.logit_bias))

@@ -1,7 +1,7 @@
-"""Between core.handoff's messages and bytes. Nothing else knows both.
+"""Converts between the messages of core.handoff and bytes (handoff.proto).
 
-Decoding trusts nothing: what is not exactly one well-formed message of this version, within the limits below, raises
-`MalformedMessage`. So does encoding what is too large; it does not look at the rest.
+Decoding raises `MalformedMessage` for bytes that are not exactly one well-formed message of this version within the
+limits below. Encoding checks the size and the transfer ids only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from core.handoff import (
 from protos import handoff_pb2
 
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_POSITIONS = 1 << 16  # of a WANT or a READY: 1 M tokens in blocks of 16
-MAX_ENTRIES = MAX_TRANSFERS  # of a heartbeat
+MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
+MAX_ENTRIES = MAX_TRANSFERS  # in a heartbeat
 MAX_DETAIL_CHARS = 1024
 _TRANSFER_ID_BYTES = 16
 
@@ -42,7 +42,7 @@ _REASON_FROM_WIRE: dict[int, AbortReason] = {wire: reason for reason, wire in _R
 
 
 class MalformedMessage(TandemError, ValueError):
-    """Bytes that are no message of this protocol."""
+    """Bytes that are not a valid message of this protocol."""
 
     code = ErrorCode.INVALID_ARGUMENT
 
@@ -96,16 +96,16 @@ def decode(payload: bytes) -> HandoffMessage:
         envelope = handoff_pb2.HandoffEnvelope.FromString(payload)
     except DecodeError as error:
         raise MalformedMessage(f"not a HandoffEnvelope: {error}") from error
-    _require(envelope.version == PROTOCOL_VERSION, f"version {envelope.version}, expected {PROTOCOL_VERSION}")
+    _require(envelope.version == PROTOCOL_VERSION, f"version must be {PROTOCOL_VERSION}, is {envelope.version}")
     _require(envelope.incarnation > 0, "incarnation is missing")
     _require(envelope.counter > 0, "counter is missing")
     stamp = (envelope.incarnation, envelope.counter)
     kind = envelope.WhichOneof("body")
     if kind == "heartbeat":
-        _require(not envelope.transfer_id, "transfer_id in a heartbeat")
+        _require(not envelope.transfer_id, "transfer_id must be empty in a heartbeat")
         return _heartbeat_from_wire(stamp, envelope.heartbeat)
     if kind == "ping":
-        _require(not envelope.transfer_id, "transfer_id in a ping")
+        _require(not envelope.transfer_id, "transfer_id must be empty in a ping")
         return Ping(*stamp, _ack_from_wire(envelope.ping))
     transfer_id = decode_transfer_id(envelope.transfer_id)
     match kind:
@@ -117,7 +117,8 @@ def decode(payload: bytes) -> HandoffMessage:
             wire = envelope.release.reason
             return Release(transfer_id, *stamp, None if wire == 0 else _reason_from_wire(wire))
         case "abort":
-            _require(len(envelope.abort.detail) <= MAX_DETAIL_CHARS, "detail is too long")
+            num_chars = len(envelope.abort.detail)
+            _require(num_chars <= MAX_DETAIL_CHARS, f"{num_chars} characters in detail, at most {MAX_DETAIL_CHARS}")
             return Abort(transfer_id, *stamp, _reason_from_wire(envelope.abort.reason), envelope.abort.detail)
     raise MalformedMessage("body is missing")
 
@@ -129,7 +130,7 @@ def encode_transfer_id(transfer_id: TransferId) -> bytes:
 
 
 def decode_transfer_id(wire: bytes) -> TransferId:
-    _require(len(wire) == _TRANSFER_ID_BYTES, f"transfer_id has {len(wire)} bytes, not {_TRANSFER_ID_BYTES}")
+    _require(len(wire) == _TRANSFER_ID_BYTES, f"transfer_id must have {_TRANSFER_ID_BYTES} bytes, has {len(wire)}")
     return int.from_bytes(wire, "big")
 
 
@@ -139,7 +140,7 @@ def _reason_from_wire(wire: int) -> AbortReason:
 
 
 def _runs_to_wire(positions: tuple[int, ...]) -> list[int]:
-    """[first, count, first, count, ...]; mostly they are one run, and that is seen without a loop."""
+    """[first, count, first, count, ...]. The first comparison finds the usual case, one run, without a loop."""
     if positions and positions == tuple(range(positions[0], positions[0] + len(positions))):
         return [positions[0], len(positions)]
     runs: list[int] = []
@@ -152,10 +153,10 @@ def _runs_to_wire(positions: tuple[int, ...]) -> list[int]:
 
 
 def _runs_from_wire(wire: Sequence[int]) -> list[range]:
-    """Not expanded before their sum is known."""
+    """The runs as ranges. Their lengths are checked before any range is expanded."""
     numbers = tuple(wire)
     firsts, counts = numbers[::2], numbers[1::2]
-    _require(len(firsts) == len(counts) and all(counts), "positions are no runs of one or more")
+    _require(len(firsts) == len(counts) and all(counts), "position_runs must be pairs of a first index and a count > 0")
     _require(sum(counts) <= MAX_POSITIONS, f"{sum(counts)} positions are more than {MAX_POSITIONS}")
     runs = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
     _require(all(run.stop <= 1 << 32 for run in runs), "positions have more than 32 bits")
@@ -164,7 +165,7 @@ def _runs_from_wire(wire: Sequence[int]) -> list[range]:
 
 def _want_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: handoff_pb2.HandoffWant) -> Want:
     runs = _runs_from_wire(wire.position_runs)
-    _require(all(run.stop <= after.start for run, after in pairwise(runs)), "positions do not rise")
+    _require(all(run.stop <= after.start for run, after in pairwise(runs)), "position_runs must rise")
     return Want(transfer_id, *stamp, wire.layout_fingerprint, tuple(chain.from_iterable(runs)))
 
 
@@ -184,9 +185,12 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
     _require(wire.ack > 0, "ack is missing")
     positions = tuple(chain.from_iterable(_runs_from_wire(wire.position_runs)))
     blocks, digests = tuple(wire.blocks), tuple(wire.digests) or (0,) * len(wire.blocks)
-    lengths = {len(positions), len(blocks), len(digests)}
-    _require(len(lengths) == 1, f"{len(positions)} positions, but {sorted(lengths)} blocks and digests")
-    _require(wire.last or not wire.HasField("first_token_id"), "first_token_id before the last READY")
+    _require(
+        len(positions) == len(blocks) == len(digests),
+        f"a READY has {len(positions)} positions, {len(blocks)} blocks and {len(digests)} digests, must have as many "
+        "of each",
+    )
+    _require(wire.last or not wire.HasField("first_token_id"), "first_token_id must come with the last READY only")
     return Ready(
         transfer_id,
         *stamp,
@@ -199,12 +203,12 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
 
 
 def _heartbeat_from_wire(stamp: tuple[int, int], wire: handoff_pb2.HandoffHeartbeat) -> Heartbeat:
-    _require(len(wire.entries) <= MAX_ENTRIES, f"{len(wire.entries)} entries are more than {MAX_ENTRIES}")
+    _require(len(wire.entries) <= MAX_ENTRIES, f"{len(wire.entries)} heartbeat entries are more than {MAX_ENTRIES}")
     ack = _ack_from_wire(wire)
     entries = tuple(HeartbeatEntry(decode_transfer_id(entry.transfer_id), entry.num_ready) for entry in wire.entries)
     return Heartbeat(*stamp, ack, entries)
 
 
 def _ack_from_wire(wire: handoff_pb2.HandoffHeartbeat | handoff_pb2.HandoffPing) -> int | None:
-    _require(not wire.HasField("ack") or wire.ack > 0, "ack is 0")
+    _require(not wire.HasField("ack") or wire.ack > 0, "ack must be at least 1, is 0")
     return wire.ack if wire.HasField("ack") else None

@@ -1,6 +1,6 @@
-"""Between core.paths and the wire: how the paths between workers are.
+"""Converts between core.paths and PathReport (worker.proto).
 
-Decoding is strict: what does not fit raises `InvalidRequest` naming the field.
+Decoding is strict: a value that does not fit raises `InvalidRequest`, which names the field.
 """
 
 from __future__ import annotations

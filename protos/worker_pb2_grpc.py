@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillWorkerStub:
-    """A prefill worker, for routers.
+    """The service of a prefill worker.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class PrefillWorkerStub:
 
 
 class PrefillWorkerServicer:
-    """A prefill worker, for routers.
+    """The service of a prefill worker.
     """
 
     def Prefill(self, request, context):
@@ -70,7 +70,7 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefillWorker:
-    """A prefill worker, for routers.
+    """The service of a prefill worker.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class PrefillWorker:
 
 
 class DecodeWorkerStub:
-    """A decode worker, for routers.
+    """The service of a decode worker.
     """
 
     def __init__(self, channel):
@@ -119,11 +119,11 @@ class DecodeWorkerStub:
 
 
 class DecodeWorkerServicer:
-    """A decode worker, for routers.
+    """The service of a decode worker.
     """
 
     def Decode(self, request, context):
-        """Continue a sequence: pull its KV from `source`, or compute the prompt here where `source` is unset.
+        """Continue a sequence. The worker pulls the KV of the prompt from `source`, or computes it if `source` is unset.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +146,7 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker:
-    """A decode worker, for routers.
+    """The service of a decode worker.
     """
 
     @staticmethod
@@ -178,7 +178,7 @@ class DecodeWorker:
 
 
 class WorkerStub:
-    """What every worker tells its routers.
+    """The service of every worker.
     """
 
     def __init__(self, channel):
@@ -205,27 +205,27 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """What every worker tells its routers.
+    """The service of every worker.
     """
 
     def Watch(self, request, context):
-        """Who you are, your cache and your load: a snapshot first, then changes. A router that misses a sequence number
-        subscribes again.
+        """Report the worker's address, prefix cache and load: first a snapshot, then changes. A router that misses a sequence
+        number subscribes again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeLedger(self, request, context):
-        """Who holds which KV blocks, and for how long: for people who look for a leak.
+        """List the holders of KV blocks with their ages, for the search of a leak.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdatePeers(self, request, context):
-        """Peer discovery: workers of the other pool that have joined or left. The worker connects to those that joined ahead of
-        the first hand-off. Returns at once; the reports carry the state of each path.
+        """Peer discovery: tell the worker which workers of the other pool have joined or left. The worker connects to a new
+        peer before their first hand-off. The call returns at once; the reports have the state of each path.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -258,7 +258,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """What every worker tells its routers.
+    """The service of every worker.
     """
 
     @staticmethod

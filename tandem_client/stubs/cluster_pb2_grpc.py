@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """What operators call.
+    """The calls of operators.
     """
 
     def __init__(self, channel):
@@ -59,34 +59,34 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """What operators call.
+    """The calls of operators.
     """
 
     def GetFleet(self, request, context):
-        """Every worker this router knows, with its newest report.
+        """List the workers of this router, with their newest reports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Where a request would go right now, and why; nothing runs.
+        """Describe how the router would route a request now. The request does not run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Grow or shrink the pools. Returns when the new size is wanted, not when it is reached: watch GetFleet.
-        Needs the cluster's token where there is one.
+        """Set the wanted sizes of the pools. The call returns before workers have started or stopped: GetFleet lists them.
+        If the cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLedger(self, request, context):
-        """Who holds which KV blocks on every worker: asks all of them, and waits at most 3 s. Needs the cluster's token where
-        there is one.
+        """List the holders of KV blocks on the workers. The router asks all workers at once and waits at most 3 s. If the
+        cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +124,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """What operators call.
+    """The calls of operators.
     """
 
     @staticmethod

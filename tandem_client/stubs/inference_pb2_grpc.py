@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """What clients call.
+    """The calls of clients.
     """
 
     def __init__(self, channel):
@@ -58,32 +58,32 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """What clients call.
+    """The calls of clients.
     """
 
     def Generate(self, request, context):
-        """Generate tokens. The stream carries TokenChunk messages, then exactly one Finished per choice.
+        """Generate tokens. The stream has TokenChunk messages and, as the last message of each choice, one Finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text or chat messages to token ids, exactly as Generate would see them.
+        """Convert text or chat messages to token ids, exactly as Generate does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text.
+        """Convert token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """What the served model is and can do.
+        """Describe the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """What clients call.
+    """The calls of clients.
     """
 
     @staticmethod
