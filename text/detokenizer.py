@@ -1,8 +1,8 @@
-"""Token ids to text, one at a time, never half a character.
+"""Converts token ids to text, one id at a time, in whole characters.
 
-Every tokenizer served here maps a token to bytes that do not depend on its neighbours, so text is the UTF-8 decoding
-of the tokens' bytes in a row. Feeding them to an incremental decoder gives each character once, when its last byte has
-come; bytes that can belong to no character become U+FFFD as soon as that is certain, as in decoding all at once.
+In every tokenizer that Tandem serves, the bytes of a token do not depend on its neighbours. So the text is the UTF-8
+decoding of the joined bytes of the tokens. An incremental decoder returns each character with its last byte. Invalid
+bytes become U+FFFD, at the same places as when all bytes are decoded at once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ TokenBytes = Callable[[int], bytes]  # token id -> its bytes; b"" for a token th
 
 
 def decode_tokens(token_ids: Sequence[int], token_bytes: TokenBytes, *, strip_first_space: bool = False) -> str:
-    """The text of all tokens. With `strip_first_space` a space that begins the text is not part of it."""
+    """The text of all tokens, without its first character if that is a space and `strip_first_space` is set."""
     text = b"".join(map(token_bytes, token_ids)).decode("utf-8", errors="replace")
     return text.removeprefix(" ") if strip_first_space else text
 
 
 class IncrementalDetokenizer:
-    """Feed ids with `push`; the deltas and the final `flush`, concatenated, are what `decode_tokens` gives."""
+    """Call `push` for each id, then `flush`. The returned texts, joined, equal the result of `decode_tokens`."""
 
     def __init__(self, token_bytes: TokenBytes, *, strip_first_space: bool = False) -> None:
         self._token_bytes = token_bytes
@@ -28,11 +28,11 @@ class IncrementalDetokenizer:
         self._strip_next_space = strip_first_space
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is unfinished. Time: its own bytes'."""
+        """The text that `token_id` completes; empty while a character is incomplete."""
         return self._delta(self._decoder.decode(self._token_bytes(token_id)))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never got whole, else nothing."""
+        """The rest of the text: U+FFFD if the last character is incomplete, else nothing."""
         return self._delta(self._decoder.decode(b"", final=True))
 
     def _delta(self, text: str) -> str:

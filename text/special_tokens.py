@@ -1,13 +1,13 @@
-"""Which special tokens of a prompt are its frame's. The text of a special token inside content stays text.
+"""Encodes a chat so that only the chat template, and no message, can produce a special token.
 
     contents --mark--> template --> marked prompt --restore--> text --codec--> token ids
                                           |                                       |
-                                          +---- is each special token's text in it unmarked? ----+
+                                          +--- is the text of each special token unmarked? ---+
 
-`Marks` replaces a few key characters of content by stand-ins of equal length, and each special token has a key
-character in its text. So a special token whose text has no stand-in comes from the frame, wherever the template trims,
-cuts, repeats or joins content. The text of every other one gets `BREAK` inside, which the codec cuts at and drops.
-Prompts without such text are encoded as a whole, unchanged.
+`Marks` replaces a few key characters of the content by stand-ins of equal length. The text of each special token
+contains a key character. So a special token without a stand-in in its text comes from the template, even if the
+template trims, cuts, repeats or joins content. A special token with a stand-in comes from content: `BREAK` goes into
+its text, and the codec splits the text there and drops `BREAK`. Other prompts are encoded unchanged, in one piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 from core.errors import ConfigError, InvalidRequest
 
 BREAK = "\ufdd0"
-_STAND_INS = tuple(map(chr, range(0xFDD1, 0xFDF0)))  # code points that Unicode keeps for internal use, as BREAK
+_STAND_INS = tuple(map(chr, range(0xFDD1, 0xFDF0)))  # noncharacters, which Unicode reserves for internal use, as BREAK
 _MAX_ROUNDS = 4
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 
@@ -29,16 +29,16 @@ _RESERVED = re.compile("[\ufdd0-\ufdef]")
 @dataclass(frozen=True, slots=True)
 class Encoded:
     token_ids: list[int]
-    special: list[tuple[str, int, int]]  # (text of a special token, where it starts, where it ends) in the input
+    special: list[tuple[str, int, int]]  # (text of a special token, its start, its end) in the input
 
 
 class Codec(Protocol):
-    """What differs between tokenizers."""
+    """The interface of a tokenizer."""
 
     strip_first_space: bool
 
     def encode(self, text: str, add_special: bool) -> Encoded:
-        """Special tokens are recognised. `BREAK` belongs to no token, and no token spans one."""
+        """Token ids of `text`, with its special tokens recognised. No token contains `BREAK`."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -48,13 +48,16 @@ class Codec(Protocol):
 
 
 class Marks:
-    """Stand-ins for key characters. Each special token has one of the key characters in its text."""
+    """Replaces key characters by stand-ins, and back. The text of each special token contains a key character."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         # A template may change the case of content.
         cased = dict.fromkeys(form for key in keys for form in (key, key.lower(), key.upper()) if len(form) == 1)
         if len(cased) > len(_STAND_INS):
-            raise ConfigError(f"the tokenizer's special tokens share too few characters: {len(cased)} are needed")
+            raise ConfigError(
+                f"the tokenizer's special tokens share too few characters: marking them needs {len(cased)} stand-ins, "
+                f"at most {len(_STAND_INS)}"
+            )
         self._stand_ins = dict(zip(cased, _STAND_INS, strict=False))
 
     def mark(self, text: str) -> str:
@@ -69,9 +72,9 @@ class Marks:
 
 
 def markings(special_texts: Iterable[str]) -> list[Marks]:
-    """Ways to mark content, the best first. A template that looks for "</think>" in content needs the second one.
+    """Ways to mark content, the preferred one first. A template that searches content for "</think>" needs the second.
 
-    Raises `ConfigError` where the special tokens need more key characters than there are stand-ins.
+    Raises `ConfigError` if the special tokens need more key characters than there are stand-ins.
     """
     texts = [text for text in special_texts if text.strip()]
     first, second = _key_characters(texts, (_is_letter, _is_in_tags)), _key_characters(texts, (_is_in_tags, _is_letter))
@@ -79,24 +82,27 @@ def markings(special_texts: Iterable[str]) -> list[Marks]:
 
 
 def refuse_reserved(field: str, text: str) -> None:
-    """Raises `InvalidRequest` where `text` has characters that stand for something here."""
-    if not text.isascii() and _RESERVED.search(text):
-        raise InvalidRequest(field, "must not contain the noncharacters U+FDD0 to U+FDEF")
+    """Raises `InvalidRequest` if `text` contains `BREAK` or a stand-in."""
+    found = None if text.isascii() else _RESERVED.search(text)
+    if found:
+        raise InvalidRequest(
+            field, f"must not contain the noncharacters U+FDD0 to U+FDEF, contains U+{ord(found[0]):04X}"
+        )
 
 
 def encode_framed(codec: Codec, marks: Marks, marked: str, add_special: bool) -> list[int]:
-    """Token ids of a marked prompt: the special tokens are those that its unmarked text spells out."""
+    """Token ids of a marked prompt. Only text without a stand-in becomes a special token."""
     for _ in range(_MAX_ROUNDS):
         encoded = codec.encode(marks.restore(marked), add_special)
         forged = [(start, end) for text, start, end in encoded.special if marked[start:end].strip() != text.strip()]
         if not forged:
             return encoded.token_ids
         marked = _break_up(marked, forged)
-    raise InvalidRequest("prompt", "spells out special tokens that cannot be told from text")
+    raise InvalidRequest("prompt", "contains text of special tokens that cannot be encoded as plain text")
 
 
 def _break_up(marked: str, spans: list[tuple[int, int]]) -> str:
-    """`marked` with `BREAK` after the first character of each span, not counting the space a token may take in."""
+    """`marked` with `BREAK` after the first character of each span that is not a space."""
     pieces, done = [], 0
     for start, end in spans:
         cut = end - len(marked[start:end].lstrip()) + 1
@@ -114,7 +120,7 @@ def _is_in_tags(character: str) -> bool:
 
 
 def _key_characters(texts: list[str], avoid: Sequence[Callable[[str], bool]]) -> list[str]:
-    """A few characters of which each text has at least one; what `avoid` names first is taken last."""
+    """A few characters, at least one from each text; characters that match a test of `avoid` only if no others do."""
     keys: list[str] = []
     while texts:
         counts = Counter(character for text in texts for character in set(text) if not character.isspace())

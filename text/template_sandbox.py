@@ -1,13 +1,14 @@
-"""The sandbox of chat templates: bounds on what a template may compute, hold and write.
+"""The sandbox of chat templates: limits their CPU time, their memory and their output.
 
-Jinja's own sandbox keeps a template from anything but plain data. This one also meters it:
+The sandbox of jinja gives a template access to plain data only. This sandbox also meters each step of a template: a
+loop turn, a call, an operator or a filter.
 
-    CPU      each loop turn, call, operator and filter looks at the thread's CPU clock
-    memory   each of them counts the characters and items of its result; what could make a large result out of small
-             ones (`*`, `**`, `%`, replace, join, format) is checked beforehand, or is not there (center, ljust, ...)
+    CPU      the steps read the CPU clock of the thread
+    memory   each step counts the characters and items of its result; steps that may turn small values into a large one
+             (`*`, `**`, `%`, replace, join, format) are checked before they run, or are missing (center, ljust, ...)
 
-A step handles at most `MAX_VALUE_SIZE` characters, and a few steps lie between two looks at the clock. So a template
-may exceed its time by those steps.
+A step handles at most `MAX_VALUE_SIZE` characters, and only some steps read the clock. So a template may exceed its
+time by a few steps.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from jinja2.visitor import NodeTransformer
 
 MAX_CPU_S = 1.0  # of one rendering
 MAX_VALUE_SIZE = 4_000_000  # characters of a text, items of a list
-MAX_TOTAL_SIZE = 64_000_000  # of all results of one rendering
+MAX_TOTAL_SIZE = 64_000_000  # of the results of all steps of one rendering
 MAX_NUMBER_BITS = 4096
 MAX_INDENT = 64
-_STEP_SIZE = 16  # what a step counts beside its result
-_LOOK_EVERY = 512  # units between two looks at the clock
+_STEP_SIZE = 16  # counted for each step in addition to the size of its result
+_CLOCK_INTERVAL = 512  # counted size between two reads of the clock
 _WIDE_FORMAT = re.compile(r"\d{4}|\*|\{[^{}]*\{")  # "%9999d", "%*d", "{:{}}": a width that is large or comes from data
 
-# The filters and methods of text that widen, or take more time than their text is long, are not among them.
+# Without the filters that widen a text or take more than linear time.
 FILTERS = {
     "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "int", "items",
     "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse",
@@ -45,24 +46,24 @@ UNSAFE_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "translate"
 
 
 class TemplateLimit(SecurityError):
-    """A template exceeds what it may compute or hold."""
+    """A template exceeds a limit of the sandbox."""
 
 
 class Meter:
-    """What one rendering has used."""
+    """The CPU time and the size of results that one rendering has used."""
 
     def __init__(self) -> None:
         self._ends_at = time.thread_time() + MAX_CPU_S
         self._total = 0
-        self._next_look = 0
+        self._next_clock_read = 0
 
     def count(self, size: int) -> None:
         check_size(size)
         self._total += size + _STEP_SIZE
         if self._total > MAX_TOTAL_SIZE:
             raise TemplateLimit(f"it makes more than {MAX_TOTAL_SIZE} characters and items")
-        if self._total >= self._next_look:
-            self._next_look = self._total + _LOOK_EVERY
+        if self._total >= self._next_clock_read:
+            self._next_clock_read = self._total + _CLOCK_INTERVAL
             if time.thread_time() > self._ends_at:
                 raise TemplateLimit(f"it takes more than {MAX_CPU_S:g} s of CPU time")
 
@@ -85,19 +86,19 @@ def _counted(value: Any) -> Any:
 
 
 def _metered(function: Any) -> Callable[..., Any]:
-    @functools.wraps(function)  # with the marks by which jinja knows what to pass
+    @functools.wraps(function)  # copies the attributes by which jinja selects the arguments
     def run(*args: Any, **kwargs: Any) -> Any:
         return _counted(function(*args, **kwargs))
 
     return run
 
 
-# ---- what could make much out of little
+# ---- steps that may turn small values into a large one
 
 
 def _joined(parts: Iterable[object], separator: object = "", attribute: object = None) -> str:
     if attribute is not None:
-        raise SecurityError("join takes no attribute here: use map")
+        raise SecurityError("join does not accept attribute: use map(attribute=...) first")
     texts = [str(part) for part in parts]
     check_size(sum(map(len, texts)) + len(str(separator)) * len(texts))
     return str(separator).join(texts)
@@ -110,9 +111,9 @@ def _replaced(text: object, old: object, new: object, count: int | None = None) 
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    # jinja's own tojson escapes HTML, which a prompt is not.
+    # The tojson of jinja escapes HTML characters, which a prompt needs unchanged.
     if indent is not None and not 0 <= indent <= MAX_INDENT:
-        raise TemplateLimit(f"tojson indents by 0 to {MAX_INDENT}")
+        raise TemplateLimit(f"the indent of tojson must be in [0, {MAX_INDENT}], is {indent}")
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -128,14 +129,14 @@ def _check_operands(operator: str, left: object, right: object) -> None:
     elif operator == "+":
         check_size(_size(left) + _size(right))
     elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-        raise TemplateLimit("a format's width has at most three digits")
+        raise TemplateLimit("the width of a format must have at most three digits")
 
 
 # ---- the environment
 
 
 class _Metering(NodeTransformer):
-    """Puts filters where jinja offers no hook: around what a loop goes over, `~`, and slices."""
+    """Adds metering filters to steps without a hook in jinja: loops, `~`, and slices."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
@@ -163,7 +164,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
 
     def __init__(self) -> None:
-        # Without jinja's optimizer nothing is computed while a template is compiled.
+        # The optimizer of jinja would run steps of the template at compile time, without a meter.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False)
         own = {"join": _joined, "replace": _replaced, "tojson": _to_json, "_joined": _joined, "_counted": lambda v: v}
         kept = {name: function for name, function in self.filters.items() if name in FILTERS} | own
@@ -189,7 +190,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None and _WIDE_FORMAT.search(str(value.__self__)):
-            raise TemplateLimit("a format's width has at most three digits")
+            raise TemplateLimit("the width of a format must have at most three digits")
         return wrapped
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:

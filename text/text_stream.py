@@ -1,6 +1,6 @@
-"""From one choice's tokens to its text: whole characters only, and nothing of a stop string.
+"""Converts the tokens of one choice to its text, in whole characters, up to the first stop string.
 
-Text that may be the beginning of a stop string is held back until it is known to be one or not.
+Text that may begin a stop string is held back until later text decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from text.detokenizer import IncrementalDetokenizer
 
 
 class TextStream:
-    """After `stop_match` is set the text is complete, and further tokens add nothing."""
+    """After `stop_match` is set, the text is complete and further tokens add nothing."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
@@ -20,21 +20,21 @@ class TextStream:
         self.stop_match = ""
 
     def push(self, token_id: int) -> str:
-        """The text that can be shown now that `token_id` has come."""
-        return self._show(self._detokenizer.push(token_id))
+        """The text that the client may see after `token_id`, beyond the text returned before."""
+        return self._release(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """What is left when the last token has come."""
-        shown = self._show(self._detokenizer.flush())
+        """The rest of the text, after the last token."""
+        released = self._release(self._detokenizer.flush())
         held, self._held = self._held, ""
-        return shown + ("" if self.stop_match else held)
+        return released + ("" if self.stop_match else held)
 
-    def _show(self, delta: str) -> str:
+    def _release(self, delta: str) -> str:
         if self.stop_match:
             return ""
         text = self._held + delta
-        # The match that is complete first ends the text, so that how tokens divide the text changes nothing; of two
-        # that end together, the longer one does.
+        # The first complete match ends the text, so the division of the text into tokens does not matter. Of two
+        # matches with the same end, the longer one counts.
         found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stop_strings if stop in text]
         if found:
             _, position, self.stop_match = min(found)
@@ -46,7 +46,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, shorter than `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`, and shorter than `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for one model. Imports no torch: the router runs this, too.
+"""Converts text to token ids and back, for one model. Imports no torch, because the router uses it.
 
-A chat is rendered by the model's template. The special tokens of the prompt are those that the template writes. The
-text of a special token in a message stays text (`text/special_tokens.py`), unless the caller sets `parse_special`.
+The chat template of the model renders a chat and writes its special tokens. The text of a special token in a message
+stays plain text (`text/special_tokens.py`), unless the caller sets `parse_special`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BYTE_CHAT_TEMPLATE = (
 
 
 class ModelTokenizer:
-    """Safe to call from several threads at once."""
+    """The tokenizer of one model. Several threads may call it at the same time."""
 
     def __init__(self, info: ModelInfo, codec: Codec, template: ChatTemplate | None) -> None:
         self.info = info
@@ -46,14 +46,14 @@ class ModelTokenizer:
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Text -> id of the tokens that structure a prompt and have no text in an answer."""
+        """Text -> id of the tokens that structure a prompt and have no text in an output."""
         return self._codec.special_tokens
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Ids of `text`. `add_special` puts what the model expects before it (e.g. bos).
+        """Token ids of `text`. `add_special` adds the tokens that the model expects before a text (e.g. bos).
 
-        With `parse_special` the text of a special token becomes that token, else it is plain text. Raises
-        `InvalidRequest` for the noncharacters that mark text here.
+        With `parse_special`, the text of a special token becomes that token; else it is plain text. Raises
+        `InvalidRequest` for reserved noncharacters (`refuse_reserved`).
         """
         refuse_reserved("text", text)
         if parse_special:
@@ -62,10 +62,10 @@ class ModelTokenizer:
         return encode_framed(self._codec, marks, marks.mark(text), add_special)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], parse_special: bool = False) -> list[int]:
-        """Ids of the prompt for `messages` ({role, content} each). Roles are part of the frame: the caller checks them.
+        """Token ids of the prompt for `messages` ({role, content} each). The caller checks the roles.
 
-        With `parse_special` the text of a special token in a message becomes that token, else it is plain text.
-        Raises `InvalidRequest` as `render_chat` does, and for the noncharacters that mark text here.
+        With `parse_special`, the text of a special token in a message becomes that token; else it is plain text.
+        Raises `InvalidRequest` as `render_chat` does, and for reserved noncharacters (`refuse_reserved`).
         """
         for index, message in enumerate(messages):
             refuse_reserved(f"messages[{index}].content", str(message.get("content")))
@@ -75,9 +75,10 @@ class ModelTokenizer:
         return encode_framed(self._codec, marks, marked, add_special=False)
 
     def _render_marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, Marks]:
-        """The prompt with its content marked, such that the template does what it does with plain content.
+        """The prompt with marked content, from the first marking under which the template treats content as before.
 
-        Where no marking is so, because the template looks at the very characters, special tokens matter more.
+        If every marking changes the result, because the template searches content for key characters, the last one is
+        used: a changed prompt is better than a forged special token.
         """
         rendered = plain = self.render_chat(messages)
         for marks in self._markings:
@@ -89,7 +90,7 @@ class ModelTokenizer:
         return rendered, marks
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer: special tokens have none. Raises `InvalidRequest` for an id outside the vocabulary."""
+        """Text of an output; special tokens have none. Raises `InvalidRequest` for an id outside the vocabulary."""
         for token_id in token_ids:
             if not 0 <= token_id < self.info.vocab_size:
                 raise InvalidRequest("token_ids", f"{token_id} is outside the vocabulary [0, {self.info.vocab_size})")
@@ -100,13 +101,13 @@ class ModelTokenizer:
         return self._codec.token_bytes(token_id)
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh one for one answer."""
+        """A new detokenizer, for one output."""
         return IncrementalDetokenizer(self._codec.token_bytes, strip_first_space=self._codec.strip_first_space)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of the prompt for `messages` ({role, content} each).
 
-        Raises `InvalidRequest` where the model has no template or the template refuses the messages.
+        Raises `InvalidRequest` if the model has no template, or if the template refuses the messages.
         """
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send text or token ids")
@@ -114,7 +115,7 @@ class ModelTokenizer:
 
 
 def load_tokenizer(spec: str, max_context: int = 0, cache_dir: Path | None = None) -> ModelTokenizer:
-    """The tokenizer of a model spec. Raises `ModelNotFound`, or `ConfigError` naming a kind that is not served."""
+    """The tokenizer of a model spec. Raises `ModelNotFound`, or `ConfigError` for a tokenizer that is not supported."""
     source = resolve_model(spec, cache_dir)
     info = describe(source, max_context)
     if source.kind in (SourceKind.RANDOM, SourceKind.FAKE):
@@ -125,14 +126,14 @@ def load_tokenizer(spec: str, max_context: int = 0, cache_dir: Path | None = Non
 
 
 class FileCodec:
-    """A tokenizer that came with a model."""
+    """The tokenizer from the files of a model."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
         self._to_bytes = byte_level_bytes if files.byte_level else sentencepiece_bytes
-        self._known: dict[int, bytes] = {}  # token id -> bytes, at most one entry for each of the vocabulary
+        self._known: dict[int, bytes] = {}  # token id -> bytes, at most one entry for each id of the vocabulary
         self.strip_first_space = files.strip_first_space
-        # `special_ids` may include spaces and newlines, which are text wherever they stand.
+        # `special_ids` may include spaces and newlines, which are always plain text.
         self._control = {
             token_id: files.added_tokens[token_id]
             for token_id in files.special_ids
@@ -145,7 +146,7 @@ class FileCodec:
         encoding = self._files.tokenizer.encode(text, add_special_tokens=add_special)
         token_ids: list[int] = encoding.ids
         found = [index for index, token_id in enumerate(token_ids) if token_id in self._control]
-        # What `add_special` has put before the text spans none of its characters.
+        # Tokens that `add_special` added span no characters of the text.
         spans = [(token_ids[index], *(encoding.token_to_chars(index) or (0, 0))) for index in found]
         special = [(self._control[token_id], start, end) for token_id, start, end in spans if start < end]
         if BREAK in text:
@@ -164,7 +165,7 @@ class FileCodec:
         added = self._files.added_tokens.get(token_id)
         if added is not None:
             return added.encode("utf-8")
-        # A model's matrix may have more rows than its tokenizer has tokens; those say nothing.
+        # The vocabulary of a model may have more ids than its tokenizer. Those ids have no text.
         text = self._files.tokenizer.id_to_token(token_id)
         return b"" if text is None else self._to_bytes(text)
 
@@ -181,12 +182,13 @@ def _utf8(text: str) -> list[int]:
 
 
 class ByteCodec:
-    """Ids are bytes, then special tokens, then ids without text, written as `<id>`: for random and fake models."""
+    """The tokenizer of random and fake models. Ids below 256 are bytes, then come the special tokens. The text of every
+    other id is `<id>`."""
 
     strip_first_space = False
 
     def encode(self, text: str, add_special: bool) -> Encoded:
-        del add_special  # these models expect nothing before a text
+        del add_special  # these models expect no token before a text
         token_ids: list[int] = []
         special = []
         done = 0

@@ -1,9 +1,9 @@
-"""Reading a tokenizer out of what a model brings along: GGUF metadata or a Hugging Face directory.
+"""Reads a tokenizer from the files of a model: GGUF metadata or a Hugging Face directory.
 
-Two families are served, told apart by how a token's text becomes bytes:
+Two families are supported. They differ in the conversion of the text of a token to bytes:
 
-    byte-level    every byte is written as one printable character (GPT-2's alphabet)
-    sentencepiece a space is written as U+2581, a byte without a character as <0xNN>
+    byte-level    each byte is one printable character (the alphabet of GPT-2)
+    sentencepiece a space is U+2581, and a byte outside any character is <0xNN>
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class TokenizerFiles:
     tokenizer: Tokenizer
     byte_level: bool  # else sentencepiece
     strip_first_space: bool
-    added_tokens: Mapping[int, str]  # id -> text, for tokens that are not in either alphabet
-    special_ids: frozenset[int]  # of the added tokens, those that have no text in an answer
-    bos_prefix: tuple[int, ...]  # put before a text by `add_special`, where the tokenizer itself does not do it
+    added_tokens: Mapping[int, str]  # id -> text, for tokens with text in neither alphabet
+    special_ids: frozenset[int]  # the added tokens that have no text in an output
+    bos_prefix: tuple[int, ...]  # ids that `add_special` puts before a text; empty if the tokenizer itself adds them
     chat_template: str | None
-    template_tokens: Mapping[str, str]  # bos_token, eos_token: names the template may use
+    template_tokens: Mapping[str, str]  # values of bos_token and eos_token, which the template may use
 
 
 # ---- GGUF
@@ -47,7 +47,7 @@ def _split(pattern: str) -> list[Any]:
     return [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
 
 
-# tokenizer.ggml.pre -> the steps that cut a text before merging; absent means GPT-2's own
+# tokenizer.ggml.pre -> the steps that split a text before merging; absent means gpt-2
 _GGUF_PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "gpt-2": lambda: [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
@@ -57,19 +57,21 @@ _GGUF_PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def from_gguf(source: ModelSource) -> TokenizerFiles:
-    """The byte-level BPE in a GGUF file. Raises `ConfigError` naming a kind that is not served."""
+    """The byte-level BPE in a GGUF file. Raises `ConfigError` for a tokenizer that is not supported."""
     assert source.path is not None
     file = GGUFFile(source.path)
     fields = file.fields
     model = fields.text("tokenizer.ggml.model")
     if model != "gpt2":
-        raise ConfigError(f"{source.path}: tokenizer {model!r} is not served from GGUF: use the Hugging Face directory")
+        raise ConfigError(
+            f"{source.path}: tokenizer {model!r} in GGUF is not supported; use the Hugging Face directory of the model"
+        )
     pre = fields.text("tokenizer.ggml.pre", "gpt-2")
     if pre == "default":
         pre = "gpt-2"
     if pre not in _GGUF_PRE_TOKENIZERS:
         raise ConfigError(
-            f"{source.path}: pre-tokenizer {pre!r} is not served; known: {', '.join(_GGUF_PRE_TOKENIZERS)}"
+            f"{source.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_GGUF_PRE_TOKENIZERS)}"
         )
     texts = fields.list_of(str, "tokenizer.ggml.tokens")
     kinds = fields.list_of(int, "tokenizer.ggml.token_type", [1] * len(texts))
@@ -77,7 +79,7 @@ def from_gguf(source: ModelSource) -> TokenizerFiles:
         raise ConfigError(
             f"{source.path}: tokenizer.ggml.token_type has {len(kinds)} items, tokenizer.ggml.tokens has {len(texts)}"
         )
-    # Llama 3 takes a whole word that is in the vocabulary, even where no merges lead to it.
+    # Llama 3 uses a whole word that is in the vocabulary, even if no merges lead to the word.
     tokenizer = Tokenizer(_gguf_bpe(fields, texts, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -114,7 +116,7 @@ def _gguf_bpe(fields: Fields, texts: list[str], ignore_merges: bool) -> BPE:
     for merge in fields.list_of(str, key):
         left, separator, right = merge.partition(" ")
         if not separator:
-            raise ConfigError(f"{fields.origin}: {key} has {merge!r}, must be two tokens with a space between")
+            raise ConfigError(f"{fields.origin}: {key} has {merge!r}, must have two tokens with a space between them")
         merges.append((left, right))
     try:
         return BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges, ignore_merges=ignore_merges)
@@ -126,7 +128,7 @@ def _gguf_bpe(fields: Fields, texts: list[str], ignore_merges: bool) -> BPE:
 
 
 def from_directory(source: ModelSource) -> TokenizerFiles:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja of a directory. Raises `ConfigError`."""
+    """The tokenizer from tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises `ConfigError`."""
     assert source.path is not None
     path = source.path / "tokenizer.json"
     if not path.is_file():
@@ -136,7 +138,7 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
         raise ConfigError(f"cannot read {path}: {error}") from error
-    # What cuts or pads ids for training would lose parts of a prompt.
+    # Truncation and padding, meant for training, would change a prompt.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     byte_level, strip_first_space = _decoder_family(raw.section("decoder").values, source)
@@ -156,8 +158,8 @@ def from_directory(source: ModelSource) -> TokenizerFiles:
 
 
 def _decoder_family(decoder: Mapping[str, Any], source: ModelSource) -> tuple[bool, bool]:
-    """(byte-level rather than sentencepiece, a first space is not part of the text)"""
-    steps = decoder.get("decoders", [decoder])  # the library has read it, so its parts have their types
+    """(True for byte-level and False for sentencepiece, True if the text loses its first space)"""
+    steps = decoder.get("decoders", [decoder])  # the library has read the file, so the types are right
     kinds = [step.get("type") for step in steps]
     if "ByteLevel" in kinds:
         return True, False
@@ -165,7 +167,7 @@ def _decoder_family(decoder: Mapping[str, Any], source: ModelSource) -> tuple[bo
         strips = any(step.get("type") == "Strip" and step.get("start", 0) > 0 for step in steps)
         return False, strips or "Metaspace" in kinds
     raise ConfigError(
-        f"{source.path}: a tokenizer that decodes by {kinds} is not served; known: ByteLevel, ByteFallback"
+        f"{source.path}: a tokenizer with the decoders {kinds} is not supported; supported: ByteLevel, ByteFallback"
     )
 
 
@@ -197,12 +199,12 @@ def _template_tokens(options: Fields) -> dict[str, str]:
     return found
 
 
-# ---- a token's bytes
+# ---- bytes of a token
 
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order."""
+    """The alphabet of GPT-2: printable Latin-1 is itself, and the other bytes are U+0100 and following, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
@@ -212,7 +214,7 @@ def byte_level_bytes(text: str) -> bytes:
     alphabet = _byte_of_character()
     try:
         return bytes(alphabet[character] for character in text)
-    except KeyError:  # no token of the alphabet: it stands for itself
+    except KeyError:  # an added token, outside the alphabet
         return text.encode("utf-8")
 
 

@@ -45,7 +45,7 @@ def test_valid_files_are_read(tmp_path: Path) -> None:
         ("tokenizer.ggml.add_bos_token", 1, "must be true or false"),
         ("tokenizer.ggml.tokens", [1, 2], "must be a list of strings"),
         ("tokenizer.ggml.token_type", [1, 1], "has 2 items, tokenizer.ggml.tokens has 260"),
-        ("tokenizer.ggml.merges", ["an"], "'an', must be two tokens with a space between"),
+        ("tokenizer.ggml.merges", ["an"], "'an', must have two tokens with a space between"),
         ("tokenizer.ggml.merges", ["q q"], "does not fit tokenizer.ggml.tokens"),
         ("tokenizer.ggml.pre", ["smollm"], "must be a string"),
         ("tokenizer.chat_template", 5, "must be a string"),
