@@ -1,7 +1,7 @@
-"""Models that need no file: random weights for tests and benchmarks, and the fake.
+"""Models without files: random weights for tests and benchmarks, and the fake model.
 
-All of them speak bytes: ids 0 to 255 are bytes, then come the special tokens below. A vocabulary larger than that has
-ids without text of their own, which the byte tokenizer writes as `<id>`.
+All of them use the byte tokenizer: ids 0 to 255 are bytes, then come the special tokens below. The text of every other
+id of a larger vocabulary is `<id>`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BYTE_VOCAB_SIZE = 256 + len(BYTE_SPECIAL_TOKENS)
 
 
 def _tiny(**differences: object) -> ModelConfig:
-    """Two layers that still have everything: grouped heads, several blocks of context, an odd vocabulary."""
+    """Two small layers with the features of a large model: grouped heads, many blocks of context, an odd vocabulary."""
     sizes: dict[str, object] = {
         "vocab_size": BYTE_VOCAB_SIZE,
         "hidden_size": 64,
@@ -67,13 +67,13 @@ RANDOM_CONFIGS = {
 
 @dataclass(frozen=True, slots=True)
 class FakeConfig:
-    """Shape of the fake runner's pool, and how far it goes."""
+    """Shape of the KV pool of the fake runner, and its limits."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     context_length: int
-    max_blocks: int  # a pool of more would only cost time to touch
+    max_blocks: int  # a larger pool would only take longer to allocate
 
 
 FAKE_CONFIGS = {

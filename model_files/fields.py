@@ -1,7 +1,6 @@
-"""Typed values out of a model's metadata: config.json, tokenizer_config.json, or the header of a GGUF file.
+"""Reads typed values from the metadata of a model: config.json, tokenizer_config.json, or the header of a GGUF file.
 
-Files come from anywhere, so no value is used before its type and its range are checked. An absent key and JSON's null
-mean the same.
+Files come from anywhere, so the type and the range of each value are checked. A missing key and a null mean the same.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from typing import Any, TypeVar
 
 from core.errors import ConfigError
 
-MAX_SIZE = 1 << 24  # rows or columns of a matrix: the largest vocabulary known has 2^18
+MAX_SIZE = 1 << 24  # rows or columns of a matrix; the largest known vocabulary has 2^18
 MAX_INTEGER = (1 << 31) - 1
-_SHOWN_CHARACTERS = 60  # of a wrong value
+_SHOWN_CHARACTERS = 60  # of a wrong value, in an error
 
 Item = TypeVar("Item", str, int)
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Every method raises `ConfigError`, which names the key and what its value must be. No default: required."""
+    """Every method may raise `ConfigError`, which names the key and its valid values. A missing key without a default
+    is an error."""
 
     values: Mapping[str, Any]
-    origin: str  # what holds the values: "config.json", or a path
+    origin: str  # name of the file, for errors: "config.json", or a path
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -59,13 +59,13 @@ class Fields:
         return items
 
     def token_ids(self, key: str, num_tokens: int) -> list[int]:
-        """One id below `num_tokens`, or a list of them; empty where the key is absent."""
+        """The value as a list of ids below `num_tokens`, also if it is a single id; empty if the key is missing."""
         value = self.values.get(key)
         listed = value if isinstance(value, list) else [] if value is None else [value]
         return [self._integer(key, item, 0, num_tokens - 1) for item in listed]
 
     def section(self, key: str) -> Fields:
-        """The values of an object; empty where the key is absent."""
+        """The values of an object; empty if the key is missing."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             self._refuse(key, value, "an object")
@@ -76,7 +76,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise ConfigError(f"{self.origin} lacks {key}")
+            raise ConfigError(f"{self.origin} lacks {key}, which is required")
         return value
 
     def _integer(self, key: str, value: Any, least: int, most: int) -> int:

@@ -1,12 +1,12 @@
-"""A GGUF file, read in place.
+"""Reads a GGUF file from a memory map.
 
     magic "GGUF" | version u32 | tensor count u64 | metadata count u64
     metadata:  key string | value type u32 | value          (string = length u64 | UTF-8 bytes)
     tensors:   name string | dimension count u32 | dimensions u64 each, innermost first | type u32 | offset u64
-    padding to general.alignment, then the tensors' bytes
+    padding to general.alignment, then the bytes of the tensors
 
-The header is parsed here, not by the gguf package, because the router reads it too and must start fast. Only workers
-dequantize, which takes that package and numpy. Everything is bounds-checked: a damaged file is a ConfigError.
+This module parses the header without the gguf package, because the router reads headers too and must start fast. Only
+workers dequantize, with that package and numpy. Every access is bounds-checked: a damaged file raises ConfigError.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     name: str
-    shape: tuple[int, ...]  # outermost first, as numpy and torch say it
+    shape: tuple[int, ...]  # outermost dimension first, as in numpy and torch
     ggml_type: int
-    offset: int  # of its bytes, from the start of the file
+    offset: int  # of the first byte, from the start of the file
 
 
 class GGUFFile:
-    """Metadata and tensors of one file, memory-mapped. Raises `ConfigError` where the file is damaged."""
+    """Metadata and tensors of one memory-mapped file. Raises `ConfigError` if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class GGUFFile:
 
     @property
     def fields(self) -> Fields:
-        """The metadata, checked as it is read."""
+        """The metadata. Each read checks the value."""
         return Fields(self.metadata, str(self.path))
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
-        """(rows, columns) of a tensor that must be there. Raises `ConfigError` naming it."""
+        """(rows, columns) of a matrix. Raises `ConfigError` if the tensor is missing or is not a matrix."""
         entry = self.tensors.get(name)
         if entry is None:
             raise self._damaged(f"tensor {name} is missing")
@@ -73,7 +73,7 @@ class GGUFFile:
         return entry.shape[0], entry.shape[1]
 
     def raw_tensor(self, name: str) -> tuple[str, np.ndarray]:
-        """The name of a tensor's type, and its bytes as they lie in the file, read-only. Raises as `tensor` does.
+        """(name of the tensor's type, its bytes in the file, read-only). Raises `ConfigError` as `tensor` does.
 
         # -> uint8 [..., bytes of a row]
         """
@@ -88,18 +88,18 @@ class GGUFFile:
             raise self._damaged(f"tensor {name} has the unknown type {entry.ggml_type}") from error
         if entry.shape[-1] % items_per_group:
             raise self._damaged(
-                f"tensor {name} has rows of {entry.shape[-1]}, which groups of {items_per_group} ({ggml_type.name}) "
-                "do not divide"
+                f"tensor {name} has rows of {entry.shape[-1]} numbers, must have a multiple of {items_per_group} "
+                f"({ggml_type.name})"
             )
         row_bytes = entry.shape[-1] // items_per_group * bytes_per_group
         num_bytes = prod(entry.shape[:-1]) * row_bytes
         if entry.offset + num_bytes > len(self._bytes):
-            raise self._damaged(f"tensor {name} ends beyond the file")
+            raise self._damaged(f"tensor {name} ends after the end of the file")
         raw = np.frombuffer(self._bytes, np.uint8, num_bytes, entry.offset)
         return ggml_type.name, raw.reshape(*entry.shape[:-1], row_bytes)
 
     def tensor(self, name: str, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
-        """One tensor, or some of its rows, dequantized to float32. Raises `ConfigError` where it is not whole."""
+        """One tensor, or some of its rows, dequantized to float32. Raises `ConfigError` if the tensor is damaged."""
         import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -116,15 +116,15 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: tensor {name}: {kind} cannot be dequantized") from error
 
     def _damaged(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.path} is not a usable GGUF file: {what}; fetch it again or convert it anew")
+        return ConfigError(f"{self.path} is not a usable GGUF file: {what}; download or convert the file again")
 
     def _parse(self) -> None:
         if self._bytes[:4] != _MAGIC:
-            raise self._damaged("it does not begin with GGUF")
+            raise self._damaged("the file does not start with GGUF")
         self._position = 4
         version = self._scalar("I")
         if version not in _VERSIONS:
-            raise self._damaged(f"version {version} is not one of {_VERSIONS}")
+            raise self._damaged(f"the version must be one of {_VERSIONS}, is {version}")
         num_tensors, num_fields = self._scalar("Q"), self._scalar("Q")
         for _ in range(num_fields):
             key = self._string()
@@ -132,10 +132,10 @@ class GGUFFile:
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise self._damaged(f"general.alignment is {alignment!r}")
+            raise self._damaged(f"general.alignment must be a whole number of at least 1, is {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
         for name, shape, ggml_type, offset in entries:
-            # No type takes less than a bit for a number, so larger shapes lie. Allocating such a model would fail.
+            # Every type takes at least one bit for a number. A larger shape is wrong and could not be allocated.
             if not 1 <= prod(shape) <= 8 * len(self._bytes):
                 raise self._damaged(f"tensor {name} has the shape {shape}, for which the file is too small")
             self.tensors[name] = TensorEntry(name, shape, ggml_type, data_start + offset)
@@ -149,20 +149,20 @@ class GGUFFile:
         length = self._scalar("Q")
         end = self._position + length
         if end > len(self._bytes):
-            raise self._damaged(f"a string at byte {self._position} ends beyond the file")
+            raise self._damaged(f"the string at byte {self._position} ends after the end of the file")
         text = self._bytes[self._position : end].decode("utf-8")
         self._position = end
         return text
 
     def _strings(self, count: int) -> list[str]:
-        """As `_string`, many times: a vocabulary holds a hundred thousand, which this reads five times faster."""
+        """As many calls of `_string`, but five times faster: a vocabulary has a hundred thousand strings."""
         read_length, content = struct.Struct("<Q").unpack_from, self._bytes
         position, size, strings = self._position, len(content), []
         for _ in range(count):
             start = position + 8
             position = start + read_length(content, position)[0]
             if position > size:
-                raise self._damaged(f"a string at byte {start} ends beyond the file")
+                raise self._damaged(f"the string at byte {start} ends after the end of the file")
             strings.append(content[start:position].decode("utf-8"))
         self._position = position
         return strings
@@ -174,7 +174,9 @@ class GGUFFile:
             return self._scalar(_SCALARS[kind])
         item_kind, count = self._scalar("I"), self._scalar("Q")
         if count > _MAX_ARRAY_ITEMS:
-            raise self._damaged(f"an array of {count} items at byte {self._position}")
+            raise self._damaged(
+                f"the array at byte {self._position} must have at most {_MAX_ARRAY_ITEMS} items, has {count}"
+            )
         if item_kind == _STRING:
             return self._strings(count)
         code = f"<{count}{_SCALARS[item_kind]}"
@@ -186,6 +188,6 @@ class GGUFFile:
         name = self._string()
         num_dimensions = self._scalar("I")
         if not 1 <= num_dimensions <= 4:
-            raise self._damaged(f"tensor {name} has {num_dimensions} dimensions")
+            raise self._damaged(f"tensor {name} must have 1 to 4 dimensions, has {num_dimensions}")
         shape = tuple(reversed([self._scalar("Q") for _ in range(num_dimensions)]))
         return name, shape, self._scalar("I"), self._scalar("Q")

@@ -1,8 +1,8 @@
-"""The architecture of a Llama-family model, as data.
+"""The architecture of a model of the Llama family, as data.
 
-One model file serves the whole family; what differs between its members is written here: biases on q, k and v (Qwen2),
-norms on q and k (Qwen3), a head size of its own (Qwen3, some Mistrals), rope scaling (Llama 3), tied embeddings
-(SmolLM2). What the model file does not compute is refused with a ConfigError, never ignored.
+One implementation (engine/model.py) computes the whole family. This file describes the differences between its members:
+biases on q, k and v (Qwen2), norms on q and k (Qwen3), a separate head size (Qwen3, some Mistrals), rope scaling
+(Llama 3), tied embeddings (SmolLM2). A feature that the implementation lacks raises ConfigError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_ROPE_FACTOR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3's stretch of the slow rotations (transformers' `llama3` rope type), or with `linear` of all of them."""
+    """Divides the slow rotations by `factor` (rope type `llama3` of transformers), or with `linear` all rotations."""
 
     factor: float
     linear: bool = False
@@ -53,21 +53,24 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rope_factors: tuple[float, ...] | None = None  # GGUF's way: one divisor for each of the head_dim / 2 rotations
+    rope_factors: tuple[float, ...] | None = None  # from GGUF: one divisor for each of the head_dim / 2 rotations
     qkv_bias: bool = False
-    output_bias: bool = False  # of the attention's output projection
+    output_bias: bool = False  # of the output projection of the attention
     qk_norm: bool = False
     tie_embeddings: bool = False
-    sliding_window: int | None = None  # computed nowhere: `usable_context` keeps contexts within it
+    sliding_window: int | None = None  # not implemented: `usable_context` limits the context to the window
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"the model's {name} must be at least 1, is {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
+            raise ConfigError(
+                f"the model's num_heads must be a multiple of its num_kv_heads, are {self.num_heads} and "
+                f"{self.num_kv_heads}"
+            )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ConfigError(f"the model's head_dim must be even for rotary embeddings, is {self.head_dim}")
+            raise ConfigError(f"the model's head_dim must be even and at least 2, is {self.head_dim}")
         factors = self.rope_factors
         if factors is not None and (
             len(factors) != self.head_dim // 2 or not all(f >= MIN_ROPE_FACTOR for f in factors)
@@ -77,22 +80,25 @@ class ModelConfig:
             )
 
     def usable_context(self, max_context: int) -> int:
-        """Tokens of context served: `max_context`, or the model's own where that is 0. Raises `ConfigError`."""
+        """The context to serve, in tokens: `max_context`, or if that is 0 the context of the model.
+
+        Raises `ConfigError` if the model cannot serve that context.
+        """
         if max_context > self.context_length:
             raise ConfigError(
-                f"max_context is {max_context}, but the model was trained for {self.context_length} tokens"
+                f"max_context must be at most {self.context_length}, for which the model was trained, is {max_context}"
             )
         context = max_context or self.context_length
-        # Up to the window every token sees all before it, and so windowed attention is full attention.
+        # In a context within the window, every token attends to all tokens before it, as in full attention.
         if self.sliding_window is not None and context > self.sliding_window:
             raise ConfigError(
-                f"the model attends through a sliding window of {self.sliding_window} tokens, which is not computed: "
+                f"the model has a sliding window of {self.sliding_window} tokens, which is not supported: "
                 f"set max_context to {self.sliding_window} or less"
             )
         return context
 
     def inverse_frequencies(self) -> list[float]:
-        """Radians per position of each of the head_dim / 2 rotations, scaled as the model was trained."""
+        """Radians per position for each of the head_dim / 2 rotations, with the scaling of the model."""
         half = self.head_dim // 2
         base = [self.rope_theta ** (-index / half) for index in range(half)]
         if self.rope_factors is not None:
@@ -103,7 +109,7 @@ class ModelConfig:
 
 
 def _scaled(frequency: float, scaling: RopeScaling) -> float:
-    """Slow rotations are divided by the factor, fast ones stay, and between the two wavelengths it is a blend."""
+    """Divides a slow rotation by the factor and leaves a fast one unchanged; blends the two results in between."""
     if scaling.linear:
         return frequency / scaling.factor
     turns = scaling.original_context * frequency / (2 * math.pi)  # full turns within the original context
@@ -115,23 +121,23 @@ def _scaled(frequency: float, scaling: RopeScaling) -> float:
     return (1 - share) * frequency / scaling.factor + share * frequency
 
 
-# ---- Hugging Face's config.json
+# ---- config.json of Hugging Face
 
-# model_type -> (q, k and v always have biases, q and k are normed)
+# model_type -> (q, k and v always have biases, q and k have norms)
 _HF_FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """From config.json, as transformers 4 or 5 writes it. Raises `ConfigError` naming what cannot be served."""
+    """Convert a config.json of transformers 4 or 5. Raises `ConfigError` for a feature that is not supported."""
     fields = Fields(raw, "config.json")
     family = fields.text("model_type", "")
     if family not in _HF_FAMILIES:
-        raise ConfigError(f"model_type {family!r} is not served; known: {', '.join(_HF_FAMILIES)}")
+        raise ConfigError(f"model_type {family!r} is not supported; supported: {', '.join(_HF_FAMILIES)}")
     if fields.text("hidden_act", "silu") != "silu" or raw.get("mlp_bias"):
-        raise ConfigError("config.json asks for a feed-forward other than SiLU without biases, which is not served")
+        raise ConfigError("config.json: hidden_act must be silu and mlp_bias false; no other feed-forward is supported")
     if raw.get("quantization_config"):
         raise ConfigError(
-            "config.json has a quantization_config; quantized safetensors are not served, use a GGUF file"
+            "config.json has a quantization_config; quantized safetensors are not supported, use a GGUF file"
         )
     always_biased, qk_norm = _HF_FAMILIES[family]
     attention_bias = fields.flag("attention_bias")
@@ -159,13 +165,13 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _hf_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 writes both into `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`."""
+    """(base, scaling). transformers 5 writes both to `rope_parameters`; 4 writes `rope_theta` and `rope_scaling`."""
     older, newer = fields.section("rope_scaling"), fields.section("rope_parameters")
     rope = Fields({**older.values, **newer.values}, (newer if newer.values else older).origin)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0, least=1.0), least=1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("config.json asks for a partial_rotary_factor, which is not served")
+        raise ConfigError("config.json: partial_rotary_factor must be 1; partial rotary embeddings are not supported")
     if kind == "default":
         return theta, None
     if kind == "linear":
@@ -177,7 +183,7 @@ def _hf_rope(fields: Fields) -> tuple[float, RopeScaling | None]:
             high_freq_factor=rope.number("high_freq_factor"),
             original_context=rope.integer("original_max_position_embeddings"),
         )
-    raise ConfigError(f"rope type {kind!r} is not served; known: default, linear, llama3")
+    raise ConfigError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
 
 
 def _hf_sliding_window(fields: Fields, family: str) -> int | None:
@@ -190,24 +196,26 @@ def _hf_sliding_window(fields: Fields, family: str) -> int | None:
 
 # ---- GGUF metadata
 
-# general.architecture -> (q, k and v have biases, q and k are normed)
+# general.architecture -> (q, k and v have biases, q and k have norms)
 _GGUF_FAMILIES = {"llama": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """From GGUF metadata and tensor names. Raises `ConfigError` naming what cannot be served."""
+    """Convert GGUF metadata and tensor names. Raises `ConfigError` for a feature that is not supported."""
     fields = file.fields
     family = fields.text("general.architecture")
     if family not in _GGUF_FAMILIES:
-        raise ConfigError(f"{file.path}: architecture {family!r} is not served; known: {', '.join(_GGUF_FAMILIES)}")
+        raise ConfigError(
+            f"{file.path}: architecture {family!r} is not supported; supported: {', '.join(_GGUF_FAMILIES)}"
+        )
     qkv_bias, qk_norm = _GGUF_FAMILIES[family]
     vocab_size, hidden_size = file.matrix_shape("token_embd.weight")
     num_heads = fields.integer(f"{family}.attention.head_count", most=MAX_SIZE)
     if file.metadata.get(f"{family}.expert_count"):
-        raise ConfigError(f"{file.path}: mixtures of experts are not served")
+        raise ConfigError(f"{file.path}: mixtures of experts are not supported")
     head_dim = fields.integer(f"{family}.attention.key_length", hidden_size // num_heads, most=MAX_SIZE)
     if fields.integer(f"{family}.rope.dimension_count", head_dim) != head_dim:
-        raise ConfigError(f"{file.path}: partial rotary embeddings are not served")
+        raise ConfigError(f"{file.path}: partial rotary embeddings are not supported")
     window = f"{family}.attention.sliding_window"
     return ModelConfig(
         vocab_size=vocab_size,
@@ -236,7 +244,7 @@ def _gguf_rope_scaling(file: GGUFFile, family: str) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling(factor=file.fields.number(f"{family}.rope.scaling.factor"), linear=True)
-    raise ConfigError(f"{file.path}: rope scaling {kind!r} is not served; known: none, linear")
+    raise ConfigError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear")
 
 
 def _gguf_rope_factors(file: GGUFFile) -> tuple[float, ...] | None:

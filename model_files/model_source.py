@@ -1,10 +1,10 @@
-"""From what the operator wrote to where the model is, and what everyone must know of it. Imports no torch.
+"""Finds the model for a model spec of the operator, and describes it. Imports no torch.
 
-smollm2-135m      a name of the catalogue, fetched before
+smollm2-135m      a name in the catalogue; `tandem pull` downloads the model first
 path/to/x.gguf    a GGUF file
 path/to/dir       a Hugging Face directory: config.json and safetensors
-random:<config>   random weights of a built-in config, the same everywhere
-fake:<config>     no model at all: the fake runner
+random:<config>   random weights of a built-in config, the same on every machine
+fake:<config>     no model: the fake runner
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    name: str  # what clients and dashboards see
+    name: str  # model name for clients and dashboards
     kind: SourceKind
-    path: Path | None = None  # of the GGUF file or the directory
-    config_name: str = ""  # of random and fake models
+    path: Path | None = None  # of the GGUF file or the directory; None for random and fake models
+    config_name: str = ""  # of a random or fake model
 
 
 def resolve_model(spec: str, cache_dir: Path | None = None) -> ModelSource:
-    """Where `spec` points. Raises `ModelNotFound`, saying what is known and what to do; downloads nothing."""
+    """The source for `spec`. Downloads nothing. Raises `ModelNotFound`, which lists the valid specs."""
     for prefix, kind, known in (
         ("random:", SourceKind.RANDOM, RANDOM_CONFIGS.keys()),
         ("fake:", SourceKind.FAKE, FAKE_CONFIGS.keys()),
@@ -54,12 +54,12 @@ def resolve_model(spec: str, cache_dir: Path | None = None) -> ModelSource:
             config_name = spec.removeprefix(prefix)
             if config_name not in known:
                 listed = ", ".join(prefix + name for name in known)
-                raise ModelNotFound(f"no built-in config {spec!r}; known: {listed}")
+                raise ModelNotFound(f"there is no built-in config {spec!r}; there are {listed}")
             return ModelSource(spec, kind, config_name=config_name)
     if spec in CATALOGUE:
         entry, cache_dir = CATALOGUE[spec], cache_dir or default_cache_dir()
         if not is_cached(entry, cache_dir):
-            raise ModelNotFound(f"{spec} is not on this machine yet: run `tandem pull {spec}`")
+            raise ModelNotFound(f"the model {spec} is not on this machine yet: run `tandem pull {spec}`")
         return ModelSource(spec, SourceKind.GGUF, cached_path(entry, cache_dir))
     path = Path(spec).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -67,18 +67,18 @@ def resolve_model(spec: str, cache_dir: Path | None = None) -> ModelSource:
     if (path / "config.json").is_file():
         return ModelSource(path.resolve().name, SourceKind.HUGGING_FACE, path)
     raise ModelNotFound(
-        f"no model {spec!r}: give a name ({', '.join(CATALOGUE)}), a .gguf file, a directory with config.json, "
-        f"random:<config> ({', '.join(RANDOM_CONFIGS)}) or fake:<config> ({', '.join(FAKE_CONFIGS)})"
+        f"there is no model {spec!r}: give a name ({', '.join(CATALOGUE)}), a .gguf file, a directory with "
+        f"config.json, random:<config> ({', '.join(RANDOM_CONFIGS)}) or fake:<config> ({', '.join(FAKE_CONFIGS)})"
     )
 
 
 def load_model_info(spec: str, max_context: int = 0, cache_dir: Path | None = None) -> ModelInfo:
-    """What everyone must know of a model, read without torch; runner and tokenizer both report exactly this."""
+    """The description of a model, which the router and the workers use."""
     return describe(resolve_model(spec, cache_dir), max_context)
 
 
 def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
-    """As `load_model_info`, for a source that is resolved already."""
+    """As `load_model_info`, for a resolved source."""
     if source.kind is SourceKind.FAKE:
         return ModelInfo(
             name=source.name,
@@ -102,18 +102,17 @@ def describe(source: ModelSource, max_context: int = 0) -> ModelInfo:
 
 
 def usable_context(source: ModelSource, max_context: int = 0) -> int:
-    """Tokens of context served, without a look at the weights. Raises `ConfigError` where that cannot be as many, or
-    the model is of a kind that is not served."""
+    """The context to serve, in tokens, as `ModelConfig.usable_context`. Reads no weights. Raises `ConfigError`."""
     if source.kind is not SourceKind.FAKE:
         return load_config(source).usable_context(max_context)
     context_length = FAKE_CONFIGS[source.config_name].context_length
     if max_context > context_length:
-        raise ConfigError(f"max_context is {max_context}, but {source.name} goes to {context_length} tokens")
+        raise ConfigError(f"max_context must be at most {context_length} for {source.name}, is {max_context}")
     return max_context or context_length
 
 
 def load_config(source: ModelSource) -> ModelConfig:
-    """The architecture of a source that has one (all but the fake)."""
+    """The architecture of a model. A fake model has none."""
     if source.kind is SourceKind.RANDOM:
         return RANDOM_CONFIGS[source.config_name]
     assert source.path is not None, f"{source.kind} has no architecture"
@@ -123,10 +122,10 @@ def load_config(source: ModelSource) -> ModelConfig:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """Names the weights' content, wherever they lie: 16 hex digits.
+    """A hash of the content of the weights, independent of their path: 16 hex digits.
 
-    Built-in models are named by their config. Files are named by their sizes and by 64 evenly spaced pieces of each, so
-    that a large model does not have to be read twice; two fine-tunes of one model differ in most of their pieces.
+    For a built-in model, a hash of its name. For files, a hash of their sizes and of 64 evenly spaced samples of each
+    file, because reading a whole large model takes long. Two fine-tunes of one model differ in most of the samples.
     """
     hasher = xxhash.xxh3_64()
     if source.path is None:
@@ -153,18 +152,18 @@ def _hash_samples(hasher: xxhash.xxh3_64, path: Path) -> None:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object. Raises `ConfigError` where the file does not hold one."""
+    """The JSON object in a file. Raises `ConfigError` if the file does not contain one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
+        raise ConfigError(f"{path} must contain a JSON object")
     return content
 
 
 def _special_ids(source: ModelSource, file: GGUFFile | None, vocab_size: int) -> tuple[frozenset[int], int | None]:
-    """(ids that end a text, id that begins one). Raises `ConfigError` for an id outside the vocabulary."""
+    """(ids that end an output, id that begins a text). Raises `ConfigError` for an id outside the vocabulary."""
     if source.kind is SourceKind.RANDOM:
         return frozenset({BYTE_EOS_ID}), BYTE_BOS_ID
     if file is not None:

@@ -70,7 +70,7 @@ def test_the_context_may_be_cut_but_not_stretched(tmp_path: Path) -> None:
     spec = directory(tmp_path / "a")
     assert load_model_info(spec).context_length == 4096
     assert load_model_info(spec, max_context=100).context_length == 100
-    with pytest.raises(ConfigError, match="trained for 4096"):
+    with pytest.raises(ConfigError, match="max_context must be at most 4096"):
         load_model_info(spec, max_context=5000)
 
 
@@ -87,14 +87,14 @@ def test_a_sliding_window_is_served_only_where_it_changes_nothing(tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not served; known: llama"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_act": "gelu"}, "other than SiLU"),
-        ({"mlp_bias": True}, "without biases"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"mlp_bias": True}, "mlp_bias false"),
         ({"quantization_config": {"bits": 4}}, "use a GGUF file"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not served"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"num_key_value_heads": 3}, "num_heads must be a multiple of its num_kv_heads, are 4 and 3"),
         ({"head_dim": 7}, "must be even"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be a whole number from 1"),
     ],
