@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "no messages": (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, user, assistant"),
     "endless role": (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
-    "late system": (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only the first"),
+    "late system": (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only for the first message"),
 }  # fmt: skip
 
 
