@@ -202,7 +202,7 @@ async def deploy(config: TandemConfig, num_prefill: int = 1, num_decode: int = 1
 
 @contextlib.asynccontextmanager
 async def another_router(deployment: Deployment) -> AsyncIterator[Deployment]:
-    """The same workers behind a second router, which has heard from each of them."""
+    """A second router for the same workers, as soon as each worker has reported to it."""
     router = build_router(deployment.config, place(1))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(router.stop)

@@ -1,4 +1,4 @@
-"""A TCP connection between two services that a test can make a black hole: nothing passes, and neither side is told.
+"""A TCP connection between two services. A test can make it a black hole: no byte passes, and no side gets an error.
 
 async with TcpLink.to(worker_address) as link:
     ...  # the router dials link.address
@@ -39,7 +39,7 @@ class TcpLink:
             await asyncio.gather(*link._pumps, return_exceptions=True)
 
     def vanish(self) -> None:
-        """From now on nothing passes in either direction, not even the end of a connection."""
+        """Stop all bytes in both directions, and also the end of a connection."""
         self._passing.clear()
 
     def mend(self) -> None:
