@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -176,10 +175,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
         metadata.append((TRANSFER_KEY, "true"))
     if isinstance(error, QueueFull):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
-    with contextlib.suppress(TimeoutError):
+    try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort(STATUS_OF[error.code], str(error), tuple(metadata))
-    raise grpc.aio.AbortError
+    except TimeoutError:
+        # Every use of an aborted call raises the call's own AbortError, and gRPC wants no other exception.
+        await context.send_initial_metadata(())
+    raise AssertionError("an aborted call always raises")
 
 
 def error_from(error: grpc.RpcError) -> TandemError:

@@ -17,7 +17,9 @@ TIMEOUT_S = 1.0
 PATIENCE_S = 20.0
 
 
-async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ended = asyncio.Event()
     generate = InferenceServicer.Generate
 
@@ -40,6 +42,7 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(monke
             await ended.wait()
         shell = deployment.router._shell
         assert shell is not None
+        assert caplog.text == ""
         assert shell.num_open == 0
         assert shell.machine.num_in_flight == shell.machine.num_queued == 0
         await deployment.settle()
