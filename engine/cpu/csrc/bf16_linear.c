@@ -1,18 +1,19 @@
-/* A product with a packed bfloat16 matrix, for one row or thousands: out = inputs . weight' + bias, sums in float.
+/* Multiplies one to thousands of input rows by a packed bfloat16 matrix: out = inputs . weight' + bias, sums in float.
 
-   A weight [out, in] lies in panels of PANEL of its rows (the last padded with zeros), pairs of `in` side by side:
+   A weight [out, in] is packed in panels of PANEL rows (the last padded with zeros), pairs of `in` side by side:
 
        [ceil(out / PANEL), in / 2, PANEL, 2]
 
-   A gated one, of gate and up matrices [size, in] each, has 16 rows of the gate and the same 16 of up in a panel (both
-   padded with zeros). The sums of a row by one panel then hold all that 16 results of SwiGLU need:
+   A gated weight combines the gate and up matrices, [size, in] each. A panel holds 16 rows of gate and the same 16 rows
+   of up (both padded with zeros). An input row's sums by one panel then suffice for 16 results of SwiGLU:
 
        [ceil(size / 16), in / 2, 16 of gate + 16 of up, 2]
 
-   One instruction multiplies a pair of an input row, in every lane, by 16 rows of the weight. A tile is up to TILE_ROWS
-   input rows by one panel, all in registers: a panel passes through the first cache once for that many rows, and memory
-   once for all. The result of an input row depends on that row alone, in one order of summing, however many rows there
-   are. Sums are rounded once: after the bias, after the activation. Only for CPUs with AVX-512's bfloat16 products. */
+   One instruction multiplies a broadcast pair of an input row by 16 rows of the weight. A tile is up to TILE_ROWS
+   input rows by one panel, with all sums in registers. A panel is read from L1 once per tile and from memory once per
+   BLOCK_ROWS rows. The result of an input row depends on that row alone: the order of summing is the same for any
+   number of rows. Sums are rounded once, after the bias and the activation. This file needs AVX-512's bfloat16
+   products. */
 #include "vectors.h"
 
 #ifdef __AVX512BF16__
@@ -22,10 +23,10 @@
 #define PANEL 32
 #define HALF_PANEL 16
 #define TILE_ROWS 12     /* times two vectors of sums: 24 of the 32 registers */
-#define BLOCK_ROWS 480   /* of inputs that pass by a panel before the next is taken: they stay in the second cache */
-#define AHEAD_BYTES 4096 /* how far before its use a panel is asked for, past the second cache, where it has but one */
+#define BLOCK_ROWS 480   /* input rows per pass over the panels: so many stay in L2 */
+#define AHEAD_BYTES 4096 /* prefetch distance within a panel that has one tile; such prefetches bypass L2 */
 
-enum ending { /* what a product's results are: numbered as class Ending of engine/cpu/kernels.py */
+enum ending { /* the form of a product's results; the numbers match class Ending of engine/cpu/kernels.py */
     TO_BF16 = 0,
     TO_FLOAT = 1,
     TO_GATED = 2, /* silu(gate) * up, as bfloat16; without a bias */
@@ -40,7 +41,7 @@ struct product {
     enum ending ending;
 };
 
-/* How many columns of the output a panel gives. */
+/* The number of output columns per panel. */
 INLINE int64_t panel_columns(const struct product *product) {
     return product->ending == TO_GATED ? HALF_PANEL : PANEL;
 }
@@ -53,7 +54,7 @@ INLINE const uint16_t *panel_at(const struct product *product, int64_t panel) {
     return product->weight + panel * PANEL * product->in_size;
 }
 
-/* A bit for each of the `left` first lanes. */
+/* A mask of the first `left` lanes. */
 INLINE __mmask16 first_lanes(int64_t left) { return left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0; }
 
 INLINE void store_half(uint16_t *to, __m512 values, int64_t left) {
@@ -64,8 +65,8 @@ INLINE void store_half(uint16_t *to, __m512 values, int64_t left) {
         _mm256_mask_storeu_epi16(to, first_lanes(left), rounded);
 }
 
-/* The sums of an input row by all rows of a panel, made the results of `row`. `ending` is the product's own, given as
-   a constant: the choice is made once for many rows. */
+/* Stores the results of input row `row` by a panel from its sums. `ending` equals product->ending but is a constant:
+   the caller branches once for many rows. */
 INLINE void finish_row(const struct product *product, int64_t row, int64_t panel, __m512 first, __m512 second,
                        const enum ending ending) {
     const int64_t column = panel * (ending == TO_GATED ? HALF_PANEL : PANEL), left = product->out_size - column;
@@ -92,25 +93,25 @@ INLINE void finish_row(const struct product *product, int64_t row, int64_t panel
         _mm512_mask_storeu_epi16(to, (1u << left) - 1, rounded);
 }
 
-/* Keeps the compiler from addressing every row by a register of its own: there are too few for twelve. */
+/* Stops the compiler from keeping one address register per row: twelve rows would need too many. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 
-/* Asks for the lines that a tile's results begin in: they have no room in the second cache beside the inputs of many
-   rows, and a store waits for its line. */
+/* Prefetches the first line of each row's results: a store waits for its line, and the inputs of many rows evict the
+   results from L2. */
 INLINE void fetch_results(const struct product *product, int64_t row, int64_t panel, const int rows) {
     const int64_t element = product->ending == TO_FLOAT ? 4 : 2, row_bytes = product->out_size * element;
     const char *to = (const char *)product->out + row * row_bytes + panel * panel_columns(product) * element;
     for (int r = 0; r < rows; r++) __builtin_prefetch(to + r * row_bytes, 1, 2);
 }
 
-/* `rows` (a constant) input rows from `row` on by a panel. Meanwhile the bytes [ahead, ahead + ahead_bytes) are
-   fetched; a fixed distance ahead of the panel where ahead is NULL. */
+/* Multiplies `rows` (a constant) input rows from `row` on by a panel, and prefetches the bytes
+   [ahead, ahead + ahead_bytes). If ahead is NULL, the prefetch runs AHEAD_BYTES ahead in the panel. */
 INLINE void multiply_tile(const struct product *product, int64_t row, int64_t panel, const int rows,
                           const char *ahead, int64_t ahead_bytes) {
     const int64_t row_bytes = 2 * product->in_size;
     const uint16_t *weights = panel_at(product, panel), *end = weights + PANEL * product->in_size;
     const char *ahead_end = ahead == NULL ? NULL : ahead + ahead_bytes;
-    const char *threes[TILE_ROWS / 3]; /* rows 3 * i and two that follow: offsets that an address can hold */
+    const char *threes[TILE_ROWS / 3]; /* row 3 * i: one base register plus an index addresses three rows */
     __m512 sums[TILE_ROWS][2];
     for (int i = 0; 3 * i < rows; i++) threes[i] = (const char *)product->inputs + (row + 3 * i) * row_bytes;
     for (int r = 0; r < rows; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
@@ -144,7 +145,7 @@ INLINE void multiply_tile(const struct product *product, int64_t row, int64_t pa
     }
 }
 
-/* A panel by input rows [from, until), in tiles of nearly the same height. */
+/* Multiplies input rows [from, until) by a panel, in tiles of nearly equal height. */
 static void multiply_panel(const struct product *product, int64_t from, int64_t until, int64_t panel) {
     const int64_t num_rows = until - from, num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
     const int64_t panel_bytes = product->in_size * PANEL * 2, share = panel_bytes / num_tiles + LINE_BYTES - 1;
@@ -161,7 +162,7 @@ static void multiply_panel(const struct product *product, int64_t from, int64_t 
     }
 }
 
-/* What the arguments are: `struct product`. */
+/* `struct product` describes the arguments. */
 EXPORT void tandem_bf16_linear(const uint16_t *inputs, const uint16_t *weight, const float *bias, void *out,
                                int64_t num_rows, int64_t out_size, int64_t in_size, int ending, int num_threads) {
     const struct product product = {inputs, weight, bias, out, num_rows, out_size, in_size, (enum ending)ending};

@@ -1,8 +1,9 @@
-/* Attention of one new token per sequence over its paged KV, read in place and once.
+/* Attention of one new token per sequence over its paged KV, which is read in place and once.
 
-   A task is one sequence and a run of its KV heads. Positions pass in tiles: scores of all query heads of a KV head,
-   softmax with a running maximum (online, in float), weighted sum of values; meanwhile the next tile is fetched.
-   What a head gets depends on its own sequence alone, in one order, whatever else is in the batch. */
+   A task is one sequence and a run of its KV heads. Each tile of positions takes three steps: scores of all query
+   heads of a KV head, softmax with a running maximum (online, in float), and the weighted sum of values. Meanwhile the
+   next tile is prefetched. A head's result depends on its own sequence alone: the order of summing does not depend on
+   the rest of the batch. */
 #include <stdlib.h>
 
 #include "decode_tile.h"
@@ -17,7 +18,7 @@
 #define store_interleaved(...) ((void)0)
 #endif
 
-/* `heads` (a constant) query heads from `h` on, of those whose queries and sums lie one behind the other. */
+/* Attends with `heads` (a constant) query heads from `h` on; query and sums hold all heads contiguously. */
 INLINE void attend_heads(const struct kv_cache *cache, const struct course *course, int count, int is_bf16,
                          const int heads, int h, float *query, float *sums, float *maxima, float *totals) {
     const int at = h * cache->head_dim;
@@ -53,8 +54,8 @@ INLINE void store_head(const float *sums, const float *total, int head_dim, void
     }
 }
 
-/* A whole tile's rows, one of each block in turn. A block's part of a layer is a few KB in a run of its own, and a CPU
-   that foresees what is read next does so for several runs side by side sooner than for one after the other. */
+/* The rows of a whole tile, one of each block in turn. A block's part of a layer is a contiguous run of a few KB. The
+   hardware prefetcher starts sooner on several interleaved runs than on one run after another. */
 INLINE void locate_whole_tile(const struct kv_cache *cache, const int32_t *table, const char **rows) {
     const int num_blocks = TILE / cache->block_size;
     for (int block = 0; block < num_blocks; block++) {
@@ -63,8 +64,8 @@ INLINE void locate_whole_tile(const struct kv_cache *cache, const int32_t *table
     }
 }
 
-/* The tile of sequence `index` that begins at position `from`; where that one has ended, the next sequence's first, and
-   after the last sequence its last tile once more, which is in the cache. */
+/* The tile of sequence `index` that begins at position `from`. Past the sequence's end: the next sequence's first tile.
+   Past the last sequence: that sequence's last tile again, which is already in the cache. */
 INLINE void locate_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t index, int64_t from,
                         struct tile *tile) {
     if (from > batch->start[index]) {
@@ -83,9 +84,9 @@ INLINE void locate_tile(const struct kv_cache *cache, const struct paged_batch *
     for (int p = tile->count; p < TILE; p++) tile->rows[p] = tile->rows[tile->count - 1];
 }
 
-#define TILES 3 /* the current one and those of the two places after it */
+#define TILES 3 /* the current tile and the tiles of the two places after it */
 
-/* KV head `head` and up: from the number of heads on it is one of the next tile, and so on. */
+/* The place of KV head `head`. Numbers from num_heads on mean heads of the following tiles. */
 INLINE struct place place_of(const struct kv_cache *cache, const struct tile *tiles, int turn, size_t first_key,
                              int head, int num_heads) {
     const size_t keys = first_key + head % num_heads * cache->head_stride;
@@ -138,7 +139,7 @@ INLINE void attend_sequence(const struct kv_cache *cache, const struct paged_bat
                    ((size_t)row * cache->num_heads + first_head * group + h) * head_dim, is_bf16);
 }
 
-/* Asks for what the first sequence reads first. */
+/* Prefetches the first tile of the first sequence. */
 void tandem_fetch_first_tile(const struct kv_cache *cache, const struct paged_batch *batch, int64_t layer) {
     struct tile tile;
     locate_tile(cache, batch, 0, 0, &tile);
@@ -149,7 +150,7 @@ void tandem_fetch_first_tile(const struct kv_cache *cache, const struct paged_ba
     }
 }
 
-/* One layer of a batch, in tasks of some KV heads of a sequence each. */
+/* One layer of a batch. A task is a run of KV heads of one sequence. */
 struct decode {
     const struct kv_cache *cache;
     const struct paged_batch *batch;
@@ -157,7 +158,7 @@ struct decode {
     int64_t query_stride;
     void *out;
     size_t layer_offset;
-    int64_t splits; /* tasks of a sequence */
+    int64_t splits; /* tasks per sequence */
     int heads_per_task;
 };
 
@@ -169,7 +170,7 @@ INLINE void attend_task(const struct decode *decode, int64_t task, int is_bf16, 
                     left < decode->heads_per_task ? left : decode->heads_per_task, is_bf16, scratch);
 }
 
-/* The tasks that fall to this thread: all of them outside of a parallel region. Returns 1 where there is no memory. */
+/* Runs this thread's share of the tasks; outside a parallel region, all of them. Returns 1 if memory runs out. */
 static int attend_tasks(const struct decode *decode) {
     const struct kv_cache *cache = decode->cache;
     const size_t scratch_floats = (size_t)cache->num_heads * (2 * cache->head_dim + LANES + 1);
@@ -190,7 +191,7 @@ static int attend_tasks(const struct decode *decode) {
 
 int tandem_decode_attention(const struct kv_cache *cache, const struct paged_batch *batch, const void *queries,
                             int64_t query_stride, void *out, int64_t layer) {
-    /* Whole sequences where there are enough of them to go round, else runs of KV heads. */
+    /* A task is a whole sequence if there are enough sequences for all threads, else a run of KV heads. */
     int64_t splits = (cache->num_threads + batch->num_sequences - 1) / batch->num_sequences;
     if (splits > cache->num_kv_heads) splits = cache->num_kv_heads;
     const int heads_per_task = (int)((cache->num_kv_heads + splits - 1) / splits);

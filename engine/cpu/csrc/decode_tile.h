@@ -1,5 +1,5 @@
-/* One tile of one KV head: scores, softmax with a running maximum, weighted sum of values. The form that is written
-   with the compiler's vectors, for every target; decode_tile_bf16.h has the one for bfloat16 products. */
+/* One tile of one KV head: scores, softmax with a running maximum, weighted sum of values. This form uses the
+   compiler's vector types and runs on every target; decode_tile_bf16.h has the form for bfloat16 products. */
 #ifndef TANDEM_DECODE_TILE_H
 #define TANDEM_DECODE_TILE_H
 
@@ -7,11 +7,11 @@
 
 #define MAX_TILE_HEADS 4
 
-#ifndef FETCH_LOCALITY /* of __builtin_prefetch: 2 is into the second cache, 0 past it; the build says what suits the CPU */
+#ifndef FETCH_LOCALITY /* of __builtin_prefetch: 2 loads into L2, 0 bypasses L2; the build chooses for the CPU */
 #define FETCH_LOCALITY 2
 #endif
 
-/* Some positions. Where there are fewer than TILE, the last row stands in for those that are missing. */
+/* Up to TILE positions. A shorter tile repeats its last row up to TILE. */
 struct tile {
     const char *rows[TILE];
     int count;
@@ -23,17 +23,17 @@ struct place {
     size_t keys, values;
 };
 
-/* The place that is computed, and the two that come after it. */
+/* The place being computed and the two places after it. */
 struct course {
     struct place here, next, later;
 };
 
-/* While a row is computed, rows that come later are asked for, so that memory is asked evenly and never rests. Each is
-   asked for more than once: two places, one and half a one before it is needed, since a CPU that waits for many lines
-   already forgets what else it is asked for. The second cache waits for more lines at once than the first: that doubles
-   the speed of a CPU whose first cache waits for few. Where it waits for enough, what is read once had better pass by the
-   second, where it would take the place of what the kernels and Python come back to in the next layer; but what is
-   needed two places later has no room in the first. */
+/* Computing a row prefetches later rows, so memory stays evenly busy. With full miss queues, the CPU drops prefetches.
+   Each row is therefore prefetched several times: two places, one place and half a place before its use.
+
+   FETCH_LOCALITY 2 prefetches into L2, which has more miss buffers than L1: this doubles the speed of a CPU with few L1
+   miss buffers. On other CPUs 0 is better: the rows, which are read once, then evict nothing from L2 that the next layer
+   needs. With 0, rows two places ahead are not prefetched, because they do not fit in L1. */
 INLINE void fetch_row(const char *row, size_t num_bytes) {
     for (size_t byte = 0; byte < num_bytes; byte += LINE_BYTES) __builtin_prefetch(row + byte, 0, FETCH_LOCALITY);
 }
@@ -70,8 +70,8 @@ INLINE void score_rows(const float *query, int head_dim, const char *const *rows
     }
 }
 
-/* Turns scores into weights relative to the running maximum; returns what earlier sums must be multiplied by.
-   total: [LANES], to be summed in the end. */
+/* Turns scores into weights relative to the running maximum; returns the factor for earlier sums. total: [LANES]; the
+   caller sums the lanes at the end. */
 INLINE float weigh_scores(float *scores, int count, float *maximum, float *total) {
     for (int p = count; p % LANES; p++) scores[p] = -INFINITY;
     vfloat tops = load_floats(scores);
@@ -101,7 +101,8 @@ INLINE void add_row(const char *row, int d, const float *weights, int is_bf16, c
     }
 }
 
-/* sums[h] = sums[h] * rescale[h] + weights[h] . value rows. Even and odd rows are summed apart: shorter chains. */
+/* sums[h] = sums[h] * rescale[h] + weights[h] . value rows. Even and odd rows have separate sums: this shortens the
+   dependency chains. */
 INLINE void add_values(const struct course *course, int count, const float *weights, const float *rescale,
                        int head_dim, int is_bf16, const int heads, float *sums) {
     const struct place *here = &course->here;

@@ -1,13 +1,13 @@
-/* The same tile by bfloat16 products: queries, keys, weights and values are multiplied as bfloat16, sums are float. */
+/* The tile of decode_tile.h by bfloat16 products: queries, keys, weights and values are bfloat16, sums are float. */
 #ifndef TANDEM_DECODE_TILE_BF16_H
 #define TANDEM_DECODE_TILE_BF16_H
 
 #include "bf16_products.h"
 #include "decode_tile.h"
 
-#define STEP 16 /* positions that are scored together; a tile's rows are padded to a multiple of it */
+#define STEP 16 /* positions scored together; a tile's rows are padded to a multiple of STEP */
 
-/* A query as `score_step` takes it: it interleaves two key rows by pairs of elements, so each pair is there twice. */
+/* Writes each pair of the query's elements twice, because `score_step` interleaves two key rows by pairs. */
 INLINE void double_pairs(const uint16_t *query, int num_elements, uint16_t *doubled) {
     for (int d = 0; d < num_elements; d += WIDE) {
         const __m512i part = _mm512_loadu_si512(query + d);
@@ -16,7 +16,7 @@ INLINE void double_pairs(const uint16_t *query, int num_elements, uint16_t *doub
     }
 }
 
-/* sums[h] += query[h] . two key rows, in the lanes a b a b ... */
+/* sums[h] += query[h] . two key rows; lanes alternate between the two rows. */
 INLINE void score_two_rows(const char *first, const char *second, const uint16_t *query, const int head_dim,
                            const int heads, __m512 sums[MAX_TILE_HEADS]) {
     for (int d = 0; d < head_dim; d += WIDE) {
@@ -54,8 +54,8 @@ INLINE void score_step(const uint16_t *query, const int head_dim, const struct c
                                                        sum_halves(fours[2][h], fours[3][h])));
 }
 
-/* Turns scores into bfloat16 weights relative to the running maximum; returns what earlier sums are multiplied by.
-   Scores are not scaled yet: exponent = scale * log2(e). total: [LANES], to be summed in the end. */
+/* Turns scores into bfloat16 weights relative to the running maximum; returns the factor for earlier sums.
+   Scores are not scaled yet: exponent = scale * log2(e). total: [LANES]; the caller sums the lanes at the end. */
 INLINE float weigh_scores_bf16(float *scores, int count, float exponent, float *maximum, float *total,
                                uint16_t *weights) {
     for (int p = count; p % WIDE; p++) scores[p] = -INFINITY;
@@ -76,7 +76,7 @@ INLINE float weigh_scores_bf16(float *scores, int count, float exponent, float *
     return _mm512_cvtss_f32(rescale);
 }
 
-/* Two value rows, interleaved, times their two weights. */
+/* Adds two interleaved value rows times their two weights. */
 INLINE void add_two_rows(const char *first, const char *second, const uint16_t *weights, const int heads,
                          __m512 sums[MAX_TILE_HEADS][2]) {
     const __m512bh a = load_wide(first), b = load_wide(second);
@@ -93,7 +93,7 @@ INLINE void add_values_bf16(const struct course *course, int count, const uint16
                             int head_dim, const int heads, float *sums) {
     const struct place *here = &course->here;
     for (int d = 0; d < head_dim; d += WIDE) {
-        __m512 even[MAX_TILE_HEADS][2], odd[MAX_TILE_HEADS][2]; /* two chains of sums: shorter waits */
+        __m512 even[MAX_TILE_HEADS][2], odd[MAX_TILE_HEADS][2]; /* two shorter dependency chains */
         for (int h = 0; h < heads; h++) {
             for (int half = 0; half < 2; half++) {
                 const __m512 before = _mm512_loadu_ps(sums + h * head_dim + d + half * LANES);

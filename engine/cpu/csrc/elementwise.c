@@ -1,15 +1,15 @@
-/* The small things between the matrix products: RMS norm with the residual sum before it, and SwiGLU's activation.
+/* The elementwise operations between matrix products: the residual sum with RMS norm, and SwiGLU's activation.
 
-   All sums are float, whatever the rows are. Rows are contiguous. */
+   All sums are float for every dtype of the rows. Rows are contiguous. */
 #include "threads.h"
 #include "vectors.h"
 #ifdef __AVX512BF16__
 #include "bf16_products.h"
 #endif
 
-#define PARALLEL_ELEMENTS 32768 /* fewer are done before another thread has woken up */
+#define PARALLEL_ELEMENTS 32768 /* one thread finishes fewer before another wakes up */
 
-/* normed = x / sqrt(mean(x^2) + epsilon) * weight, x being rows, with `update` added first if given. */
+/* normed = x / sqrt(mean(x^2) + epsilon) * weight. x is the row, to which `update`, if given, is added first. */
 INLINE void norm_row(void *row, const void *update, const void *weight, void *normed, int64_t size, float epsilon,
                      int is_bf16) {
     vfloat squares = {0};
@@ -22,7 +22,7 @@ INLINE void norm_row(void *row, const void *update, const void *weight, void *no
             vfloat more_first, more_second;
             load_pair(update, i, is_bf16, &more_first, &more_second);
             store_pair(row, i, is_bf16, first + more_first, second + more_second);
-            load_pair(row, i, is_bf16, &first, &second); /* as rounded, since the next layer sees it so */
+            load_pair(row, i, is_bf16, &first, &second); /* rounded, as the next layer reads the row */
         }
         squares += first * first;
         squares += second * second;
@@ -43,8 +43,8 @@ INLINE void norm_row(void *row, const void *update, const void *weight, void *no
         store_one(normed, i, is_bf16, load_one(row, i, is_bf16) * factor * load_one(weight, i, is_bf16));
 }
 
-/* rows, update and normed: [num_rows, size]; weight: [size]. update may be NULL; else rows += update, and normed may be
-   its memory. */
+/* rows, update and normed: [num_rows, size]; weight: [size]. If update is not NULL, rows += update, and normed may use
+   the memory of update. */
 EXPORT void tandem_add_rms_norm(void *rows, const void *update, const void *weight, void *normed, int64_t num_rows,
                                 int64_t size, float epsilon, int is_bf16, int num_threads) {
     const size_t row_bytes = size * element_bytes(is_bf16);
@@ -59,13 +59,13 @@ EXPORT void tandem_add_rms_norm(void *rows, const void *update, const void *weig
 }
 
 INLINE vfloat silu(vfloat gate) {
-    /* Clamped, since the series of e^-x ends at 2^127; a gate that low gives zero in either case. */
+    /* Clamped, because `exponential` is valid up to 88; the result of so low a gate is practically zero. */
     const vfloat negated = -gate, limit = splat(88.0f);
     const vint over = negated > limit;
     return gate / (1.0f + exponential((vfloat)(((vint)limit & over) | ((vint)negated & ~over))));
 }
 
-/* The same where the result is rounded to bfloat16. */
+/* silu for results that are rounded to bfloat16. */
 INLINE vfloat bf16_silu(vfloat gate) {
 #ifdef __AVX512BF16__
     return rough_silu(gate);

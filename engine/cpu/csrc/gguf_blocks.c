@@ -1,11 +1,11 @@
-/* GGUF's simplest blocks of 32 weights, dequantized into the model's dtype in one pass: the layouts are in
-   engine/gguf_groups.py. A scale has 11 bits and a code at most 8, so their product is exact, and the sum with the
-   minimum is rounded once, fused or not: every compiler and instruction set gives the same bits. */
+/* Dequantizes GGUF's simplest blocks of 32 weights into the model's dtype in one pass; engine/gguf_groups.py describes
+   the layouts. A scale has 11 bits and a code at most 8, so their product is exact. The sum with the minimum is rounded
+   once, fused or not: every compiler and instruction set gives the same bits. */
 #include "vectors.h"
 
 #define BLOCK 32
 
-enum kind { Q8_0, Q4_0, Q4_1 }; /* as in engine/cpu/dequantize.py */
+enum kind { Q8_0, Q4_0, Q4_1 }; /* numbered as in engine/cpu/dequantize.py */
 
 static const int block_bytes[] = {[Q8_0] = 34, [Q4_0] = 18, [Q4_1] = 20};
 
@@ -23,11 +23,11 @@ INLINE float half_at(const uint8_t *from) {
 INLINE uint16_t as_bf16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    if (value != value) return (uint16_t)(bits >> 16 | 64); /* rounding could make it infinite */
+    if (value != value) return (uint16_t)(bits >> 16 | 64); /* rounding could turn NaN into infinity */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* [BLOCK] floats of one block. */
+/* Writes the BLOCK weights of one block to `values`. */
 INLINE void unpack(const uint8_t *block, const enum kind kind, float *values) {
     const float scale = half_at(block), minimum = kind == Q4_1 ? half_at(block + 2) : 0.0f;
     const uint8_t *codes = block + (kind == Q4_1 ? 4 : 2);

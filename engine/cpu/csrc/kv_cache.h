@@ -1,8 +1,8 @@
-/* The paged KV pool as the kernels see it: rows of head_dim elements at computed addresses, never gathered.
+/* The layout of the paged KV pool. Kernels read rows of head_dim elements at computed addresses, without a gather.
 
        [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
 
-   Strides are in bytes. A position's row of layer 0, head 0's keys lies at
+   Strides are in bytes. The key row of a position in layer 0, head 0 is at
    base + table[position / block_size] * block_stride + position % block_size * row_stride. */
 #ifndef TANDEM_KV_CACHE_H
 #define TANDEM_KV_CACHE_H
@@ -17,16 +17,16 @@ struct kv_cache {
     float scale;
 };
 
-/* Some sequences of a step. Sequence i attends with rows [first_row[i], first_row[i] + num_tokens[i]) of the step's
-   queries, at positions start[i] and up; its block table begins at tables[first_block[i]]. */
+/* Sequences of a step. Rows [first_row[i], first_row[i] + num_tokens[i]) of the step's queries belong to sequence i, at
+   positions from start[i] on. The block table of sequence i begins at tables[first_block[i]]. */
 struct paged_batch {
     int64_t num_sequences;
     const int32_t *tables, *first_block, *first_row, *num_tokens, *start;
 };
 
-#define TILE 64 /* positions that are scored, weighed and summed together */
+#define TILE 64 /* positions per pass of scores, softmax and weighted sum */
 
-/* Where the rows of positions [from, until) lie; until - from <= TILE. */
+/* Writes the addresses of the rows of positions [from, until) to `rows`. */
 INLINE void locate_rows(const struct kv_cache *cache, const int32_t *table, int64_t from, int64_t until,
                         const char **rows) {
     int64_t block = from / cache->block_size, place = from % cache->block_size;

@@ -1,13 +1,13 @@
-/* Causal attention of a chunk of tokens over its sequence's paged KV: cached prefix and the chunk itself alike.
+/* Causal attention of a chunk of tokens over its sequence's paged KV: the cached prefix and the chunk itself.
 
-   A task is one KV head and a span of the chunk's tokens with all query heads that share the KV head. Its rows are
-   ordered (token, query head), so that later rows see more. For each tile of positions:
+   A task is one KV head and a span of the chunk's tokens with all query heads that share the KV head. The task's rows
+   are ordered (token, query head), so later rows attend to more positions. For each tile of positions:
 
        keys, transposed once   [head_dim, TILE]
        for each ROWS rows:     scores [ROWS, TILE] -> causal mask -> online softmax -> sums += weights . values
 
-   The transposed tile serves every row of the task; values are read where they lie. Products are blocked in registers:
-   ROWS rows by a pair of vectors. */
+   Every row of the task uses the transposed tile; values are read in place. Products are blocked in registers: ROWS
+   rows by a pair of vectors. */
 #include <stdlib.h>
 
 #include "prefill_span.h"
@@ -46,7 +46,7 @@ INLINE void score_tile(const float *query, const float *keys, int head_dim, int 
     }
 }
 
-/* Weights of the first `seen` of TILE scores, 0 for the rest; returns what earlier sums must be multiplied by. */
+/* Weights of the first `seen` of TILE scores, 0 for the rest; returns the factor for earlier sums. */
 INLINE float weigh_row(float *scores, int seen, int count, float *maximum, float *total) {
     if (seen <= 0) {
         memset(scores, 0, sizeof(float) * TILE);
@@ -124,7 +124,7 @@ INLINE void attend_span(struct span *span, const char *queries, int64_t query_st
         const int real = row < used_rows ? row : used_rows - 1;
         const size_t index =
             (span->first_row + real / group) * query_stride + (size_t)(kv_head * group + real % group) * head_dim;
-        for (int d = 0; d < head_dim; d += PAIR) { /* in the order of pairs, as the keys are */
+        for (int d = 0; d < head_dim; d += PAIR) { /* in the order of pairs, like the keys */
             vfloat first, second;
             load_pair(queries, index + d, is_bf16, &first, &second);
             store_floats(span->query + row * head_dim + d, first * cache->scale);
@@ -147,7 +147,7 @@ INLINE void attend_span(struct span *span, const char *queries, int64_t query_st
     }
 }
 
-/* Where task number `task` lies: its sequence, and the number of the task within it. */
+/* Returns the sequence of task number `task`, and makes *task the number within that sequence. */
 INLINE int64_t sequence_of(const struct paged_batch *batch, int span_tokens, int num_kv_heads, int64_t *task) {
     int64_t sequence = 0;
     for (;; sequence++) {

@@ -1,23 +1,24 @@
-/* A prefill's span by bfloat16 products. As in prefill_attention.c, but keys and values are packed once for all rows of
-   the span: pairs of what is summed over lie side by side, in every lane another place of the result.
+/* A prefill's span by bfloat16 products. The steps are those of prefill_attention.c, but keys and values are packed
+   once for all rows of the span. Packing puts pairs along the summed dimension side by side; each lane belongs to
+   another element of the result.
 
-       keys    [WIDE_TILE / TILE][head_dim / 2, TILE, 2]    scores [ROWS, TILE] = queries . keys, a pair of the query in
-                                                            every lane
+       keys    [WIDE_TILE / TILE][head_dim / 2, TILE, 2]    scores [ROWS, TILE] = queries . keys, with a pair of the
+                                                            query broadcast to all lanes
        values  [WIDE_TILE / 2, head_dim, 2]                 sums [ROWS, head_dim] += weights . values, in the order of
                                                             interleaved rows
 
-   Scores, maxima, totals and sums are float; weights are rounded to bfloat16 before they multiply. A row's maximum and
-   total, which wait for all lanes of a vector, are found once for WIDE_TILE positions. */
+   Scores, maxima, totals and sums are float; weights are rounded to bfloat16 before the multiplication. A row's maximum
+   and total need reductions across lanes, so they are computed once per WIDE_TILE positions. */
 #include "prefill_span.h"
 
 #ifdef __AVX512BF16__
 #include "bf16_products.h"
 
 #define SCORE_VECTORS (TILE / LANES)
-/* What must keep its sums in registers is a function of its own: inlined side by side, they do not. */
+/* For functions that must keep their sums in registers: inlined next to each other, they spill. */
 #define APART static __attribute__((noinline))
 
-/* 16 pairs of each of 16 rows, turned: vector i is pair i of all rows. */
+/* Transposes 16 pairs of each of 16 rows: output vector i is pair i of all rows. */
 INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to, size_t to_stride) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + offset);
@@ -25,7 +26,7 @@ INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to
         b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
         b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
     }
-    for (int i = 0; i < 16; i += 4) { /* now each 128 bits of a[i + j] hold column 4 * lane + j of rows i .. i + 3 */
+    for (int i = 0; i < 16; i += 4) { /* afterwards 128-bit lane k of a[i + j] is column 4 * k + j of rows i .. i + 3 */
         a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
         a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
         a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
@@ -43,7 +44,7 @@ INLINE void transpose_pairs(const char *const *rows, size_t offset, uint16_t *to
     }
 }
 
-/* `count` of WIDE_TILE positions: keys in tiles of TILE, the last filled up with numbers that nobody looks at. */
+/* Packs `count` positions, at most WIDE_TILE. Keys fill tiles of TILE; scores of the last tile's padding are masked. */
 APART void pack_positions(const char *const *rows, size_t key_offset, size_t value_offset, int count, int head_dim,
                           uint16_t *keys, uint16_t *values) {
     for (int first = 0; first < count; first += TILE, keys += head_dim * TILE)
@@ -64,7 +65,7 @@ APART void pack_positions(const char *const *rows, size_t key_offset, size_t val
 INLINE void multiply_rows(const uint16_t *rows, int row_stride, int num_pairs, const uint16_t *packed,
                           int packed_stride, const int vectors, __m512 sums[ROWS][SCORE_VECTORS]) {
     int pair = 0;
-    do { /* in a loop that may not run at all, the compiler would keep a copy of the sums in memory */
+    do { /* with a loop that may run zero times, the compiler keeps a copy of the sums in memory */
         __m512bh parts[SCORE_VECTORS];
         for (int v = 0; v < vectors; v++) parts[v] = load_wide(packed + pair * packed_stride + v * WIDE);
         for (int r = 0; r < ROWS; r++) {
@@ -74,7 +75,7 @@ INLINE void multiply_rows(const uint16_t *rows, int row_stride, int num_pairs, c
     } while (++pair < num_pairs);
 }
 
-/* Scores of `vectors` (a constant) vectors of positions. */
+/* Computes scores of `vectors` (a constant) vectors of positions. */
 INLINE void score_part(const uint16_t *query, const uint16_t *keys, int head_dim, const int vectors, float *scores) {
     __m512 sums[ROWS][SCORE_VECTORS];
     for (int r = 0; r < ROWS; r++)
@@ -84,14 +85,14 @@ INLINE void score_part(const uint16_t *query, const uint16_t *keys, int head_dim
         for (int v = 0; v < vectors; v++) _mm512_storeu_ps(scores + r * WIDE_TILE + v * LANES, sums[r][v]);
 }
 
-/* The first `used` positions of WIDE_TILE, and at most 31 more. */
+/* Scores the first `used` positions of WIDE_TILE, rounded up to a multiple of 32. */
 APART void score_positions(const uint16_t *query, const uint16_t *keys, int head_dim, int used, float *scores) {
     for (; used > TILE / 2; used -= TILE, keys += head_dim * TILE, scores += TILE)
         score_part(query, keys, head_dim, SCORE_VECTORS, scores);
     if (used > 0) score_part(query, keys, head_dim, SCORE_VECTORS / 2, scores);
 }
 
-/* A row's scores from place `from` on, of which those before `seen` count. */
+/* A vector of a row's scores from index `from` on; scores at index `seen` and up become -infinity. */
 INLINE __m512 seen_scores(const float *scores, int from, int seen) {
     const int left = seen - from;
     if (left >= LANES) return _mm512_loadu_ps(scores + from);
@@ -100,7 +101,7 @@ INLINE __m512 seen_scores(const float *scores, int from, int seen) {
 }
 
 /* Weights of the first `seen` scores of a row, 0 for the rest up to `used`. Scores are not scaled yet: exponent =
-   scale * log2(e). Returns what earlier sums are multiplied by. */
+   scale * log2(e). Returns the factor for earlier sums. */
 INLINE float weigh_row(const float *scores, int seen, int used, float exponent, float *maximum, float *total,
                        uint16_t *weights) {
     __m512 tops = _mm512_set1_ps(-INFINITY), more_tops = tops;
@@ -140,7 +141,7 @@ APART void weigh_rows(const float *scores, const int *seen, int used, float expo
                                weights + r * WIDE_TILE);
 }
 
-/* `vectors` (a constant) vectors of each row's sums. */
+/* Updates `vectors` (a constant) vectors of each row's sums. */
 INLINE void add_part(const uint16_t *weights, const uint16_t *values, int count, const float *rescale, int head_dim,
                      const int vectors, float *sums) {
     __m512 added[ROWS][SCORE_VECTORS];
@@ -167,7 +168,7 @@ static void attend_tile(const struct span *span, int64_t from, int count, size_t
     const char *rows[WIDE_TILE];
     float scores[ROWS * WIDE_TILE], rescale[ROWS];
     locate_rows(cache, span->table, from, from + count, rows);
-    for (int p = count; p % TILE != 0; p++) rows[p] = rows[count - 1]; /* numbers, at least; their weight is 0 */
+    for (int p = count; p % TILE != 0; p++) rows[p] = rows[count - 1]; /* finite padding; its weight is 0 */
     pack_positions(rows, key_offset, key_offset + cache->value_stride, count, head_dim, keys, values);
     for (int row = 0; row < span->num_rows; row += ROWS) {
         const int used = smaller(position_of(span, row + ROWS - 1) - from + 1, count);
@@ -180,7 +181,7 @@ static void attend_tile(const struct span *span, int64_t from, int count, size_t
     }
 }
 
-/* Where the result of a row goes: [head_dim] of a token's query head. */
+/* The address of a row's result: [head_dim] of a token's query head. */
 INLINE uint16_t *result_of(const struct span *span, uint16_t *out, int kv_head, int row) {
     const int64_t token = span->first_row + row / span->group;
     const int64_t head = token * span->cache->num_heads + kv_head * span->group + row % span->group;
@@ -197,7 +198,7 @@ void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t
                queries + (span->first_row + real / group) * query_stride + (kv_head * group + real % group) * head_dim,
                2 * head_dim);
         span->maxima[row] = -INFINITY, span->totals[row] = 0.0f;
-        const char *result = (const char *)result_of(span, out, kv_head, real); /* to be there when it is written */
+        const char *result = (const char *)result_of(span, out, kv_head, real); /* a store waits for its line */
         for (int byte = 0; byte < 2 * head_dim; byte += LINE_BYTES) __builtin_prefetch(result + byte, 1, 2);
     }
     memset(span->sums, 0, sizeof(float) * span->num_rows * head_dim);

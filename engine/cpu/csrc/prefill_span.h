@@ -1,12 +1,12 @@
-/* A span of a prefill's tokens with the query heads that share one KV head: what one task computes. */
+/* One task of prefill attention: a span of tokens with the query heads that share one KV head. */
 #ifndef TANDEM_PREFILL_SPAN_H
 #define TANDEM_PREFILL_SPAN_H
 
 #include "kv_cache.h"
 
 #define ROWS 6
-#define WIDE_TILE (8 * TILE) /* positions that are packed together for bfloat16 products */
-#define SPAN_ROWS 384 /* rows of a task: enough to make the transposing cheap, few enough to stay in the second cache */
+#define WIDE_TILE (8 * TILE) /* positions packed together for bfloat16 products */
+#define SPAN_ROWS 384 /* rows of a task: enough to make the transposing cheap, few enough to stay in L2 */
 
 struct span {
     const struct kv_cache *cache;
@@ -16,7 +16,7 @@ struct span {
     int num_tokens, group, num_rows;   /* num_rows: tokens * group, rounded up to ROWS */
     float *query, *sums;               /* [num_rows, head_dim] */
     float *maxima, *totals;            /* [num_rows] */
-    float *keys;                       /* [head_dim, TILE]; or WIDE_TILE of them as bfloat16, with the values behind */
+    float *keys;                       /* [head_dim, TILE]; for bfloat16 products, WIDE_TILE packed keys, then values */
 };
 
 INLINE int64_t position_of(const struct span *span, int row) {
@@ -32,7 +32,7 @@ INLINE int smaller(int64_t a, int64_t b) { return (int)(a < b ? a : b); }
 #define BF16_PRODUCTS 0
 #endif
 
-/* The span by bfloat16 products, where the CPU has them. */
+/* Computes the span by bfloat16 products. Defined only for CPUs that have them. */
 void tandem_attend_span_bf16(struct span *span, const uint16_t *queries, int64_t query_stride, uint16_t *out,
                              int kv_head, int64_t layer);
 

@@ -1,16 +1,16 @@
-/* A matrix of 8-bit or 4-bit codes, laid out so that one vector holds the same columns of neighbouring rows.
+/* A matrix of 8-bit or 4-bit codes. One vector holds the same columns of neighbouring rows.
 
-   A row's columns are cut into groups of 32, each with a scale and, for 4 bits, a minimum, both half precision:
+   A row is divided into groups of 32 columns. Each group has a scale and, for 4 bits, a minimum, in half precision:
 
        8 bits   weight = (code - 128) * scale              4 bits   weight = code * scale + minimum
 
-   Rows are cut into tiles of 48, which is what a kernel multiplies by at a time: so it reads memory in order. Their
-   words lie side by side. A word holds 4 columns of 8 bits, or 8 columns of 4 bits: columns 0 to 3 in the low halves
-   of its bytes, 4 to 7 in the high ones.
+   The matrix is divided into tiles of 48 rows. A kernel multiplies by one tile at a time and reads memory in order: the
+   words of a tile's rows are side by side. A word holds 4 columns of 8 bits, or 8 columns of 4 bits: columns 0 to 3 in
+   the low halves of its bytes, columns 4 to 7 in the high halves.
 
        codes    [tiles][groups][8 or 4 words][48 rows]     scales, minimums    [tiles][groups][48 rows]
 
-   Rows and columns that only fill up a tile or a group are zero or meet zeros. engine/quantization.py writes this. */
+   Padding of a tile or a group is zero or is multiplied by zeros. engine/quantization.py writes this layout. */
 #ifndef TANDEM_QUANTIZED_H
 #define TANDEM_QUANTIZED_H
 
@@ -28,7 +28,8 @@ struct quantized_matrix {
 
 INLINE int words_per_group(int bits) { return GROUP * bits / 32; }
 
-/* LANES half-precision numbers: their exponent moved into a float's, which 2^112 then corrects. No infinities here. */
+/* LANES half-precision numbers as floats: shifts the exponent into a float's place, then corrects the bias by 2^112.
+   The numbers must be finite. */
 INLINE vfloat load_halves(const uint16_t *from) {
     vshort raw;
     memcpy(&raw, from, sizeof raw);

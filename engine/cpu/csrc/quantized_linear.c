@@ -1,13 +1,13 @@
 /* Products with a quantized matrix, in integers: out = inputs * matrix^T + bias.
 
-   The inputs are rounded to 8 bits first, by groups of 32 as the weights are, each with the scale of its largest
-   element. Then 32 products of a group sum up in 32 bits without any rounding, and the groups' sums are floats added
-   in order. So an output depends on its own row of inputs alone: not on the batch, not on threads, not on the
-   instruction set (but for the last bit of a sum where that has no fused multiply-add).
+   The inputs are first rounded to 8 bits, by groups of 32 like the weights; a group's largest element sets its scale.
+   The 32 products of a group are then summed in 32 bits without rounding. The groups' sums are floats, added in order.
+   An output therefore depends on its own row of inputs alone, not on the batch, the threads or the instruction set
+   (except for the last bit of a sum on CPUs without fused multiply-add).
 
-   A block is a few rows of inputs by a few vectors of a tile; its integer sums lie in registers. Several vectors,
-   because reading four inputs into all lanes costs as much as multiplying by them. While the blocks of one tile are
-   computed, the next tile is fetched from memory. */
+   A block is a few rows of inputs by a few vectors of a tile, with its integer sums in registers. A block has several
+   vectors because broadcasting four inputs to all lanes costs as much as multiplying by them. Computing the blocks of
+   one tile prefetches the next tile. */
 #include "quantized.h"
 #include "threads.h"
 
@@ -17,21 +17,21 @@
 
 #define BLOCK_VECTORS 3
 #if LANES == 16 && defined(__AVX512BW__)
-#define BLOCK_ROWS 6 /* 18 sums of integers leave the rest of 32 registers to weights, scales and sums of floats */
+#define BLOCK_ROWS 6 /* 18 of 32 registers hold integer sums; the rest hold weights, scales and float sums */
 #else
 #define BLOCK_ROWS 2
 #endif
-#define PASS_ROWS 256          /* rows whose inputs stay in the second cache while the matrix goes by */
-#define PARALLEL_GROUPS 256    /* of a tile: of fewer, one thread is done before another has woken up */
-#define LINE 64 /* bytes that a fetch from memory brings */
-#define VANISHING 1e-30f /* a group whose largest input is less is zero */
+#define PASS_ROWS 256          /* input rows per pass over the matrix: so many stay in L2 */
+#define PARALLEL_GROUPS 256    /* of a tile: one thread finishes fewer before another wakes up */
+#define LINE 64 /* bytes of a cache line */
+#define VANISHING 1e-30f /* a group counts as zero if its largest input is smaller */
 
 /* One group of one row of inputs. */
 struct group_input {
     float scale;
     union {
-        int32_t start;     /* 8 bits: what the sum begins with, so that codes may be unsigned: -128 * sum of inputs */
-        float scaled_sum;  /* 4 bits: what the minimum is multiplied by */
+        int32_t start;     /* 8 bits: initial value of the sum, -128 * sum of inputs, because codes are unsigned */
+        float scaled_sum;  /* 4 bits: factor of the minimum */
     };
 };
 
@@ -82,7 +82,7 @@ INLINE float largest_of(vfloat values) {
 
 typedef int8_t vchar __attribute__((vector_size(LANES)));
 
-/* 32 floats as 8 bits: nearest, ties to even. */
+/* Rounds 32 floats to 8 bits: nearest, ties to even. */
 INLINE void quantize_group(const vfloat *values, int8_t *codes, struct group_input *group, int has_minimums) {
     vfloat magnitude = absolute(values[0]);
     for (int part = 1; part < GROUP / LANES; part++) magnitude = larger(magnitude, absolute(values[part]));
@@ -127,14 +127,14 @@ INLINE vint load_words(const int32_t *from) {
     return words;
 }
 
-/* What of the next tile is fetched while a block is computed: `lines` at each group. */
+/* The part of the next tile that a block prefetches: `lines` cache lines for each group. */
 struct ahead {
     const char *from;
     int64_t lines;
 };
 
-/* out[row * BLOCK_VECTORS + v] = row `row` of the inputs by vector v of the tile, counted from its row `lane`.
-   rows and bits are constants where this is called. */
+/* out[row * BLOCK_VECTORS + v] = row `row` of the inputs by vector v of the tile, counted from the tile's row `lane`.
+   rows and bits are constants at every call. */
 INLINE void multiply(const struct quantized_matrix *matrix, int64_t tile, int lane, const int8_t *codes,
                      const struct group_input *inputs, struct ahead ahead, int rows, int bits, vfloat *out) {
     const int64_t num_groups = matrix->num_groups, row_bytes = num_groups * GROUP;
@@ -152,7 +152,7 @@ INLINE void multiply(const struct quantized_matrix *matrix, int64_t tile, int la
             for (int v = 0; v < BLOCK_VECTORS; v++) products[row * BLOCK_VECTORS + v] = start;
         }
 #pragma GCC unroll 8
-        for (int four = 0; four < GROUP / 4; four++) { /* columns; of 4 bits, two fours share a word */
+        for (int four = 0; four < GROUP / 4; four++) { /* four columns; with 4 bits, two fours share a word */
             vint weights[BLOCK_VECTORS];
             for (int v = 0; v < BLOCK_VECTORS; v++) {
                 weights[v] = load_words(words + four * bits / 8 * TILE_ROWS + v * LANES);
@@ -186,7 +186,7 @@ INLINE void multiply(const struct quantized_matrix *matrix, int64_t tile, int la
     for (int i = 0; i < rows * BLOCK_VECTORS; i++) out[i] = sums[i];
 }
 
-/* One compiled copy of `multiply` for each size of a block. */
+/* One compiled copy of `multiply` for each block size. */
 #define MULTIPLY(rows, bits) \
     static __attribute__((noinline)) void multiply_##rows##_##bits( \
         const struct quantized_matrix *matrix, int64_t tile, int lane, const int8_t *codes, \
@@ -203,7 +203,7 @@ MULTIPLY_BOTH(5)
 MULTIPLY_BOTH(6)
 #endif
 
-/* [rows - 1][by 4 bits] */
+/* [rows - 1][is_4_bit] */
 static void (*const MULTIPLY_BLOCK[][2])(const struct quantized_matrix *, int64_t, int, const int8_t *,
                                          const struct group_input *, struct ahead, vfloat *) = {
     {multiply_1_8, multiply_1_4}, {multiply_2_8, multiply_2_4},
@@ -213,7 +213,7 @@ static void (*const MULTIPLY_BLOCK[][2])(const struct quantized_matrix *, int64_
 #endif
 };
 
-/* One row of inputs by the rows of the matrix from `first` on, LANES of them or fewer at its end. */
+/* Stores one input row's sums by up to LANES rows of the matrix from `first` on. */
 INLINE void store_sums(const struct quantized_matrix *matrix, int64_t first, vfloat sums, void *row, int is_bf16) {
     const int64_t present = matrix->num_rows - first;
     if (present >= LANES) {
@@ -225,7 +225,7 @@ INLINE void store_sums(const struct quantized_matrix *matrix, int64_t first, vfl
         store_one(row, first + lane, is_bf16, sums[lane] + (matrix->bias ? matrix->bias[first + lane] : 0.0f));
 }
 
-/* Rows [first_row, end_row) of the inputs by one tile, in blocks of nearly equal size. */
+/* Multiplies rows [first_row, end_row) of the inputs by one tile, in blocks of nearly equal size. */
 static void multiply_rows(const struct quantized_matrix *matrix, int64_t tile, const struct inputs *inputs,
                           int64_t first_row, int64_t end_row, void *outputs, int is_bf16) {
     const int64_t num_groups = matrix->num_groups, num_blocks = (end_row - first_row + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -284,7 +284,7 @@ INLINE float weight_at(const struct quantized_matrix *matrix, int64_t row, int64
     return (float)(word >> (8 * byte + four % 2 * 4) & 0xf) * scale + minimum;
 }
 
-/* outputs: [num_ids, matrix->num_columns], row i = row ids[i] of the matrix, which must have it. */
+/* outputs: [num_ids, matrix->num_columns]; row i = row ids[i] of the matrix. Every id must be a row of the matrix. */
 EXPORT void tandem_quantized_rows(const struct quantized_matrix *matrix, const int64_t *ids, int64_t num_ids,
                                   void *outputs, int is_bf16) {
     for (int64_t i = 0; i < num_ids; i++)

@@ -1,7 +1,7 @@
 /* Rotary embedding and the cache write in one pass over a step's projected rows.
 
-   A row holds query heads, key heads and value heads. Queries and keys are rotated where they lie (half-split: element
-   d pairs with d + head_dim / 2); rotated keys and the values are also written into the row's slot of the pool. */
+   A row holds query heads, key heads and value heads. Queries and keys are rotated in place (half-split: element d
+   pairs with d + head_dim / 2); rotated keys and the values are also written into the row's slot of the pool. */
 #include "step_attention.h"
 #include "threads.h"
 

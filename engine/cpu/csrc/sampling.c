@@ -1,16 +1,16 @@
 /* One draw from a row of logits: softmax at a temperature, top_k, top_p, min_p, inverse CDF from the likeliest down.
 
-   Every filter keeps the likeliest tokens up to some place, so nothing but places in the descending order matters. The
-   vocabulary is not sorted for them: tokens fall into buckets of nearly equal logits, whole buckets are passed over by
-   their counts and masses, and only a bucket in which a walk ends is sorted. */
+   Every filter keeps the likeliest tokens up to some place in descending order. Finding a place does not sort the
+   vocabulary: tokens are put into buckets of nearly equal logits, a walk skips whole buckets by their counts and
+   masses, and only the bucket in which the walk ends is sorted. */
 #include <stdlib.h>
 
 #include "vectors.h"
 
 #define BUCKETS_PER_NAT 64
-#define LIKELY (-9.0f) /* tokens below, in nats of the highest, are looked at only if a walk has gone past the others */
+#define LIKELY (-9.0f) /* nats below the highest logit; less likely tokens get buckets only if a walk needs them */
 #define BLOCK (4 * LANES)
-#define NUM_BUCKETS (32 * BUCKETS_PER_NAT) /* what is less likely than e^-32 of the likeliest lies in the last one */
+#define NUM_BUCKETS (32 * BUCKETS_PER_NAT) /* the last bucket also holds tokens below e^-32 of the likeliest */
 
 struct token {
     float logit; /* scaled, relative to the highest */
@@ -19,18 +19,18 @@ struct token {
 
 struct row {
     int64_t vocab;
-    float *logits, *weights; /* [vocab + BLOCK], scaled and relative to the highest; e to the power of them */
-    int32_t *next;           /* [vocab], the token before in the same bucket */
-    struct token *tokens;    /* [vocab], for the bucket that is sorted */
+    float *logits, *weights; /* [vocab + BLOCK], logits scaled and relative to the highest; weights = exp(logits) */
+    int32_t *next;           /* [vocab], linked list: the token added before to the same bucket */
+    struct token *tokens;    /* [vocab], scratch for sorting a bucket */
     double masses[NUM_BUCKETS];
     int32_t counts[NUM_BUCKETS], last[NUM_BUCKETS];
 };
 
 struct place {
-    int64_t count; /* of tokens up to this place, the one at it included */
-    double mass;   /* theirs */
+    int64_t count; /* of tokens up to and including this place */
+    double mass;   /* of these tokens */
     int32_t id;
-    int found; /* 0: there were not so many tokens in the buckets; this is the last one */
+    int found; /* 0: the buckets hold too few tokens; this is the last one */
 };
 
 INLINE int bucket_of(float logit) {
@@ -51,13 +51,13 @@ static void sort_bucket(const struct row *row, int bucket) {
     qsort(row->tokens, row->counts[bucket], sizeof(struct token), likelier_first);
 }
 
-/* The first place in descending order with `count` tokens, or with more than `mass` (with `mass` itself, if `reaches`),
-   or after which a token is lighter than `lightest`. */
+/* The first place in descending order that has `count` tokens, or more than `mass` (at least `mass`, if `reaches`), or
+   after which the next token is lighter than `lightest`. */
 static struct place walk(const struct row *row, int64_t count, double mass, int reaches, double lightest) {
     struct place at = {0, 0.0, 0, 1};
     for (int bucket = 0; bucket < NUM_BUCKETS; bucket++) {
         const int32_t here = row->counts[bucket];
-        /* The lightest possible weight of the bucket, and a little less, since weights are rounded. */
+        /* Compares the bucket's lower bound of weights, reduced a little because weights are rounded. */
         const int all_heavy = lightest <= 0.0 || exp(-(bucket + 1.0) / BUCKETS_PER_NAT) * 0.9999 >= lightest;
         const double mass_after = at.mass + row->masses[bucket];
         if (here == 0) continue;
@@ -87,7 +87,8 @@ INLINE float highest(const float *logits, int64_t vocab) {
     return top;
 }
 
-/* BLOCK logits, `count` of them tokens from `from` on: their weights, and the buckets of those above the cutoff. */
+/* Computes the weights of BLOCK logits, and puts those of the first `count` that reach the cutoff into buckets. The
+   first logit is token `from`. Returns the sum of the weights. */
 INLINE double weigh_block(struct row *row, const float *logits, int64_t from, int count, float temperature, float top,
                           float cutoff) {
     float *scaled = row->logits + from, *weights = row->weights + from;
@@ -110,7 +111,7 @@ INLINE double weigh_block(struct row *row, const float *logits, int64_t from, in
     return sum_lanes(sums);
 }
 
-/* Fills the row, and returns the mass of all tokens. Those below the cutoff are in no bucket. */
+/* Fills the row and returns the mass of all tokens. Tokens below the cutoff are in no bucket. */
 static double weigh(struct row *row, const float *logits, float temperature, float cutoff) {
     const float top = highest(logits, row->vocab) / temperature;
     memset(row->masses, 0, sizeof row->masses);
@@ -130,7 +131,8 @@ EXPORT int64_t tandem_draw_scratch_bytes(int64_t vocab) {
     return (int64_t)sizeof(struct row) + (vocab + BLOCK) * per_token;
 }
 
-/* The token at `draw` in [0, 1) of what the filters leave. logits: [vocab]; temperature > 0; top_k = 0 keeps all. */
+/* The token at quantile `draw` in [0, 1) of the filtered distribution. logits: [vocab]; temperature > 0; top_k = 0
+   keeps all tokens. */
 EXPORT int64_t tandem_draw_token(const float *logits, int64_t vocab, float temperature, int64_t top_k, double top_p,
                                  double min_p, double draw, void *scratch) {
     struct row *row = scratch;

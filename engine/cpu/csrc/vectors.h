@@ -1,12 +1,12 @@
-/* Vectors of LANES floats, in the compiler's own vector types: one source for AVX-512, AVX2 and everything else.
+/* Vectors of LANES floats, in the compiler's vector types: one source for AVX-512, AVX2 and all other targets.
 
-   Rows of the model are float or bfloat16. They are read in pairs of vectors, 2 * LANES elements at a time, in the
-   order that costs least to unpack, which is not the same for both:
+   Rows of the model are float or bfloat16. Rows are read in pairs of vectors, 2 * LANES elements at a time. The order
+   of elements depends on the dtype; each order is the cheapest to unpack:
 
        float      first = elements 0 .. LANES-1        second = elements LANES .. 2*LANES-1
        bfloat16   first = elements 0, 2, 4, ...        second = elements 1, 3, 5, ...
 
-   A dot product does not care, as long as both sides are read by pairs; what was summed by pairs is stored by pairs. */
+   A dot product is correct if both operands are read by pairs. Sums over rows read by pairs must be stored by pairs. */
 #ifndef TANDEM_VECTORS_H
 #define TANDEM_VECTORS_H
 
@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-#ifndef LANES /* 8 or 16; the build says which suits the target */
+#ifndef LANES /* 8 or 16; the build chooses for the target */
 #define LANES 8
 #endif
 #define PAIR (2 * LANES)
@@ -56,7 +56,7 @@ INLINE const void *element(const void *base, size_t index, int is_bf16) {
     return (const char *)base + index * element_bytes(is_bf16);
 }
 
-/* The bits of each float as bfloat16 in the upper half: nearest, ties to even; not-a-number stays so. */
+/* Each float rounded to bfloat16, in the upper half of its 32 bits: nearest, ties to even; NaN stays NaN. */
 INLINE vint round_to_bf16(vfloat values) {
 #ifdef __AVX512BF16__
     return (vint)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values)), 16);
@@ -164,8 +164,8 @@ INLINE float largest_lane(vfloat values) {
     return largest;
 }
 
-/* e to the power of x, within 2 units in the last place for x in [-87, 88]; 0 below, also for minus infinity.
-   x = n ln 2 + r with |r| <= ln 2 / 2; e^r is its Taylor series up to r^7 / 5040. */
+/* e to the power of x, within 2 units in the last place for x in [-87, 88]; 0 below -87, also for minus infinity.
+   x = n ln 2 + r with |r| <= ln 2 / 2; the Taylor series up to r^7 / 5040 gives e^r. */
 INLINE vfloat exponential(vfloat x) {
     vint vanishes = x < -87.0f;
     x = (vfloat)(((vint)x & ~vanishes) | ((vint)splat(-87.0f) & vanishes));
