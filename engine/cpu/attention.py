@@ -1,7 +1,7 @@
-"""Attention by the C kernels: the KV pool is read in place, block by block, and never gathered.
+"""Attention by the C kernels. The kernels read the KV pool in place, block by block, without a gather.
 
-Chunks of one token (decode) and chunks of several tokens (prefill) have a kernel each. On CPUs that multiply tiles of
-bfloat16 (AMX), torch's product is faster for prefill, even with a gather before: `torch_prefill` chooses that.
+Chunks of one token (decode) and chunks of several tokens (prefill) have separate kernels. On CPUs with AMX's bfloat16
+tiles, torch is faster for prefill in spite of its gather: `torch_prefill` chooses torch there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.rotary import Rotation
 
 
 class NativeAttention:
-    """For float32 and bfloat16 pools in host memory. The library's pair of vectors must divide a head."""
+    """For float32 and bfloat16 pools in host memory. The head size must be a multiple of 2 * LANES of the library."""
 
     def __init__(
         self, kernels: Kernels, pool: KVPool, num_heads: int, num_threads: int, torch_prefill: bool = False
@@ -76,7 +76,7 @@ class NativeAttention:
         return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills)
 
     def _slots(self, rows: _Rows) -> np.ndarray:
-        """Where each row's key of layer 0, head 0 goes. # int64 [T] bytes from the pool's base"""
+        """The offset of each row's key of layer 0, head 0. # int64 [T] bytes from the pool's base"""
         chunk = np.repeat(np.arange(len(rows.start)), rows.num_tokens)  # of each row
         positions = rows.start[chunk] + np.arange(len(chunk)) - rows.first_row[chunk]
         blocks = rows.tables[rows.first_block[chunk] + positions // self.block_size].astype(np.int64)
@@ -85,17 +85,17 @@ class NativeAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """All chunks of a step, as int32 arrays with one element per chunk, but for `tables`."""
+    """All chunks of a step, as int32 arrays. All but `tables` have one element per chunk."""
 
-    tables: np.ndarray  # the chunks' block tables, one after the other
-    first_block: np.ndarray  # where in `tables` the chunk's begins
+    tables: np.ndarray  # the chunks' block tables, concatenated
+    first_block: np.ndarray  # index in `tables` of the chunk's first block
     first_row: np.ndarray  # of the step's rows
     num_tokens: np.ndarray
     start: np.ndarray
 
 
 class _Batch:
-    """A `paged_batch` of some of the chunks, and the arrays it points to."""
+    """A `paged_batch` of the chosen chunks, and the arrays that the struct points to."""
 
     def __init__(self, rows: _Rows, chosen: np.ndarray) -> None:
         self.struct = PagedBatchStruct(num_sequences=int(chosen.sum()))
@@ -110,7 +110,7 @@ class _Batch:
 
 
 class NativeStepAttention:
-    """One step's batches and pointers, made once. Between two layers, little but the call of the kernel is left.
+    """One step's batches and pointers, made once per step: each layer then costs little more than the kernel call.
 
     `attend` returns the same memory for every layer.
     """
@@ -142,9 +142,9 @@ class NativeStepAttention:
         self.address = ctypes.addressof(self.struct)
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        """See `StepAttention`. The kernel takes 20 us for a short sequence, so every line of Python here costs."""
+        """See `StepAttention`. The kernel takes 20 us for a short sequence, so this method must be short."""
         if layer == 0:
-            self._check(heads)  # heads of the other layers come from the same kind of product
+            self._check(heads)  # the same product makes the heads of the other layers
         if self.kernel(self.address, heads.data_ptr(), self.attended_address, layer):
             raise MemoryError("no memory for attention's scratch")
         if self.torch_prefills:
@@ -152,8 +152,8 @@ class NativeStepAttention:
         return self.attended
 
     def _check(self, heads: torch.Tensor) -> None:
-        assert heads.is_contiguous(), "rotated in place, so a copy will not do"
-        assert heads.dtype is self.dtype, "the pool is read as what the model computes with"
+        assert heads.is_contiguous(), "the kernel rotates heads in place"
+        assert heads.dtype is self.dtype, "the model and the pool have different dtypes"
 
     def _attend_with_torch(self, heads: torch.Tensor, attended: torch.Tensor, layer: int) -> None:
         torch_prefill = self.backend.torch_prefill

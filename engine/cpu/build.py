@@ -2,9 +2,9 @@
 
     sources + flags + compiler's version  -- hash -->  <cache>/native/<target>-<hash>.so
 
-A finished library is renamed to its name. So processes that build at the same time do not disturb each other, and no
-process loads half a file. Objects are compiled with OpenMP and linked without its library: the symbols resolve to the
-library that torch has loaded, so the kernels and torch share one set of threads.
+A finished library is renamed into place, so concurrent builds are safe and no process loads an incomplete file. Objects
+are compiled with OpenMP and linked without an OpenMP library: the symbols resolve to the OpenMP library that torch has
+loaded, so the kernels and torch share one set of threads.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Target:
     """One instruction set to compile for."""
 
     name: str
-    cpu_flags: frozenset[str]  # what /proc/cpuinfo must list
+    cpu_flags: frozenset[str]  # flags that /proc/cpuinfo must list
     compiler_flags: tuple[str, ...]
     lanes: int  # floats in a vector; rows are read two vectors at a time
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma")
-_AVX512_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")  # no CPU has the first of the two without the second
+_AVX512_BF16 = (*_AVX512, "avx512_bf16", "avx512_vnni")  # every CPU with avx512_bf16 has avx512_vnni
 
 
 def _x86(name: str, lanes: int, *features: str) -> Target:
-    """The compiler writes the features of /proc/cpuinfo without underscores: avx512_bf16 is -mavx512bf16."""
+    """Compiler flags name the features of /proc/cpuinfo without underscores: avx512_bf16 is -mavx512bf16."""
     return Target(name, frozenset(features), tuple(f"-m{feature.replace('_', '')}" for feature in features), lanes)
 
 
-# Best first. The last one leaves vectors to the compiler's defaults, on any architecture.
+# Best first. The generic target uses the compiler's default vectors on any architecture.
 TARGETS = (
     _x86("avx512_bf16", 16, *_AVX512_BF16),
     _x86("avx512", 16, *_AVX512),
@@ -61,10 +61,10 @@ TARGETS = (
 
 
 def fitting_targets(cpu_flags: frozenset[str], head_dim: int) -> list[Target]:
-    """Targets that this CPU runs and whose pair of vectors divides a head, best first. Raises `NativeUnavailable`."""
+    """The targets for this CPU and head size, best first. Raises `NativeUnavailable` if there is none."""
     fitting = [target for target in TARGETS if target.cpu_flags <= cpu_flags and head_dim % (2 * target.lanes) == 0]
     if not fitting:
-        raise NativeUnavailable(f"no kernel takes heads of {head_dim}, only of multiples of 16")
+        raise NativeUnavailable(f"the kernels do not support heads of {head_dim}, only multiples of 16")
     return fitting
 
 
@@ -76,8 +76,8 @@ def find_compiler() -> Path:
 
 
 def build(target: Target, cache_dir: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The shared library for `target`, compiled unless the cache has it. Raises `NativeUnavailable`; where a source
-    does not compile, `CompilerFailed`."""
+    """The shared library for `target`, from the cache or compiled. Raises `NativeUnavailable`, or its subclass
+    `CompilerFailed` if a source does not compile."""
     compiler = find_compiler()
     flags = (*FLAGS, *target.compiler_flags, f"-DLANES={target.lanes}", *extra_flags)
     sources = sorted(SOURCES.glob("*.c"))

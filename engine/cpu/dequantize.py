@@ -1,4 +1,4 @@
-"""GGUF's simplest blocks dequantized by a C kernel, straight into a slot of the model."""
+"""Dequantizes GGUF's simplest block types with a C kernel, directly into a slot of the model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def dequantize_into(kernels: Kernels, slot: torch.Tensor, kind: str, raw: np.ndarray) -> bool:
-    """Fill the slot, where there is a kernel for its type. Returns whether there is one.
+    """Fill the slot if a kernel supports the block type and the slot. Returns whether the slot was filled.
 
-    raw: uint8 [rows, bytes of a row], as it lies in the file; slot: [rows, columns]
+    raw: uint8 [rows, bytes of a row], the bytes of the file; slot: [rows, columns]
     """
     if kind not in KINDS or slot.dtype not in DTYPES or slot.device.type != "cpu" or not slot.is_contiguous():
         return False

@@ -11,22 +11,22 @@ _ZEN_5_FAMILY = 26
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """The first CPU's features as /proc/cpuinfo names them. Empty where there is no such file."""
+    """The first CPU's features as /proc/cpuinfo names them. Empty without that file."""
     first = _first_cpu(cpuinfo)
     return frozenset((first.get("flags") or first.get("Features", "")).split())
 
 
-def cpu_waits_for_many_lines(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU's first cache waits for as many lines of memory at once as its second: AMD's from Zen 5 on.
+def has_many_l1_miss_buffers(cpuinfo: Path = CPUINFO) -> bool:
+    """Whether this CPU's L1 has as many miss buffers as its L2: AMD's from Zen 5 on.
 
-    False where there is no such file. Measured with paged attention, docs/performance.md.
+    False without /proc/cpuinfo. Measured with paged attention, docs/performance.md.
     """
     first = _first_cpu(cpuinfo)
     return first.get("vendor_id") == "AuthenticAMD" and int(first.get("cpu family", "0")) >= _ZEN_5_FAMILY
 
 
 def _first_cpu(cpuinfo: Path) -> dict[str, str]:
-    """The first CPU's lines of /proc/cpuinfo, as name and value. Empty where there is no such file."""
+    """The first CPU's lines of /proc/cpuinfo, as name and value. Empty without that file."""
     if not cpuinfo.is_file():
         return {}
     lines = cpuinfo.read_text().strip().partition("\n\n")[0].splitlines()
@@ -34,10 +34,10 @@ def _first_cpu(cpuinfo: Path) -> dict[str, str]:
 
 
 def cpu_multiplies_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU has instructions for bfloat16 products. False where there is no such file."""
+    """Whether this CPU has instructions for bfloat16 products. False without /proc/cpuinfo."""
     return not _BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
 def cpu_has_amx_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU multiplies tiles of bfloat16, which oneDNN uses for torch's products and attention."""
+    """Whether this CPU has AMX's bfloat16 tiles, which oneDNN uses for torch's products and attention."""
     return "amx_bf16" in cpu_flags(cpuinfo)

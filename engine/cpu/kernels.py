@@ -1,6 +1,6 @@
 """The C kernels as Python callables: structs, argument types, and the choice of a library for this machine.
 
-Every call releases the GIL. Tensors are passed by address: the caller keeps them alive and contiguous.
+Every call releases the GIL. Tensors are passed by address: the caller must keep them alive and contiguous.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from engine.cpu.build import CompilerFailed, NativeUnavailable, build, fitting_targets
-from engine.cpu.features import cpu_flags, cpu_waits_for_many_lines
+from engine.cpu.features import cpu_flags, has_many_l1_miss_buffers
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +74,12 @@ _SIGNATURES: dict[str, tuple[tuple[type, ...], type | None]] = {
     "tandem_draw_token": ((_POINTER, _I64, _F32, _I64, _F64, _F64, _F64, _POINTER), _I64),
     "tandem_silu_and_multiply": ((_POINTER, _POINTER, _I64, _I64, ctypes.c_int, ctypes.c_int), None),
 }
-# Only in a library for CPUs that have instructions for it.
+# Present only in a library for CPUs with bfloat16 products.
 _BF16_LINEAR = (_POINTER, _POINTER, _POINTER, _POINTER, _I64, _I64, _I64, ctypes.c_int, ctypes.c_int)
 
 
 class Ending(enum.IntEnum):
-    """`enum ending` of bf16_linear.c: the results that a product with a packed matrix makes of its sums."""
+    """`enum ending` of bf16_linear.c: how a product with a packed matrix turns its sums into results."""
 
     TO_BF16 = 0
     TO_FLOAT = 1
@@ -87,7 +87,7 @@ class Ending(enum.IntEnum):
 
 
 class Kernels:
-    """One loaded library. `attend` returns 0, or 1 where memory ran out."""
+    """One loaded library. `attend` returns 0, or 1 if memory ran out."""
 
     def __init__(self, library: Path) -> None:
         try:
@@ -112,9 +112,9 @@ class Kernels:
 
 
 def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
-    """The best kernels for this CPU and heads of `head_dim` that the compiler makes, or None: the log says why."""
+    """The best kernels that the compiler builds for this CPU and `head_dim`, or None; the log gives the reason."""
     reason: NativeUnavailable | None = None
-    fetching = ("-DFETCH_LOCALITY=0",) if cpu_waits_for_many_lines() else ()
+    fetching = ("-DFETCH_LOCALITY=0",) if has_many_l1_miss_buffers() else ()
     try:
         for target in fitting_targets(cpu_flags(), head_dim):
             try:
@@ -124,5 +124,5 @@ def load_kernels(head_dim: int, cache_dir: Path) -> Kernels | None:
                 _log.warning("the C kernels do not compile for %s: %s", target.name, error)
     except NativeUnavailable as error:
         reason = error
-    _log.warning("no C kernels: %s. Plain torch computes instead, more slowly.", reason)
+    _log.warning("no C kernels: %s. The engine uses plain torch, which is slower.", reason)
     return None

@@ -1,7 +1,7 @@
-"""Matrices packed once for a faster product: by our own C kernel, or by oneDNN through torch. For bfloat16 on the CPU.
+"""Products with packed bfloat16 matrices on the CPU, by the C kernel or by oneDNN through torch.
 
-The kernel is memory-bound for a few rows and compute-bound from some thirty on, near the core's limit in both. On CPUs
-with AMX oneDNN multiplies. Both leave a matrix of another dtype to torch's plain product.
+The kernel is memory-bound for a few rows and compute-bound from about thirty rows on, near the core's limit in both
+cases. On CPUs with AMX, oneDNN is used. Matrices of another dtype use torch's plain product.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from engine.cpu.ops import NativeOps
 from engine.host_memory import HugePages
 from engine.linear import Embedding, Linear, Matrix, PlainLinear
 
-PANEL = 32  # rows of a weight that lie together, as in bf16_linear.c
+PANEL = 32  # rows of a weight in one panel, as in bf16_linear.c
 
 
 class NativeLinear(PlainLinear):
-    """The C kernel, where the library has it: `kernels.bf16_linear` is not None."""
+    """Products by the C kernel. The library must have `kernels.bf16_linear`."""
 
     def __init__(self, kernels: Kernels, num_threads: int, memory: HugePages | None = None) -> None:
         super().__init__(NativeOps(kernels, num_threads))
         self.kernels = kernels
         self.num_threads = num_threads
         self._memory = memory or HugePages()
-        self._table: weakref.ref[torch.Tensor] | None = None  # the embedding, while it exists,
-        self._packed_table: torch.Tensor | None = None  # and its panels: a tied head multiplies by the same panels
+        self._table: weakref.ref[torch.Tensor] | None = None  # the embedding, while it exists
+        self._packed_table: torch.Tensor | None = None  # the embedding's panels, which a tied head reuses
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
         if not _packs(weight):
@@ -68,7 +68,7 @@ def _packs(weight: Matrix) -> TypeGuard[torch.Tensor]:
 
 
 def panels_of(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the order that the kernel reads, not yet contiguous.
+    """The weight in the order that the kernel reads, as a view that is not contiguous.
 
     # bfloat16 [out, in] -> int32 [ceil(out / PANEL), in / 2, PANEL], each element two bfloat16 of one row
     """
@@ -79,7 +79,7 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def gated_panels_of(gate_up: torch.Tensor) -> torch.Tensor:
-    """As `panels_of`; each panel has half its rows from the gate and half from up. # of [2 * size, in]"""
+    """Like `panels_of`; half of each panel's rows are from gate, half from up. # of [2 * size, in]"""
     half = PANEL // 2
     size, in_size = len(gate_up) // 2, gate_up.shape[1]
     both = F.pad(gate_up.view(2, size, in_size), (0, 0, 0, -size % half))
@@ -87,20 +87,20 @@ def gated_panels_of(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class PackedLinear:
-    """A product by the C kernel; `ending` says what becomes of the sums."""
+    """A product by the C kernel; `ending` chooses the form of the results."""
 
     def __init__(
         self,
         kernels: Kernels,
-        packed: torch.Tensor,  # int32, contiguous, as `panels_of` or `gated_panels_of` returns
+        packed: torch.Tensor,  # int32, contiguous, in the order of `panels_of` or `gated_panels_of`
         bias: torch.Tensor | None,  # [out]; none for a gated product
         out_size: int,  # columns of the results
         num_threads: int,
         ending: Ending = Ending.TO_BF16,
     ) -> None:
         assert kernels.bf16_linear is not None, "the library was not compiled for bfloat16 products"
-        assert packed.is_contiguous(), "the kernel is given its address"
-        assert len(packed) == -(-out_size // (PANEL // 2 if ending is Ending.TO_GATED else PANEL)), "of another size"
+        assert packed.is_contiguous(), "the kernel reads the panels by address"
+        assert len(packed) == -(-out_size // (PANEL // 2 if ending is Ending.TO_GATED else PANEL)), "wrong panel count"
         assert bias is None or ending is not Ending.TO_GATED, "the kernel adds no bias before an activation"
         self.kernel = kernels.bf16_linear
         self.packed, self.bias = packed, None if bias is None else bias.float()

@@ -8,7 +8,7 @@ from engine.cpu.kernels import Kernels
 
 
 class NativeOps:
-    """On the CPU, for float32 and bfloat16."""
+    """For float32 and bfloat16 on the CPU."""
 
     def __init__(self, kernels: Kernels, num_threads: int) -> None:
         self.kernels = kernels
@@ -17,9 +17,9 @@ class NativeOps:
     def add_rms_norm(
         self, hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        assert hidden.is_contiguous(), "changed in place, so a copy will not do"
+        assert hidden.is_contiguous(), "the kernel changes hidden in place"
         update = None if update is None else update.contiguous()
-        normed = torch.empty_like(hidden) if update is None else update  # its lines are in the cache
+        normed = torch.empty_like(hidden) if update is None else update  # the update's lines are in the cache
         self.kernels.add_rms_norm(
             hidden.data_ptr(),
             None if update is None else update.data_ptr(),

@@ -15,7 +15,7 @@ _SCRATCH_PER_GROUP = GROUP + 8  # bytes: the rounded inputs and the struct group
 
 
 class NativeQuantizedLinear(LinearThenOps):
-    """The C kernel, which rounds its inputs to 8 bits by groups of 32 on the way in."""
+    """Products by the C kernel, which rounds the inputs to 8 bits by groups of 32."""
 
     def __init__(self, kernels: Kernels, num_threads: int) -> None:
         super().__init__(NativeOps(kernels, num_threads))
@@ -32,14 +32,14 @@ class NativeQuantizedLinear(LinearThenOps):
         return NativeQuantizedMatrix(self, table, None).rows
 
     def scratch(self, num_bytes: int) -> int:
-        """The address of memory that lasts until the next call: products are made one at a time."""
+        """The address of scratch memory, valid until the next call. Products run one at a time."""
         if self._scratch.numel() * 8 < num_bytes:
             self._scratch = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
         return self._scratch.data_ptr()
 
 
 class NativeQuantizedMatrix:
-    """One matrix, ready to be multiplied by or looked up in."""
+    """One matrix, prepared for products and lookups."""
 
     def __init__(self, method: NativeQuantizedLinear, matrix: QuantizedMatrix, bias: torch.Tensor | None) -> None:
         self._method, self._matrix = method, matrix
@@ -74,7 +74,7 @@ class NativeQuantizedMatrix:
         return outputs
 
     def rows(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix as numbers. # int64 [n] -> [n, columns]"""
+        """Dequantized rows of the matrix. # int64 [n] -> [n, columns]"""
         rows = torch.empty((len(row_ids), self._matrix.num_columns), dtype=self._matrix.dtype)
         self._method.kernels.quantized_rows(
             self._address, row_ids.data_ptr(), len(row_ids), rows.data_ptr(), self._is_bf16

@@ -1,4 +1,4 @@
-"""The draw from a row of logits by the C kernel: the same draw as `draw_token`, without sorting the vocabulary."""
+"""Draws a token from a row of logits with the C kernel: the result of `draw_token`, without sorting the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.cpu.kernels import Kernels
 
 
 class NativeDraw:
-    """A `Draw`. One call at a time: calls share the scratch memory."""
+    """A `Draw`. Calls share the scratch memory, so they must not overlap."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -31,9 +31,9 @@ struct course {
 /* Computing a row prefetches later rows, so memory stays evenly busy. With full miss queues, the CPU drops prefetches.
    Each row is therefore prefetched several times: two places, one place and half a place before its use.
 
-   FETCH_LOCALITY 2 prefetches into L2, which has more miss buffers than L1: this doubles the speed of a CPU with few L1
-   miss buffers. On other CPUs 0 is better: the rows, which are read once, then evict nothing from L2 that the next layer
-   needs. With 0, rows two places ahead are not prefetched, because they do not fit in L1. */
+   FETCH_LOCALITY 2 prefetches into L2, which has more miss buffers than L1: this doubles the speed of a CPU with few
+   L1 miss buffers. On other CPUs 0 is better: the rows, which are read once, then evict nothing from L2 that the next
+   layer needs. With 0, rows two places ahead are not prefetched, because they do not fit in L1. */
 INLINE void fetch_row(const char *row, size_t num_bytes) {
     for (size_t byte = 0; byte < num_bytes; byte += LINE_BYTES) __builtin_prefetch(row + byte, 0, FETCH_LOCALITY);
 }

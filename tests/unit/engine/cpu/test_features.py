@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.features import cpu_flags, cpu_waits_for_many_lines
+from engine.cpu.features import cpu_flags, has_many_l1_miss_buffers
 
 ZEN_5 = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: fpu avx512_bf16\n\nprocessor\t: 1\n"
 ZEN_4 = ZEN_5.replace("26", "25")
@@ -19,7 +19,7 @@ ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp bf16\n\n"
 def test_only_a_zen_5_and_later_is_known_to_wait_for_many_lines(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo)
-    assert cpu_waits_for_many_lines(path) is expected
+    assert has_many_l1_miss_buffers(path) is expected
 
 
 def test_the_first_cpus_features_are_read_under_either_name(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_the_first_cpus_features_are_read_under_either_name(tmp_path: Path) -> N
 def test_without_the_file_nothing_is_known(tmp_path: Path) -> None:
     missing = tmp_path / "cpuinfo"
     assert cpu_flags(missing) == frozenset()
-    assert not cpu_waits_for_many_lines(missing)
+    assert not has_many_l1_miss_buffers(missing)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/cpuinfo")
