@@ -1,6 +1,6 @@
-"""The composition root: the only place that names concrete runners, transports and services.
+"""The composition root: the only module that names concrete runners, transports and services.
 
-A factory is a module-level function, so that `functools.partial(factory, config)` travels to other processes by name.
+A factory is a module-level function, so that `functools.partial(factory, config)` can be pickled for other processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
 
-# Workers that share one process (tests) reach each other's pools through it; `transport = "memory"`.
+# With `transport = "memory"`, workers in one process (tests) reach each other's pools through this fabric.
 FABRIC = MemoryFabric()
 
 
@@ -40,7 +40,7 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
     from text.tokenizer import load_tokenizer
 
     router = replace(config.router, host=_listen_on(config.router.host, RouterConfig().host, placement))
-    if placement.address:  # it died: come back where the clients know it
+    if placement.address:  # a restarted router listens on the old port, which clients know
         router = replace(router, port=int(placement.address.rpartition(":")[2]))
     load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
     return RouterService(router, load, config.telemetry, placement.scale, config.security)
@@ -93,7 +93,7 @@ def _worker_config(config: TandemConfig, placement: Placement) -> WorkerConfig:
 
 
 def _listen_on(configured: str, default: str, placement: Placement) -> str:
-    """In a joined cluster the machine's own address, unless the operator named another one."""
+    """The host to listen on: in a joined cluster the machine's address, unless the config sets another host."""
     return placement.host if placement.host and configured == default else configured
 
 
@@ -104,7 +104,7 @@ def _worker_parts(
     make_machine: Callable[[WorkerCore, TransferMachine], WorkerMachine],
     cache_dir: Path | None,
 ) -> BuildParts:
-    """What builds a worker's inside: runner, pool, transfer agent, machine. Called in a thread."""
+    """Returns the function that builds a worker's parts: runner, pool, transfer agent, machine. Runs in a thread."""
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
         from engine.factory import build_runner
@@ -116,9 +116,9 @@ def _worker_parts(
             block_size=own_size or config.engine.block_size,
         )
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
-        with pinned(cores):  # loading, too, leaves the other workers' cores alone
+        with pinned(cores):  # loading must not use the other workers' cores
             runner = build_runner(engine, cache_dir)
-        # The worker's name carries the incarnation: a restarted worker is another one to everybody.
+        # The identity includes an incarnation, so peers treat a restarted worker as a new worker.
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
         num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout)
         memory = PoolMemory(

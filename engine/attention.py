@@ -2,14 +2,14 @@
 
     T tokens of the step    Hq query heads    Hkv KV heads    G = Hq / Hkv    D head size    S positions of context
 
-The rows of a step are its chunks one after the other. A chunk of several tokens attends causally to its own sequence
-alone; chunks of one token (decode) are computed together, in groups of similar context: padding stays below half.
-The reference gathers a sequence's blocks into one run before it multiplies, which costs memory traffic that a kernel
-reading the blocks in place would not. It sees the pool as a table of rows, since torch copies rows of a table as they
-are, but would first make a contiguous copy of a whole strided layer:
+The rows of a step are the tokens of its chunks in order. A chunk of several tokens attends causally to its own
+sequence. Chunks of one token (decode) are batched in groups of similar context, so padding stays below half.
+The reference gathers a sequence's blocks into one run before the products; a kernel that reads blocks in place avoids
+this memory traffic. The reference views the pool as a table of rows. Torch copies single rows of a table, but would
+copy a whole strided layer to make the layer contiguous:
 
-    head row  (block, layer, key or value, head) -> [block_size * D]      what is gathered
-    slot row  (..., head, place in the block)    -> [D]                   what is written
+    head row  (block, layer, key or value, head) -> [block_size * D]      unit of gathering
+    slot row  (..., head, place in the block)    -> [D]                   unit of writing
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepAttention(Protocol):
         heads: torch.Tensor,  # [T, Hq + 2 * Hkv, D] queries, keys, values, not yet rotated; may be rotated in place
         layer: int,
     ) -> torch.Tensor:  # [T, Hq, D]
-        """Rotate queries and keys, write keys and values into their slots, attend to all up to each token's own.
+        """Rotate queries and keys, write keys and values into their slots, and attend causally.
 
         The next layer's call may overwrite the result.
         """
@@ -52,9 +52,9 @@ class PrefillPart:
 
     first_row: int
     num_tokens: int
-    num_positions: int  # of context, the chunk included
+    num_positions: int  # of context, including the chunk
     key_rows: torch.Tensor  # [Hkv * blocks] head rows of layer 0's keys
-    mask: torch.Tensor | None  # [num_tokens, S] added to the scores; None where the chunk is the whole context
+    mask: torch.Tensor | None  # [num_tokens, S] added to the scores; None if the chunk is the whole context
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _DecodePart:
 
 
 class TorchAttention:
-    """The reference backend, on the pool it is given."""
+    """The reference backend, for a pool on any device."""
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -80,7 +80,7 @@ class TorchAttention:
         self.heads = torch.arange(self.num_kv_heads, device=self.device)
 
     def begin_step(self, chunks: Sequence[ScheduledChunk], rotation: Rotation) -> TorchStepAttention:
-        slots: list[tuple[int, int]] = []  # (block, place in it) of each row
+        slots: list[tuple[int, int]] = []  # (block, place in the block) of each row
         prefills: list[PrefillPart] = []
         decodes: dict[int, list[tuple[int, ScheduledChunk]]] = {}
         row = 0
@@ -102,7 +102,7 @@ class TorchAttention:
         )
 
     def prefills_of(self, chunks: Sequence[ScheduledChunk]) -> list[PrefillPart]:
-        """The chunks of several tokens, for a backend that leaves only those chunks to torch."""
+        """The chunks of several tokens, for a backend that uses torch for prefill only."""
         first_rows = itertools.accumulate((chunk.num_tokens for chunk in chunks), initial=0)
         return [
             self._prefill_part(row, chunk)
@@ -113,7 +113,7 @@ class TorchAttention:
     def attend_prefill(
         self, part: PrefillPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        """One chunk's attention, once its keys and values are in the pool.
+        """One chunk's attention. The chunk's keys and values are already in the pool.
 
         # query [T, Hq, D], key and value [T, Hkv, D], all rotated, of the whole step -> [num_tokens, Hq, D]
         """
@@ -140,12 +140,12 @@ class TorchAttention:
         return (head_rows * self.block_size + offsets[:, None]).flatten()
 
     def _key_rows(self, blocks: list[int]) -> torch.Tensor:
-        """Head rows of layer 0's keys, so ordered that gathered rows are [Hkv, blocks * block_size, D]."""
+        """Head rows of layer 0's keys, in an order that gathers to [Hkv, blocks * block_size, D]."""
         table = torch.tensor(blocks, device=self.device)
         return (table[None, :] * self.block_rows + self.heads[:, None]).flatten()
 
     def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        """What to add to scores so that only `seen` ones count; made once, where a bool mask is converted per layer."""
+        """An additive mask: 0 if seen, else -infinity. Made once per step; torch converts a bool mask per layer."""
         return torch.zeros_like(seen, dtype=self.pool.tensor.dtype).masked_fill_(~seen, float("-inf"))
 
     def _num_blocks(self, chunk: ScheduledChunk) -> int:
@@ -177,7 +177,7 @@ class TorchAttention:
 
 
 class TorchStepAttention:
-    """One step's rows, found once and used by every layer."""
+    """One step's rows, computed once for all layers."""
 
     def __init__(
         self,
@@ -227,10 +227,10 @@ def _attend_prefill(part: PrefillPart, query: torch.Tensor, keys: torch.Tensor, 
 
 
 def _attend_decode(part: _DecodePart, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """# query [B, Hq, D] -> [B, Hq, D]; the G query heads of a KV head stand where a prefill has its query tokens"""
+    """# query [B, Hq, D] -> [B, Hq, D]; the G query heads of a KV head replace the query tokens of a prefill"""
     batch, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[0]
-    # A mask alone does not hide what is not a number, and another sequence may have left that in a slot.
+    # A mask does not hide NaN, and an earlier sequence may have left NaN in a slot.
     keys.index_fill_(1, part.unseen, 0.0)
     values.index_fill_(1, part.unseen, 0.0)
     by_sequence = (num_kv_heads, batch, -1, head_dim)

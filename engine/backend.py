@@ -1,6 +1,6 @@
-"""What computes a model's steps, chosen once: by the device, the config, and the instructions of the CPU.
+"""Chooses the backend of a model once, by the device, the config and the CPU's instructions.
 
-Only this module names kernels. The rest of the engine sees the interfaces that they implement.
+Only this module names kernels. The rest of the engine uses the interfaces that kernels implement.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Backend:
 def choose_backend(
     config: EngineConfig, model: ModelConfig, pool: KVPool, num_threads: int, cache_dir: Path | None
 ) -> Backend:
-    """The C kernels where they are wanted and can be had, else plain torch."""
+    """The C kernels if the config allows them and they are available, else plain torch."""
     device = pool.tensor.device
     kernels = find_kernels(config, model, device, cache_dir)
     linear_method = choose_linear_method(config, kernels, device, num_threads)
@@ -63,7 +63,7 @@ def choose_backend(
 def find_kernels(
     config: EngineConfig, model: ModelConfig, device: torch.device, cache_dir: Path | None
 ) -> Kernels | None:
-    """The C kernels, where they are wanted and can be had."""
+    """The C kernels if the config allows them and they are available, else None."""
     if config.kernels == "torch" or device.type != "cpu":
         return None
     return load_kernels(model.head_dim, cache_dir or default_cache_dir())
@@ -72,7 +72,7 @@ def find_kernels(
 def choose_linear_method(
     config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
 ) -> LinearMethod:
-    """What multiplies by the model's matrices. oneDNN where there is no kernel, and on CPUs with AMX."""
+    """The method for the model's matrix products. Without a kernel, and on CPUs with AMX: oneDNN."""
     if config.quantization != "none":
         return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
     if config.kernels == "torch" or device.type != "cpu":
@@ -84,7 +84,7 @@ def choose_linear_method(
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`. Raises `ConfigError` where there is none."""
+    """The device for `auto`, `cpu` or `cuda`. Raises `ConfigError` for `cuda` without a CUDA device."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "device = cuda, but torch sees no CUDA device: set device to cpu or auto, or run `tandem doctor`"

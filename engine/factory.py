@@ -1,4 +1,4 @@
-"""Which runner computes a model spec. Torch is imported only where it is needed, so the fake starts in a blink."""
+"""Chooses the runner for a model spec. The fake runner starts fast because only the real runner imports torch."""
 
 from __future__ import annotations
 

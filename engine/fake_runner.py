@@ -1,12 +1,12 @@
-"""A runner without a model, whose tokens are wrong as soon as one byte of KV is wrong. Imports no torch.
+"""A runner without a model. One wrong byte of KV makes its tokens wrong. Imports no torch.
 
-It keeps the promises of the real one on a real pool. The bytes of a slot are drawn from the hash of
+The fake runner keeps the contract of the real runner on a real pool. The bytes of a slot come from the hash of
 
-    (the bytes of the slot before it, as they lie in the pool; its token; its position)
+    (the bytes of the previous slot, read from the pool; the slot's token; the slot's position)
 
-and the token at position p from the hash of all bytes of slots 0 .. p - 1, read through the block table. A stale,
-torn, misplaced or foreign block therefore changes every token after it. `expected_tokens` computes the same answer
-without any pool, and so is what a test compares with.
+and the token at position p comes from the hash of all bytes of slots 0 .. p - 1, read through the block table. A stale,
+torn, misplaced or foreign block therefore changes every later token. `expected_tokens` computes the same answer without
+a pool; tests compare with that answer.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from engine.sampling import sample
 from model_files.builtin_configs import FAKE_CONFIGS
 from model_files.model_source import describe, resolve_model
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so the product is a bijection modulo 2^64
 _SHIFT = np.uint64(29)
 
 
 class FakeRunner:
-    """`info` and `layout` say its size; `FakeRunner.from_config` makes them for a spec such as fake:tiny."""
+    """`info` and `layout` set the size; `FakeRunner.from_config` makes both for a spec such as fake:tiny."""
 
     def __init__(self, info: ModelInfo, layout: KVLayout, num_blocks: int) -> None:
         self.info = info
         self.layout = layout
         self.num_blocks = num_blocks
-        self._mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)  # page-aligned, as the real one is
+        self._mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)  # page-aligned, like the real pool
         num_layers, _, num_kv_heads, block_size, _ = layout.block_shape
         row_bytes = layout.token_bytes // (num_layers * 2 * num_kv_heads)
         self._pool = np.frombuffer(self._mapping, np.uint8).reshape(
@@ -50,7 +50,7 @@ class FakeRunner:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> FakeRunner:
-        """Raises `ConfigError` where kv_memory_mb holds no block, `ModelNotFound` for an unknown spec."""
+        """Raises `ConfigError` if kv_memory_mb holds no block, `ModelNotFound` for an unknown spec."""
         source = resolve_model(config.model)
         shape = FAKE_CONFIGS[source.config_name]
         info = describe(source, config.max_context)
@@ -78,7 +78,7 @@ class FakeRunner:
         return None
 
     def start_background_work(self) -> None:
-        """There is none."""
+        """The fake runner has no background work."""
 
     def run(self, step: StepPlan) -> StepOutput:
         assert not self._closed, "the runner is closed"
@@ -99,7 +99,7 @@ class FakeRunner:
         self._closed = True
 
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
-        """The bytes of slots [max(start, 0), end), in order, as the pool has them now."""
+        """The pool's current bytes of slots [max(start, 0), end), in order."""
         positions = np.arange(max(start, 0), end)
         blocks = np.asarray(chunk.block_table)[positions // self.layout.block_size]
         return self._pool[blocks, :, positions % self.layout.block_size].tobytes()
@@ -111,19 +111,19 @@ class FakeRunner:
 
 
 def slot_content(previous: bytes, token_id: int, position: int, num_bytes: int) -> bytes:
-    """The bytes of one slot, from those of the slot before it (none before the first)."""
+    """The bytes of one slot. `previous`: the bytes of the previous slot, empty for the first."""
     state = xxhash.xxh3_64_intdigest(previous + struct.pack("<QQ", token_id, position))
     return _stream(state, -(-num_bytes // 8)).tobytes()[:num_bytes]
 
 
 def logits_after(all_slots: bytes, vocab_size: int) -> np.ndarray:
-    """The fake model's opinion of what follows: spread over about [-4, 4). # float32 [vocab]"""
+    """The fake model's logits after these slots, uniform in [-4, 4). # float32 [vocab]"""
     words = _stream(xxhash.xxh3_64_intdigest(all_slots), vocab_size)
     return ((words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-21)) - np.float32(4.0)
 
 
 def _stream(state: int, count: int) -> np.ndarray:
-    """`count` well-mixed words of a counter that begins at `state`. # uint64 [count]"""
+    """`count` hashed values of a counter that starts at `state`. # uint64 [count]"""
     words = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(state)) * _MULTIPLIER
     words = (words ^ (words >> _SHIFT)) * _MULTIPLIER
     return words ^ (words >> _SHIFT)
@@ -132,7 +132,7 @@ def _stream(state: int, count: int) -> np.ndarray:
 def expected_tokens(
     request: Request, layout: KVLayout, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """What the fake must answer to `request`, computed without a pool: every token after `request.token_ids`."""
+    """The tokens that the fake runner must generate after `request.token_ids`, computed without a pool."""
     token_ids = list(request.token_ids)
     slots: list[bytes] = []
     while len(token_ids) < request.max_total_tokens:

@@ -1,7 +1,7 @@
-"""First touch of fresh memory, before the memory is needed: the first write costs fifteen times a later one.
+"""Touches fresh memory before its first use, because the first write to a page costs fifteen times a later write.
 
-Where a hypervisor has to find the memory, half a gigabyte takes more than a second. So the start touches only the first
-blocks. A thread of the lowest priority touches the rest later.
+If a hypervisor must first allocate the memory, half a gigabyte takes more than a second. Startup therefore touches only
+the first blocks. A thread of the lowest priority touches the rest later.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ import threading
 
 import torch
 
-AT_ONCE_BYTES = 64 << 20
-_STEP_BYTES = 2 << 20  # a thread that maps memory meanwhile waits for one step at most
-_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14: as if every page were written, and none changes
+FIRST_BYTES = 64 << 20
+_STEP_BYTES = 2 << 20  # another thread that maps memory waits for at most one step
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14: faults every page in for writing and changes no byte
 _LOWEST_PRIORITY = 19
 
 _log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def touch(memory: torch.Tensor, at_once_bytes: int = AT_ONCE_BYTES) -> torch.Tensor:
-    """Touch the first bytes. Returns the others, empty where there are none or the kernel is too old.
+def touch_first(memory: torch.Tensor, first_bytes: int = FIRST_BYTES) -> torch.Tensor:
+    """Touch the first bytes and return the rest. On an old Linux kernel, touch everything and return an empty tensor.
 
     `memory` is whole pages of zeros, uint8.
     """
-    if _populate(memory[:at_once_bytes]):
-        return memory[at_once_bytes:]
+    if _populate(memory[:first_bytes]):
+        return memory[first_bytes:]
     memory.zero_()
     return memory[:0]
 
 
-def touch_meanwhile(memory: torch.Tensor) -> threading.Thread:
-    """Touch the rest that `touch` returned, in a thread. Any thread may read and write that memory meanwhile."""
+def touch_in_background(memory: torch.Tensor) -> threading.Thread:
+    """Touch the memory in a thread. Other threads may read and write the memory at the same time."""
     thread = threading.Thread(target=_touch_rest, args=(memory,), name="tandem-first-touch", daemon=True)
     thread.start()
     return thread
 
 
 def _touch_rest(memory: torch.Tensor) -> None:
-    with contextlib.suppress(OSError):  # a normal priority only slows the threads that compute
+    with contextlib.suppress(OSError):  # with normal priority, the thread only slows computation
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    # The last pieces first: peers probe them when they connect (kv_transfer/path_probe.py).
+    # The last pieces come first: peers probe them when they connect (kv_transfer/path_probe.py).
     pieces = memory.split(_STEP_BYTES)
     for piece in (*pieces[-2:], *pieces[:-2]):
         if not _populate(piece):
-            _log.warning("memory was not touched ahead: %s", os.strerror(ctypes.get_errno()))
+            _log.warning("cannot touch memory ahead of its use: %s", os.strerror(ctypes.get_errno()))
             return
 
 

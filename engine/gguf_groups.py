@@ -1,12 +1,12 @@
-"""GGUF's blocks of 32 weights that are our groups under another name: their numbers are taken as they are.
+"""Reads GGUF blocks of 32 weights whose codes equal the codes of our groups, without rounding the weights again.
 
     Q8_0   [half scale][32 signed bytes]                     weight = byte * scale
     Q4_0   [half scale][16 bytes of two nibbles]             weight = (nibble - 8) * scale
     Q4_1   [half scale][half minimum][16 bytes]              weight = nibble * scale + minimum
-    Q4_K   super-blocks of eight such groups, whose scales and minimums are 6 bits each of two common halves
+    Q4_K   super-blocks of eight such groups; a group's scale and minimum are 6-bit multiples of two common halves
 
-The low nibbles are a block's first 16 weights, the high ones its last 16; in Q4_K, those of two groups. Only Q4_K's
-scales and minimums are rounded (to half precision), every code stays. Other types have no groups like ours.
+Low nibbles are a block's first 16 weights, high nibbles its last 16; in Q4_K, low and high nibbles are two groups. Only
+Q4_K's scales and minimums are rounded (to half precision); every code stays. Other types have no such groups.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # codes [rows, groups,
 
 
 def exact_groups(file: GGUFFile, name: str, bits: int) -> GroupedRows | None:
-    """A matrix's codes, scales and minimums, where the file has groups of `bits`. Raises `ConfigError` as `tensor`."""
+    """A matrix's codes, scales and minimums; None if the file's type has no groups of `bits`.
+
+    Raises `ConfigError` like `GGUFFile.tensor`.
+    """
     kind, raw = file.raw_tensor(name)
     if raw.ndim != 2 or (kind, bits) not in _READERS:
         return None
     block_bytes, read = _READERS[kind, bits]
     codes, scales, minimums = read(raw.reshape(len(raw), -1, block_bytes))
     if not np.isfinite(scales).all() or (minimums is not None and not np.isfinite(minimums).all()):
-        return None  # beyond half precision: rounding anew keeps within it
+        return None  # out of half precision's range; the caller quantizes the matrix instead
     return GroupedRows(
         torch.from_numpy(codes.reshape(len(codes), -1)),
         torch.from_numpy(scales),
@@ -68,13 +71,13 @@ def _q4_k(blocks: np.ndarray) -> Parts:
     nibbles = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)
     codes = np.stack((nibbles & 0xF, nibbles >> 4), axis=-2)  # [rows, super-blocks, 4, 2, 32]
     common = [_halves(blocks, place).astype(np.float32)[..., None] for place in (0, 2)]
-    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is seen
+    with np.errstate(over="ignore"):  # too large a product becomes infinite; `exact_groups` checks for this
         products = [(common[0] * scales).astype(np.float16), (-common[1] * minimums).astype(np.float16)]
     rows = len(blocks)
     return codes.reshape(rows, -1, 32), products[0].reshape(rows, -1), products[1].reshape(rows, -1)
 
 
-# (type of the file, our bits) -> (bytes of a block, reader)
+# (GGUF type, bits) -> (bytes of a block, reader)
 _READERS: dict[tuple[str, int], tuple[int, Callable[[np.ndarray], Parts]]] = {
     ("Q8_0", 8): (34, _q8_0),
     ("Q4_0", 4): (18, _q4_0),

@@ -3,10 +3,10 @@
     T tokens of the step
 
 A `LinearMethod` gets every matrix of the model once, when the model is made. The method returns the `Linear` that
-multiplies by the matrix, or the `Embedding` that looks rows up: plain, packed for a kernel, or of codes. The model
-keeps no weight, so a method that packs frees the plain copy. A method knows the purpose of each matrix: one pass may
-compute the product and the step after it (`prepare_gated`, `prepare_head`). A method without such a kernel composes the
-two with `Ops`. `choose_linear_method` in `engine/backend.py` chooses; another precision or device is another class.
+multiplies by the matrix, or the `Embedding` that looks rows up. The matrix may stay plain, be packed for a kernel, or
+be quantized. The model keeps no weight, so packing frees the plain copy. Separate methods for separate purposes allow
+one pass to compute a product and the next operation (`prepare_gated`, `prepare_head`). A method without such a kernel
+composes the two with `Ops`. `choose_linear_method` in `engine/backend.py` chooses the method.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Matrix = torch.Tensor | QuantizedMatrix  # [out, in]
 
 
 class Linear(Protocol):
-    """One matrix, ready to be multiplied by."""
+    """One matrix, prepared for products."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """inputs @ weight.T + bias, contiguous, in the inputs' dtype if not said otherwise. # [T, in] -> [T, out]"""
+        """inputs @ weight.T + bias, contiguous, in the inputs' dtype by default. # [T, in] -> [T, out]"""
         ...
 
 
 class Embedding(Protocol):
-    """One matrix, ready to be looked up in."""
+    """One matrix, prepared for row lookups."""
 
     def __call__(self, row_ids: torch.Tensor) -> torch.Tensor:
         """# int64 [T] -> [T, in]"""
@@ -42,30 +42,30 @@ class Embedding(Protocol):
 class LinearMethod(Protocol):
     def prepare(
         self,
-        weight: Matrix,  # left as it is, since it may be the embedding, too
+        weight: Matrix,  # not changed, because the weight may also be the embedding
         bias: torch.Tensor | None,  # [out]
     ) -> Linear:
-        """Called once for each matrix; later calls may have any T. May be slow. Lasting memory: only the result."""
+        """Prepare a matrix once for products of any T. May be slow. Only the result keeps memory."""
         ...
 
     def prepare_gated(self, gate_up: Matrix) -> Linear:
-        """The first half of a SwiGLU: silu(inputs @ gate.T) * (inputs @ up.T), gate before up in the matrix.
+        """Prepare the first half of a SwiGLU: silu(inputs @ gate.T) * (inputs @ up.T), gate before up in the matrix.
 
         # of [2 * size, in]: [T, in] -> [T, size]
         """
         ...
 
     def prepare_head(self, weight: Matrix) -> Linear:
-        """As `prepare`, for the last matrix: its products are the logits, in float32 whatever the inputs are."""
+        """Like `prepare`, for the last matrix: the products are the logits, in float32 for every input dtype."""
         ...
 
     def prepare_embedding(self, table: Matrix) -> Embedding:
-        """As `prepare`, for the table of the tokens' embeddings."""
+        """Like `prepare`, for the table of token embeddings."""
         ...
 
 
 class LinearThenOps(ABC):
-    """For methods without kernels of more than a product: gated ones and the head are composed of it and `Ops`."""
+    """For methods whose kernels compute only the product: `Ops` computes the activation, and torch converts logits."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -83,15 +83,15 @@ class LinearThenOps(ABC):
 
 
 class PlainLinear(LinearThenOps):
-    """The method that changes nothing: torch's own product on the weight as it is."""
+    """Torch's own product on the unchanged weight."""
 
     def __init__(self, ops: Ops | None = None) -> None:
         super().__init__(ops or TorchOps())
 
     def prepare(self, weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        assert isinstance(weight, torch.Tensor), "codes have methods of their own"
+        assert isinstance(weight, torch.Tensor), "a quantized matrix needs another method"
         return lambda inputs: F.linear(inputs, weight, bias)
 
     def prepare_embedding(self, table: Matrix) -> Embedding:
-        assert isinstance(table, torch.Tensor), "codes have methods of their own"
+        assert isinstance(table, torch.Tensor), "a quantized matrix needs another method"
         return lambda row_ids: F.embedding(row_ids, table)

@@ -2,9 +2,9 @@
 
     T tokens of the step    Hq query heads    Hkv KV heads    D head size
 
-The rows of a step are the tokens of all its chunks, one after the other: only attention knows where one sequence ends.
-No kernel is named here: a `LinearMethod` prepares the matrices, the attention backend reads and writes the cache, and
-`Ops` computes the rest.
+The rows of a step are the tokens of all its chunks in order; only attention separates the sequences. The forward pass
+names no kernel: a `LinearMethod` prepares the matrices, the attention backend reads and writes the cache, and `Ops`
+computes the rest.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class _Layer:
 
 
 class Model:
-    """Weights and an attention backend, which holds the pool: ready to compute steps.
+    """Computes steps with the prepared weights and an attention backend, which holds the pool.
 
-    Takes the layers out of `weights` one by one: a matrix that its linear method has copied is freed before the next.
+    Removes the layers from `weights` one by one: a matrix that the linear method has copied is freed before the next.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Model:
         )
 
     def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-        """Compute every token of the step and return the logits of the chunks that sample, in order.
+        """Compute every token of the step. Returns the logits of the chunks that sample, in order.
 
         # -> float32 [number of chunks that sample, vocab]
         """
@@ -100,7 +100,7 @@ class Model:
             normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)
             attended = step.attend(layer.project(normed), index)
             if layer is self.layers[-1] and len(sampling_rows) < len(token_ids):
-                # Only rows that sample have logits. The KV of the others is written.
+                # Only rows that sample need logits. The KV of all rows is written.
                 hidden, attended = hidden[sampling_rows], attended[sampling_rows]
             update = layer.output(attended.flatten(1))
             normed = self.ops.add_rms_norm(hidden, update, layer.feed_forward_norm, epsilon)

@@ -1,8 +1,8 @@
-"""The tensors of a model, fused as they are multiplied, and the named slots a checkpoint is loaded into.
+"""The tensors of a model, with matrices fused for fewer products, and the named slots that a checkpoint fills.
 
-q, k and v lie in one matrix, gate and up in another, so that each layer multiplies four times instead of seven. A slot
-is a view of such a tensor under the name a Hugging Face checkpoint gives it; whoever loads copies into slots, and
-knows nothing of the fusing. Matrices may be quantized: then their slots take codes.
+One matrix holds q, k and v, another holds gate and up, so a layer has four products instead of seven. A slot is a view
+of the rows of one checkpoint tensor, under its Hugging Face name. The loader copies tensors into slots and does not
+depend on the fusion. The slots of a quantized matrix take codes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class LayerWeights:
 class ModelWeights:
     config: ModelConfig
     embedding: Matrix  # [vocab, hidden]
-    layers: list[LayerWeights]  # emptied by the model that is made of them
+    layers: list[LayerWeights]  # `Model` removes them one by one
     final_norm: torch.Tensor  # [hidden]
-    head: Matrix  # [vocab, hidden]; the embedding itself where they are tied
+    head: Matrix  # [vocab, hidden]; the same object as `embedding` if tied
 
     def slots(self) -> dict[str, Slot]:
-        """Every tensor a checkpoint must hold, by its Hugging Face name, as a view to copy into."""
+        """A slot for every tensor that a checkpoint must hold, by its Hugging Face name."""
         (embedding,) = _row_slots(self.embedding, [self.config.vocab_size])
         slots = {"model.embed_tokens.weight": embedding, "model.norm.weight": self.final_norm}
         if not self.config.tie_embeddings:
@@ -58,9 +58,9 @@ class ModelWeights:
 def allocate_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str = "none"
 ) -> ModelWeights:
-    """Uninitialized weights of the right shapes; matrices as `quantization` (none, int8 or int4) says.
+    """Uninitialized weights of the config's shapes, with matrices in `quantization` (none, int8 or int4).
 
-    The embedding and the head have 8 bits at least: a token's row and its logit are what errors show in most.
+    The embedding and the head have at least 8 bits: rounding errors do most harm in a token's row and logit.
     """
     memory = HugePages()
 

@@ -1,6 +1,6 @@
-"""The small things between a layer's matrix products, as an interface, and plain torch doing them.
+"""The operations between a layer's matrix products: the interface, and the implementation in plain torch.
 
-Another device or a set of kernels is another class of the same methods; which one is used is the runner's choice.
+`choose_backend` in `engine/backend.py` chooses the implementation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self,
         hidden: torch.Tensor,  # [T, hidden], changed in place
-        update: torch.Tensor | None,  # [T, hidden], of no use afterwards: the norm may take its memory
+        update: torch.Tensor | None,  # [T, hidden]; invalid afterwards, because the result may use its memory
         weight: torch.Tensor,  # [hidden]
         epsilon: float,
     ) -> torch.Tensor:  # [T, hidden]

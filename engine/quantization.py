@@ -1,12 +1,12 @@
-"""Weights of 8 or 4 bits: how numbers become codes, and how codes lie in memory.
+"""Weights of 8 or 4 bits: quantization, and the layout of codes in memory.
 
-A row is cut into groups of 32 columns, each with a scale in half precision and, for 4 bits, a minimum:
+A row is divided into groups of 32 columns. Each group has a scale in half precision and, for 4 bits, a minimum:
 
-    int8    weight = (code - 128) * scale       codes 1 to 255       8.5 bits a weight, as GGUF's Q8_0
-    int4    weight = code * scale + minimum     codes 0 to 15        5 bits a weight, as GGUF's Q4_1
+    int8    weight = (code - 128) * scale       codes 1 to 255       8.5 bits per weight, like GGUF's Q8_0
+    int4    weight = code * scale + minimum     codes 0 to 15        5 bits per weight, like GGUF's Q4_1
 
-`GroupedRows` is the plain form, one byte a code, that exists for one tensor at a time while a model loads.
-`QuantizedMatrix` is what stays: codes packed and rows interleaved as engine/cpu/csrc/quantized.h draws them.
+`GroupedRows` is the plain form, with one byte per code. It exists for one tensor at a time during loading.
+`QuantizedMatrix` is the final form, with packed codes and interleaved rows; engine/cpu/csrc/quantized.h draws it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch.nn.functional as F
 from engine.host_memory import HugePages
 
 GROUP = 32  # columns that share a scale
-TILE_ROWS = 48  # rows that are interleaved
-BITS = {"int8": 8, "int4": 4}  # by the option's name
-_LARGEST = 65504.0  # half precision ends here
+TILE_ROWS = 48  # interleaved rows
+BITS = {"int8": 8, "int4": 4}  # by the name of the option
+_LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """Rows of a matrix as codes, the last group filled up with zeros."""
+    """Rows of a matrix as codes. Zeros pad the last group."""
 
     codes: torch.Tensor  # uint8 [rows, groups * GROUP]
     scales: torch.Tensor  # float16 [rows, groups]
-    minimums: torch.Tensor | None  # float16 [rows, groups]; None = 8 bits, whose zero is 128
+    minimums: torch.Tensor | None  # float16 [rows, groups]; None for 8 bits, where code 128 is zero
     num_columns: int
 
     @property
@@ -56,7 +56,7 @@ class GroupedRows:
 
 
 def quantize(weight: torch.Tensor, bits: int) -> GroupedRows:
-    """Round a matrix to groups of `bits`. # weight: any float [rows, columns]"""
+    """Quantize a matrix to groups of `bits`. # weight: any float [rows, columns]"""
     num_columns = weight.shape[1]
     values = F.pad(weight.float(), (0, -num_columns % GROUP)).view(weight.shape[0], -1, GROUP)
     if bits == 8:
@@ -66,17 +66,17 @@ def quantize(weight: torch.Tensor, bits: int) -> GroupedRows:
     minimums = _half(values.amin(-1))
     scales = _half((values.amax(-1) - minimums.float()) / 15)
     codes = _four_bit_codes(values, scales, minimums)
-    scales, minimums = _fitted(values, codes, scales, minimums)
+    scales, minimums = _least_squares_fit(values, codes, scales, minimums)
     codes = _four_bit_codes(values, scales, minimums)
     return GroupedRows(codes.to(torch.uint8).flatten(1), scales, minimums, num_columns)
 
 
 def _half(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp(-_LARGEST, _LARGEST).half()
+    return values.clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 / scale to multiply a group by, and 0 where all of the group is 0."""
+    """1 / scale, the factor of a group; 0 if the scale is 0."""
     wide = scales.float()[..., None]
     return torch.where(wide > 0, 1 / wide, 0.0)
 
@@ -85,12 +85,13 @@ def _four_bit_codes(values: torch.Tensor, scales: torch.Tensor, minimums: torch.
     return ((values - minimums.float()[..., None]) * _inverse(scales)).round_().clamp_(0, 15)
 
 
-def _fitted(
+def _least_squares_fit(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum of the line through (code, value) with the least squared error, where it is better.
+    """Scale and minimum of the least-squares line through (code, value); the old ones if their error is smaller.
 
-    The ends of a group are often outliers; a line that fits all 32 values misses them a little, and the rest less.
+    The smallest and the largest value of a group are often outliers. A line fitted to all 32 values usually has a
+    smaller total error than the line through these two.
     """
     code_mean, value_mean = codes.mean(-1), values.mean(-1)
     centred = codes - code_mean[..., None]
@@ -110,11 +111,11 @@ def _squared_error(
 
 
 class QuantizedMatrix:
-    """A matrix [num_rows, num_columns] of codes. Rows are written once, by `put`, in any order."""
+    """A quantized matrix [num_rows, num_columns]. `put` writes each row once, in any order."""
 
     def __init__(self, num_rows: int, num_columns: int, bits: int, dtype: torch.dtype, memory: HugePages) -> None:
         self.num_rows, self.num_columns, self.bits = num_rows, num_columns, bits
-        self.dtype = dtype  # of what is multiplied by it, and of the rows it gives
+        self.dtype = dtype  # of inputs, outputs and dequantized rows
         num_tiles, self.num_groups = -(-num_rows // TILE_ROWS), -(-num_columns // GROUP)
         words = GROUP * bits // 32
 
@@ -139,8 +140,8 @@ class QuantizedMatrix:
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def put(self, first_row: int, rows: GroupedRows) -> None:
-        """Write rows [first_row, first_row + rows of `rows`)."""
-        assert (rows.bits, rows.num_columns) == (self.bits, self.num_columns), "another matrix's rows"
+        """Write `rows` from `first_row` on."""
+        assert (rows.bits, rows.num_columns) == (self.bits, self.num_columns), "the rows do not fit this matrix"
         places = torch.arange(first_row, first_row + rows.codes.shape[0])
         tile, lane = places // TILE_ROWS, places % TILE_ROWS
         self.codes[tile, :, :, lane] = _packed(rows)
@@ -159,7 +160,7 @@ class QuantizedMatrix:
         return GroupedRows(packed.reshape(len(row_ids), -1), self.scales[tile, :, lane], minimums, self.num_columns)
 
     def dequantized(self) -> torch.Tensor:
-        """The whole matrix as numbers. # -> self.dtype [num_rows, num_columns]"""
+        """The whole matrix, dequantized. # -> self.dtype [num_rows, num_columns]"""
         return self.grouped(torch.arange(self.num_rows)).dequantized().to(self.dtype)
 
 
@@ -174,7 +175,7 @@ def _packed(rows: GroupedRows) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlot:
-    """Some rows of a matrix, to be written by whoever loads a tensor of this shape."""
+    """A run of a quantized matrix's rows, which one tensor of a checkpoint fills."""
 
     matrix: QuantizedMatrix
     first_row: int
@@ -189,5 +190,5 @@ class MatrixSlot:
         return self.matrix.bits
 
     def put(self, rows: GroupedRows) -> None:
-        assert rows.shape == self.shape, "checked when it was read"
+        assert rows.shape == self.shape, "the loader must compare shapes first"
         self.matrix.put(self.first_row, rows)

@@ -1,4 +1,4 @@
-"""Products with quantized matrices by torch, on the dequantized numbers: the reference."""
+"""The reference for products with quantized matrices: torch on the dequantized matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.quantization import QuantizedMatrix
 
 
 class DequantizedLinear(LinearThenOps):
-    """Each matrix becomes plain numbers once, and takes the memory of an unquantized one."""
+    """Dequantizes each matrix once. The matrix then takes the memory of an unquantized one."""
 
     def __init__(self) -> None:
         super().__init__(TorchOps())

@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split: element d of a head turns with element d + D / 2."""
+"""Rotary position embedding, half-split: element d of a head is rotated with element d + D / 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The angles of one step's rows, the same for every layer and head."""
+    """The angles of one step's rows, shared by all layers and heads."""
 
     cosine: torch.Tensor  # float32 [T, D / 2]
     sine: torch.Tensor  # float32 [T, D / 2]

@@ -1,9 +1,9 @@
 """The interface of an engine: tokens in, KV into the pool, tokens out.
 
-A runner owns one KV pool and follows each StepPlan exactly: of a chunk's sequence, a runner reads the slots of
+A runner owns one KV pool and follows each StepPlan exactly. For each chunk, the runner reads its sequence's slots of
 positions [0, start), writes the slots of [start, start + num_tokens), and touches nothing else in the pool. A runner
-decides nothing and keeps no state of a sequence between steps. So a sequence that began elsewhere continues here as
-soon as the right bytes are in the right blocks.
+decides nothing and keeps no state of a sequence between steps. A sequence that began on another worker therefore
+continues as soon as its KV is in the pool's blocks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ class Runner(Protocol):
     num_blocks: int
 
     def pool_address(self) -> int:
-        """Address of block 0's first byte; block n begins n * layout.block_bytes after it. Page-aligned, and fixed."""
+        """Address of block 0; block n begins n * layout.block_bytes later. Page-aligned, and constant."""
         ...
 
     def pool_memory(self) -> memoryview | None:
-        """The pool's bytes, writable, num_blocks * layout.block_bytes of them; None where they lie on a device."""
+        """The pool's num_blocks * layout.block_bytes bytes, writable; None for a pool in device memory."""
         ...
 
     def pool_device(self) -> int | None:
-        """The CUDA device that holds the pool; None = host memory."""
+        """The CUDA device that holds the pool; None for host memory."""
         ...
 
     def start_background_work(self) -> None:
-        """Start work that may go on while requests come. Call once, after everything else has started."""
+        """Start background work. Call once, after the worker has started everything else."""
         ...
 
     def run(self, step: StepPlan) -> StepOutput:
-        """Compute one step; on return its KV may be read. One call at a time, from any thread."""
+        """Compute one step. After the return, the step's KV may be read. Calls come from any thread, one at a time."""
         ...
 
     def close(self) -> None:
-        """Release the model. The pool's memory stays valid as long as its memoryview is referenced."""
+        """Release the model. The pool's memory stays valid while a memoryview refers to it."""
         ...

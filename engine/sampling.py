@@ -1,13 +1,13 @@
 """From logits to tokens, as a pure function of (logits, the request's tokens so far, seed, position).
 
     logits -> logit_bias -> repetition penalty (prompt and output) -> presence and frequency penalties (output)
-           -> greedy: the highest, the lowest id where they tie
+           -> greedy: the highest logit, ties to the lowest id
            -> else: / temperature -> top_k -> top_p -> min_p -> inverse CDF at uniform_draw(seed, position)
 
-Reported log-probabilities are those of the model itself: log-softmax of the raw logits, before any of the above.
-Numpy alone, so that the fake runner draws by the same code. All of it is float32, but float64 where sums decide.
-A vocabulary is not sorted where a few of its likeliest tokens decide: that would cost more than the model's own step.
-Where there are C kernels, `engine/cpu/sampling.py` draws in place of `draw_token`.
+Reported log-probabilities are the model's: log-softmax of the raw logits, before any of the above.
+The code uses numpy only, so the fake runner shares it. Values are float32; sums that decide a draw are float64.
+Sorting the whole vocabulary would cost more time than the model's step, so a draw sorts only the likeliest tokens if
+these suffice. With C kernels, `engine/cpu/sampling.py` replaces `draw_token`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from core.request import SamplingParams, uniform_draw
 from core.step import SampledToken, ScheduledChunk
 
-_PREFIXES = (64, 1024, 8192)  # how many of the likeliest tokens are sorted before all are
-# (logits after bias and penalties, parameters, a number in [0, 1)) -> the token there in the filtered distribution
+_PREFIXES = (64, 1024, 8192)  # numbers of likeliest tokens to sort before sorting all
+# (logits after bias and penalties, parameters, quantile in [0, 1)) -> the filtered distribution's token at the quantile
 Draw = Callable[[np.ndarray, SamplingParams, float], int]
 
 
 def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk], draw: Draw | None = None) -> dict[str, SampledToken]:
     """One token for each chunk; row i of `logits` belongs to chunk i. # logits: float32 [len(chunks), vocab]
 
-    `draw` may stand in for `draw_token`, where there is a faster one.
+    `draw` replaces `draw_token`.
     """
     assert len(logits) == len(chunks), "one row of logits for each chunk that samples"
     plain_greedy = [index for index, chunk in enumerate(chunks) if is_plain_greedy(chunk.sampling)]
@@ -43,12 +43,12 @@ def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk], draw: Draw | No
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
-    """Whether the token is simply the highest logit."""
+    """Whether the token is the argmax of the raw logits."""
     return sampling.greedy and is_plain(sampling)
 
 
 def is_plain(sampling: SamplingParams) -> bool:
-    """Whether the logits stay as the model gave them."""
+    """Whether no bias and no penalty changes the logits."""
     return (
         not sampling.logit_bias
         and sampling.repetition_penalty == 1.0
@@ -77,7 +77,7 @@ def draw_token(adjusted: np.ndarray, sampling: SamplingParams, draw: float) -> i
 def adjust(
     logits: np.ndarray, sampling: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
 ) -> np.ndarray:
-    """Logits after bias and penalties. # float32 [vocab] -> the same, or the array itself if it stays"""
+    """Logits after bias and penalties. # float32 [vocab] -> float32 [vocab]; `logits` itself if nothing changes"""
     if is_plain(sampling):
         return logits
     adjusted = logits.copy()
@@ -99,7 +99,7 @@ def adjust(
 def filtered_distribution(adjusted: np.ndarray, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """Token ids that may be drawn, most likely first (ties: lowest id first), and their unnormalized probabilities.
 
-    Each filter sees what the one before it left, renormalized. At least the most likely token always stays.
+    Each filter applies to the renormalized result of the previous filter. The most likely token always stays.
     # float [vocab] -> int64 [n], float64 [n]
     """
     token_ids, probabilities, _ = _likeliest(adjusted, sampling, share=1.0)
@@ -109,7 +109,7 @@ def filtered_distribution(adjusted: np.ndarray, sampling: SamplingParams) -> tup
 def _likeliest(
     adjusted: np.ndarray, sampling: SamplingParams, share: float
 ) -> tuple[np.ndarray, np.ndarray, np.float64]:
-    """The first tokens of the filtered distribution, at least up to `share` of its mass.
+    """The first tokens of the filtered distribution, up to at least `share` of its mass.
 
     # float [vocab] -> int64 [n] token ids, float64 [n] unnormalized probabilities, their sum over the distribution
     """
@@ -124,7 +124,7 @@ def _likeliest(
         mass = cumulative[-1] if size == sizes[-1] else weights.sum(dtype=np.float64)  # before top_p and min_p
         num_kept = len(order) if size == sizes[-1] else vocab
         if sampling.top_p < 1.0:
-            # A token stays while the mass before it is short of top_p, so the one that crosses stays, too.
+            # A token stays if the mass before it is below top_p, so the token that crosses top_p stays too.
             num_kept = min(num_kept, int(np.searchsorted(cumulative, sampling.top_p * mass, side="left")) + 1)
         if sampling.min_p > 0.0:
             num_kept = min(num_kept, int(np.count_nonzero(weights >= sampling.min_p)))  # the largest is 1
@@ -132,21 +132,21 @@ def _likeliest(
             return order[:num_kept], probabilities[:num_kept], cumulative[num_kept - 1]
         if sampling.top_p == 1.0 and sampling.min_p == 0.0 and share * mass < cumulative[-1]:
             return order, probabilities, mass
-    raise AssertionError("the last size is all that the filters leave")
+    raise AssertionError("the last size covers all tokens that the filters leave")
 
 
 def _descending(values: np.ndarray, top_k: int) -> np.ndarray:
-    """Indices of the `top_k` highest values (0 = all), highest first, lowest index first where they tie."""
+    """Indices of the `top_k` highest values (0 = all), highest first, ties by lowest index."""
     if not 0 < top_k < len(values):
         return np.argsort(-values, kind="stable")
-    # Only candidates are sorted: everything from the k-th highest value up, ties at the border included.
+    # Sort only candidates: all values at or above the k-th highest, including ties.
     border = np.partition(values, len(values) - top_k)[len(values) - top_k]
     candidates = np.flatnonzero(values >= border)
     return candidates[np.argsort(-values[candidates], kind="stable")][:top_k]
 
 
 def with_logprobs(logits: np.ndarray, token_id: int, num_logprobs: int | None) -> SampledToken:
-    """The token with the log-probabilities that were asked for. # logits: float32 [vocab], raw"""
+    """The token with the requested log-probabilities. # logits: float32 [vocab], raw"""
     if num_logprobs is None:
         return SampledToken(token_id)
     highest = logits.max()

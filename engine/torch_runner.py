@@ -22,7 +22,7 @@ from model_files.model_source import describe, load_config, resolve_model
 
 
 class TorchRunner:
-    """Loads the model and allocates its pool at once. Raises `ConfigError` or `ModelNotFound`: what to change."""
+    """The constructor loads the model and allocates the pool. Raises `ConfigError` or `ModelNotFound`."""
 
     def __init__(
         self, config: EngineConfig, cache_dir: Path | None = None, on_progress: Progress | None = None
@@ -33,7 +33,7 @@ class TorchRunner:
         dtype = choose_dtype(config.dtype, device)
         if config.quantization != "none" and device.type != "cpu":
             raise ConfigError(f"quantization = {config.quantization} is for CPUs: set it to none, or device to cpu")
-        # The count is the process's: torch has one pool of compute threads.
+        # This sets the thread count of the whole process: torch has one pool of compute threads.
         num_threads = config.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
         self.info = describe(source, config.max_context)
@@ -54,7 +54,7 @@ class TorchRunner:
         self._draw = backend.draw
         self._model: Model | None = Model(weights, backend.attention, backend.linear_method, backend.ops)
         if device.type == "cpu":
-            keep_freed_memory()  # not before: what loading needed is given back
+            keep_freed_memory()  # after loading, so malloc returns the loader's memory to the system
 
     def pool_address(self) -> int:
         return self._pool.address()
@@ -74,7 +74,7 @@ class TorchRunner:
         with torch.inference_mode():
             logits = self._model.forward(step.chunks)
             if logits.is_cuda:
-                torch.cuda.current_stream(logits.device).synchronize()  # its KV is offered to peers from here on
+                torch.cuda.current_stream(logits.device).synchronize()  # peers may read the step's KV after the return
             sampling = [chunk for chunk in step.chunks if chunk.samples]
             return StepOutput(step.step_id, sample(logits.cpu().numpy(), sampling, self._draw))
 

@@ -1,7 +1,7 @@
-"""Where a model's numbers come from: GGUF, safetensors or a seeded generator, all by Hugging Face names.
+"""Loads a model's weights from GGUF, safetensors or a seeded generator. All three use Hugging Face names.
 
-Each tensor is read, converted and copied into its slot before the next is touched, so no second copy of the model ever
-exists. A checkpoint must hold exactly the tensors of the config: a missing, extra or misshapen tensor is named.
+Tensors are read, converted and copied into their slots one at a time, so no second copy of the model exists. A
+checkpoint must hold exactly the tensors of the config; the error names a missing, extra or misshapen tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig
 from model_files.model_source import ModelSource, SourceKind, read_json
 
-Progress = Callable[[int, int], None]  # (tensors loaded, tensors in all)
-# (slot, GGUF's name of a type, uint8 [rows, bytes of a row]) -> whether the slot was filled
+Progress = Callable[[int, int], None]  # (tensors loaded, total tensors)
+# (slot, GGUF type name, uint8 [rows, bytes of a row]) -> whether the slot was filled
 Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
 
 
@@ -37,11 +37,11 @@ class WeightSource(Protocol):
         ...
 
     def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        """One tensor into its slot, if it has the slot's shape. Returns the shape it has."""
+        """Copy one tensor into its slot if the shapes match. Returns the tensor's shape."""
         ...
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
-        """One matrix in groups of `bits`: as it lies in the file where it has them, else rounded to them."""
+        """One matrix in groups of `bits`: the file's own groups if it has such groups, else quantized."""
         ...
 
 
@@ -53,7 +53,7 @@ def load_weights(
     on_progress: Progress | None = None,
     quantization: str = "none",
 ) -> ModelWeights:
-    """The weights of `source` in `dtype` on `device`. Raises `ConfigError` naming the tensor that does not fit."""
+    """The weights of `source` in `dtype` on `device`. Raises `ConfigError` naming a tensor that does not fit."""
     weights = allocate_weights(config, dtype, device, quantization)
     fill_weights(weights, source, on_progress)
     return weights
@@ -65,24 +65,24 @@ def fill_weights(
     on_progress: Progress | None = None,
     dequantize: Dequantize | None = None,
 ) -> None:
-    """As `load_weights`, into weights that are allocated. `dequantize` may fill slots faster than the gguf package."""
+    """Like `load_weights`, into allocated weights. `dequantize` may fill slots faster than the gguf package."""
     slots = weights.slots()
     origin = open_weights(source, weights.config, slots, dequantize)
     missing, extra = slots.keys() - origin.names(), origin.names() - slots.keys()
     if missing:
         raise ConfigError(f"{source.name}: the checkpoint lacks {_listed(missing)}")
     if extra:
-        raise ConfigError(f"{source.name}: the checkpoint holds {_listed(extra)}, which the model has no place for")
+        raise ConfigError(f"{source.name}: the checkpoint holds {_listed(extra)}, which the model does not use")
     for count, (name, slot) in enumerate(slots.items(), start=1):
         found = _fill(slot, origin, name)
         if found != slot.shape:
-            raise ConfigError(f"{source.name}: {name} is {list(found)}, the config asks for {list(slot.shape)}")
+            raise ConfigError(f"{source.name}: {name} has shape {list(found)}, the config needs {list(slot.shape)}")
         if on_progress is not None:
             on_progress(count, len(slots))
 
 
 def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
-    """Copy a tensor into its slot, if it has the slot's shape. Returns the shape it has."""
+    """Copy a tensor into its slot if the shapes match. Returns the tensor's shape."""
     if isinstance(slot, MatrixSlot):
         rows = origin.read_groups(name, slot.bits)
         if rows.shape == slot.shape:
@@ -116,7 +116,7 @@ def open_weights(
 
 # ---- safetensors
 
-# Buffers that older checkpoints carry along and the config tells as well.
+# Buffers of older checkpoints; the config contains the same values.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
@@ -141,7 +141,7 @@ class SafetensorsWeights:
                 raise ConfigError(f"cannot read {shard}: {error}") from error
             self._files.append(opened)
             self._file_of |= {name: len(self._files) - 1 for name in opened.keys()}  # noqa: SIM118 (no mapping)
-        # A tied head may be written out a second time.
+        # A checkpoint may hold a second copy of a tied head.
         tied = {"lm_head.weight"} if config.tie_embeddings else set()
         self._names = {name for name in self._file_of if name not in tied and not _DERIVED.match(name)}
 
@@ -180,12 +180,13 @@ _GGUF_INNER = {
     "ffn_down": "mlp.down_proj",
 }
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_GGUF_DERIVED = {"rope_freqs.weight"}  # read into the config
+_GGUF_DERIVED = {"rope_freqs.weight"}  # the config contains the same values
 _ITEMS_AT_ONCE = 1 << 18
 
 
 class GGUFWeights:
-    """A GGUF file's tensors. Architecture `llama` stores q and k for an interleaved rope; that is undone here."""
+    """A GGUF file's tensors. GGUF orders the rows of architecture `llama`'s q and k for interleaved rope; this class
+    restores the half-split order."""
 
     def __init__(self, path: Path, config: ModelConfig, dequantize: Dequantize | None = None) -> None:
         self._file = GGUFFile(path)
@@ -200,7 +201,7 @@ class GGUFWeights:
 
     def read(self, name: str) -> torch.Tensor:
         gguf_name = self._gguf_name[name]
-        # A copy, since the file is mapped read-only and torch has no read-only tensors.
+        # Copied because the file is mapped read-only and torch has no read-only tensors.
         tensor = torch.from_numpy(self._file.tensor(gguf_name).copy())
         order = self._row_order(gguf_name)
         return tensor if order is None else tensor[order]
@@ -215,7 +216,7 @@ class GGUFWeights:
             kind, raw = self._file.raw_tensor(gguf_name)
             if self._dequantize(slot, kind, raw if order is None else raw[order.numpy()]):
                 return shape
-        # A few rows at a time: their float32 stays in the cache, and no large temporary is allocated.
+        # A few rows at a time, so the float32 rows stay in the cache and need no large temporary.
         num_rows = max(1, _ITEMS_AT_ONCE // shape[1])
         for start in range(0, shape[0], num_rows):
             some = slice(start, start + num_rows)
@@ -232,7 +233,7 @@ class GGUFWeights:
         return rows if order is None else rows.rows(order)
 
     def _row_order(self, gguf_name: str) -> torch.Tensor | None:
-        """Which row of the file is which of ours, where they are not in one order."""
+        """For each row of the model's matrix, its row in the file. None if the orders are equal. # int64 [rows]"""
         layer = _GGUF_LAYER.fullmatch(gguf_name)
         num_heads = self._num_heads.get(layer[2]) if layer else None
         num_rows = self._file.tensors[gguf_name].shape[0]
@@ -242,7 +243,7 @@ class GGUFWeights:
 
 
 def _hf_name(gguf_name: str) -> str:
-    """The Hugging Face name. An unknown tensor keeps its GGUF name, and is reported as one without a place."""
+    """The Hugging Face name. An unknown tensor keeps its GGUF name, so `fill_weights` reports it as extra."""
     layer = _GGUF_LAYER.fullmatch(gguf_name)
     if layer is None:
         return _GGUF_OUTER.get(gguf_name, gguf_name)
@@ -255,7 +256,7 @@ def _hf_name(gguf_name: str) -> str:
 
 
 class RandomWeights:
-    """Numbers drawn from each tensor's name, so every worker draws the same ones and in any order."""
+    """Random weights. Each tensor's name seeds its generator, so all workers draw the same weights in any order."""
 
     def __init__(self, slots: dict[str, Slot]) -> None:
         self._shapes = {name: slot.shape for name, slot in slots.items()}
@@ -269,7 +270,7 @@ class RandomWeights:
         drawn = torch.randn(shape, generator=generator)
         if "norm" in name:
             return 1.0 + 0.1 * drawn
-        # Products keep the scale of their inputs; embeddings stay small beside them, or a token would echo itself.
+        # This scale keeps outputs as large as inputs, and embeddings small: large ones make a token predict itself.
         scaled: torch.Tensor = drawn * shape[-1] ** -0.5
         return scaled
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core.kv_layout import KVLayout
-from engine.first_touch import touch
+from engine.first_touch import touch_first
 from engine.kv_pool import KVPool
 
 LAYOUT = KVLayout("m", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)  # 2 MiB a block
@@ -53,10 +53,10 @@ def test_the_tensor_and_the_bytes_are_the_same_memory() -> None:
     assert memory[3 * LAYOUT.block_bytes :].tobytes() == pool.tensor[3].view(torch.uint8).numpy().tobytes()
 
 
-def test_blocks_that_were_not_touched_at_once_are_touched_later_and_keep_what_is_written(
+def test_a_background_thread_touches_the_rest_of_the_pool_and_changes_no_byte(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.kv_pool.touch", lambda memory: touch(memory, 3 * LAYOUT.block_bytes))
+    monkeypatch.setattr("engine.kv_pool.touch_first", lambda memory: touch_first(memory, 3 * LAYOUT.block_bytes))
     before = all_resident_bytes()
     pool = KVPool(LAYOUT, 64, torch.device("cpu"))
     assert all_resident_bytes() < before + 32 * LAYOUT.block_bytes
@@ -71,5 +71,5 @@ def test_blocks_that_were_not_touched_at_once_are_touched_later_and_keep_what_is
     assert pool.touch_rest() is None
 
 
-def test_a_small_pool_is_touched_at_once() -> None:
+def test_startup_touches_all_of_a_small_pool() -> None:
     assert KVPool(LAYOUT, 8, torch.device("cpu")).touch_rest() is None

@@ -132,7 +132,7 @@ def test_generation_ends_at_every_id_the_config_lists(llama_directory: Path) -> 
     [
         ({"model.layers.1.mlp.up_proj.weight": None}, "lacks model.layers.1.mlp.up_proj.weight"),
         ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "holds model.layers.0.self_attn.q_proj.bias"),
-        ({"model.norm.weight": torch.zeros(65)}, r"model.norm.weight is \[65\], the config asks for \[64\]"),
+        ({"model.norm.weight": torch.zeros(65)}, r"model.norm.weight has shape \[65\], the config needs \[64\]"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_names_the_tensor(
