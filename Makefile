@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-engine bench-peers bench-quantization soak protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-engine bench-peers bench-quantization soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -56,6 +56,9 @@ bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: mak
 
 soak: setup  ## Send 10,000 requests while one transport operation in ten fails (2 minutes)
 	$(BIN)/python -m tests.support.soak
+
+explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
+	$(BIN)/python -m tests.support.explore --minutes $(or $(MINUTES),5)
 
 protos: setup  ## Generate the checked-in stubs again
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto

@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, count in sorted(totals.items()):
         print(f"{count:9d}  {name}")
     if failed:
-        print(f"{len(failed)} of {len(seeds)} seeds failed: {failed}", file=sys.stderr)
+        print(f"{len(failed)} of {len(seeds)} seeds failed. Replay with", file=sys.stderr)
+        for seed in failed:
+            print(f"python -m simulator {'--harsh ' * options.harsh}--seed {seed} --verbose", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -31,7 +31,7 @@ from kv_transfer.events import (
     SendMessage,
     StartRead,
 )
-from simulator.memory import Memory
+from simulator.memory import WHOLE_BLOCK, Memory
 from simulator.network import Network
 from simulator.world import SimulationError, World
 
@@ -108,13 +108,24 @@ class SimulatedAgent:
         if withdrawn and self.pool.num_available < self.pool.num_blocks:
             self._world.trouble(self.name)  # a stalled prompt waits for the blocks of another sequence
         if isinstance(message, Ready) and self._config.verify_digests:
-            digests = tuple(self._digests[block] for block in message.blocks.blocks)
+            digests = self._digests_for(peer, message)
             message = replace(message, blocks=replace(message.blocks, digests=digests))
         if not self._is_alive(peer):
             self._lose(peer, self._network.delay(self.name, peer))
             return
         receiver, sender = self._directory[peer], self.name
         self._network.notify(sender, peer, message, lambda: receiver.receive(sender, message))
+
+    def _digests_for(self, peer: str, message: Ready) -> tuple[int, ...]:
+        if self._directory[peer].memory.block_size == self.memory.block_size:
+            return tuple(self._digests[block] for block in message.blocks.blocks)
+        return tuple(self.memory.digest(block, self._slots_of(piece, peer)) for piece, block, _ in message.blocks)
+
+    def _slots_of(self, piece: int, peer: str) -> slice:
+        """Of a piece in a block of this worker. The smaller of the two block sizes is the size of a piece."""
+        size = min(self.memory.block_size, self._directory[peer].memory.block_size)
+        first = piece % (self.memory.block_size // size) * size
+        return slice(first, first + size)
 
     def receive(self, sender: str, message: HandoffMessage) -> None:
         if self.alive:
@@ -156,8 +167,9 @@ class SimulatedAgent:
             world.counts["slow read"] += 1
             world.trouble(self.name, read.peer, until=world.now + 6.0 * read.timeout_s)
             duration = read.timeout_s * world.random.choice((0.5, 0.9, 1.1, 1.5, 6.0))
+        world.counts["read of pieces"] += bool(read.pieces)
         half = len(read.pairs) // 2
-        world.after(duration / 2, lambda: self._copy(read, read.pairs[:half]))
+        world.after(duration / 2, lambda: self._copy(read, 0, half))
         if duration > read.timeout_s or world.chance(faults.broken):
             world.counts["broken read"] += 1
             world.trouble(self.name, read.peer, until=world.now + duration)
@@ -168,22 +180,27 @@ class SimulatedAgent:
         else:
             world.after(duration, lambda: self._finish_read(read, half, duration))
 
-    def _copy(self, read: StartRead, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Copy blocks unless one of the two workers has died; the end of the read reports a death."""
+    def _copy(self, read: StartRead, first: int, end: int) -> None:
+        """Copy pairs [first, end) unless one of the two workers has died; the end of the read reports a death."""
         if not self.alive or not self._is_alive(read.peer):
             return
-        source = self._directory[read.peer].memory
-        for source_block, target_block in pairs:
+        source = self._directory[read.peer]
+        for index in range(first, end):
+            source_block, target_block = read.pairs[index]
             if self.pool.column_of(target_block) is not Column.INCOMING:
                 raise SimulationError(
                     f"seed {self._world.seed}: {self.name} read into block {target_block}, which is not reserved"
                 )
-            slots = source.copy_block(source_block)
+            from_slots = source._slots_of(read.pieces[index], self.name) if read.pieces else WHOLE_BLOCK
+            content = source.memory.read(source_block, from_slots)
             if self._world.chance(self._faults.corrupted):
                 self._world.counts["corrupted block"] += 1
                 self._world.trouble(self.name, read.peer)
-                slots[0] ^= 1
-            self.memory.overwrite(target_block, slots)
+                content[0] ^= 1
+            self.memory.write(target_block, content, self._target_slots(read, index))
+
+    def _target_slots(self, read: StartRead, index: int) -> slice:
+        return self._slots_of(read.pieces[index], read.peer) if read.pieces else WHOLE_BLOCK
 
     def _finish_read(self, read: StartRead, half: int, seconds: float) -> None:
         if not self.alive:
@@ -194,7 +211,9 @@ class SimulatedAgent:
             self._report(ReadFailed(read.read_id, AbortReason.PEER_LOST, "the peer has died"))
             self._lose(read.peer, 0.0)
         else:
-            self._copy(read, read.pairs[half:])
-            targets = [target for _, target in read.pairs] if self._config.verify_digests else []
-            digests = tuple(self.memory.digest(block) for block in targets)
+            self._copy(read, half, len(read.pairs))
+            targets = read.targets if self._config.verify_digests else ()
+            digests = tuple(
+                self.memory.digest(block, self._target_slots(read, index)) for index, block in enumerate(targets)
+            )
             self._report(ReadFinished(read.read_id, digests, seconds))

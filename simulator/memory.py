@@ -21,6 +21,7 @@ from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 VOCAB_SIZE = 64
 EOS_TOKEN_IDS = frozenset({0})
 
+WHOLE_BLOCK = slice(None)
 _MASK = 2**64 - 1
 _ROOT = 0x243F6A8885A308D3
 
@@ -69,14 +70,14 @@ class Memory:
             [mix(garbage, block * block_size + slot) for slot in range(block_size)] for block in range(num_blocks)
         ]
 
-    def digest(self, block: int) -> int:
-        return _fold(self._blocks[block]) or 1  # 0 means that digests are off
+    def digest(self, block: int, slots: slice = WHOLE_BLOCK) -> int:
+        return _fold(self._blocks[block][slots]) or 1  # 0 means that digests are off
 
-    def copy_block(self, block: int) -> list[int]:
-        return list(self._blocks[block])
+    def read(self, block: int, slots: slice = WHOLE_BLOCK) -> list[int]:
+        return self._blocks[block][slots]
 
-    def overwrite(self, block: int, slots: list[int]) -> None:
-        self._blocks[block] = list(slots)
+    def write(self, block: int, content: list[int], slots: slice = WHOLE_BLOCK) -> None:
+        self._blocks[block][slots] = content
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute a step, as a Runner does."""

@@ -1,6 +1,7 @@
 """Makes a scenario from a seed: a small fleet, its requests and its faults.
 
-Pools are small, so that requests queue, wait for blocks and are preempted. Prompts share prefixes. Some requests are
+Pools are small, so that requests queue, wait for blocks and are preempted. In some fleets, the two pools have different
+block sizes. Prompts share prefixes. Some requests are
 cancelled, have short deadlines, or exceed every pool. One seed in five is calm: it has no faults, so every request with
 enough time must finish. `make_harsh_scenario` adds many faults to a seed, so that rare faults coincide.
 """
@@ -89,9 +90,8 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         max_read_attempts=2,
         verify_digests=calm or chance.random() < 0.7,
     )
-    workers = _workers(chance, calm, transfer)
-    block_size = workers[0].layout.block_size
-    largest = block_size * min(spec.num_blocks for spec in workers)
+    workers = _with_block_sizes(seed, _workers(chance, calm, transfer))
+    largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     return Scenario(
         seed=seed,
         calm=calm,
@@ -147,6 +147,23 @@ def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tup
             step_failure=step_failure,
         )
         for role, index in names
+    )
+
+
+def _with_block_sizes(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+    """In one world of four, the decode pool has another block size than the prefill pool."""
+    if random.Random(f"unequal blocks of {seed}").random() > 0.25:  # a separate generator: older seeds replay unchanged
+        return workers
+    (other,) = {*BLOCK_SIZES} - {workers[0].layout.block_size}
+    return tuple(
+        replace(
+            spec,
+            num_blocks=spec.num_blocks * spec.layout.block_size // other,
+            layout=replace(spec.layout, block_size=other),
+        )
+        if spec.role is ServiceRole.DECODE
+        else spec
+        for spec in workers
     )
 
 

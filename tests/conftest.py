@@ -1,7 +1,8 @@
 """What every test shares.
 
 Hypothesis draws the same examples on every machine, and never times them. Some examples are constants of the modules
-that are loaded, so a test that runs alone may see others than in a full run.
+that are loaded, so a test that runs alone may see others than in a full run. With `--hypothesis-profile=explore`, a
+random seed chooses the examples, or `--hypothesis-seed`; tests/support/explore.py runs the tests so.
 
 Where the environment variable CI is set, a skipped test fails unless its reason is one of ALLOWED_SKIPS: what CI
 installs must be tested there.
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("tandem", derandomize=True, database=None, deadline=None)
+settings.register_profile("explore", database=None, deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("tandem")
 
 # Patterns of reasons -> why CI cannot do anything about them.

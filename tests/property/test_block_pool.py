@@ -201,6 +201,4 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(
-    derandomize=True, deadline=None, database=None, max_examples=150, stateful_step_count=60
-)
+TestBlockPool.settings = settings(max_examples=150, stateful_step_count=60)

@@ -81,7 +81,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 # ---- the codec
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400)
 @given(st.binary(max_size=300) | mutated())
 @example(b"")
 @example(b"\x0a" * 200)
@@ -96,7 +96,7 @@ def test_any_bytes_decode_to_a_message_or_raise_malformed_message(payload: bytes
 # ---- the machines
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["owner", "puller", "stranger"]), st.booleans(), messages), max_size=12))
 def test_no_message_of_any_sender_breaks_a_machine(sent: list[tuple[str, bool, HandoffMessage]]) -> None:
     """Each message is followed by a check of the machines. In the end, every block of the hand-off is released."""
@@ -119,7 +119,7 @@ def test_no_message_of_any_sender_breaks_a_machine(sent: list[tuple[str, bool, H
     assert len(incoming) == len(targets), "the machine released target blocks, which only the worker may do"
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.just("stranger"), st.booleans(), messages), min_size=1, max_size=12))
 def test_messages_of_a_stranger_change_nothing_and_all_but_pings_are_counted(
     sent: list[tuple[str, bool, HandoffMessage]],

@@ -19,7 +19,7 @@ from tests.support.gguf_bytes import TensorBytes, Value, gguf_bytes
 from tests.support.tiny_model_files import DIRECTORY, GGUF_METADATA, GGUF_TENSORS, write_directory, write_gguf_header
 from text.tokenizer import load_tokenizer
 
-BOUNDED = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+BOUNDED = settings(max_examples=100)
 HEADER_BYTES = len(gguf_bytes(GGUF_METADATA, {}))
 SMALL_KEYS_BYTES = HEADER_BYTES - len(gguf_bytes({"tokenizer.ggml.tokens": GGUF_METADATA["tokenizer.ggml.tokens"]}, {}))
 
