@@ -1,0 +1,49 @@
+"""What Tandem keeps in this process: instances of each class, and elements of each container attribute.
+
+Two counts with only finished requests between them are equal, except for containers that are bounded by design. A
+container that grows by the request is a leak, whichever object owns the container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter, deque
+from collections.abc import Iterator
+
+PACKAGES = frozenset(
+    ("core", "runtime", "text", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "fleet")
+)
+CONTAINERS = (dict, list, set, deque)
+
+
+def count_live() -> Counter[str]:
+    """Instances by `module.Class`, elements by `module.Class.attribute`."""
+    gc.collect()
+    counts: Counter[str] = Counter()
+    for live in gc.get_objects():
+        kind = type(live)
+        if kind.__module__.partition(".")[0] in PACKAGES:
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            counts[name] += 1
+            counts.update({f"{name}.{attribute}": size for attribute, size in _sizes(live)})
+    return counts
+
+
+def _sizes(live: object) -> Iterator[tuple[str, int]]:
+    names = {*getattr(live, "__dict__", ()), *(name for base in type(live).__mro__ for name in _slots(base))}
+    for name in names:
+        value = getattr(live, name, None)
+        if isinstance(value, CONTAINERS):
+            yield name, len(value)
+        elif isinstance(value, asyncio.Queue):
+            yield name, value.qsize()
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def growth(before: Counter[str], after: Counter[str]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in after.items() if count > before[name]}
