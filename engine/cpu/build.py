@@ -2,9 +2,11 @@
 
     sources + flags + compiler's version  -- hash -->  <cache>/native/<target>-<hash>.so
 
-A finished library is renamed into place, so concurrent builds are safe and no process loads an incomplete file. Objects
-are compiled with OpenMP and linked without an OpenMP library: the symbols resolve to the OpenMP library that torch has
-loaded, so the kernels and torch share one set of threads.
+A finished library is renamed into place, so concurrent builds are safe and no process loads an incomplete file. The last
+bytes of the file are a digest of the others. A file with a wrong digest is compiled again: a crash of the machine may
+truncate a file, and loading such a library kills the process. Objects are compiled with OpenMP and linked without an
+OpenMP library: the symbols resolve to the OpenMP library that torch has loaded, so the kernels and torch share one set
+of threads.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi")
 _COMPILE_TIMEOUT_S = 120.0
+_DIGEST_BYTES = 32  # the loader ignores bytes behind the last section
 
 
 class NativeUnavailable(Exception):
@@ -88,9 +91,9 @@ def build(target: Target, cache_dir: Path, extra_flags: Sequence[str] = ()) -> P
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     directory = cache_dir / "native"
     library = directory / f"{target.name}-{digest.hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
     try:
+        if _is_whole(library):
+            return library
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix="build-") as scratch:
             objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
@@ -98,10 +101,19 @@ def build(target: Target, cache_dir: Path, extra_flags: Sequence[str] = ()) -> P
                 _run([compiler, *flags, "-c", source, "-o", compiled])
             linked = Path(scratch) / library.name
             _run([compiler, "-shared", *extra_flags, *objects, "-lm", "-o", linked])
+            content = linked.read_bytes()
+            linked.write_bytes(content + hashlib.sha256(content).digest())
             os.replace(linked, library)
     except OSError as error:
-        raise NativeUnavailable(f"cannot write {directory} ({error})") from error
+        raise NativeUnavailable(f"cannot use {directory} ({error})") from error
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    if not library.is_file():
+        return False
+    stored = library.read_bytes()
+    return stored[-_DIGEST_BYTES:] == hashlib.sha256(stored[:-_DIGEST_BYTES]).digest()
 
 
 def _run(command: Sequence[str | Path]) -> str:
@@ -110,5 +122,5 @@ def _run(command: Sequence[str | Path]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"the C compiler did not run: {error}") from error
     if done.returncode != 0:
-        raise CompilerFailed(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+        raise CompilerFailed(f"{command[0]} failed: {' '.join(done.stderr.split())[-500:]}")
     return done.stdout

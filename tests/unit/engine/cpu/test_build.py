@@ -20,6 +20,7 @@ from engine.cpu.features import cpu_flags
 from engine.cpu.kernels import Kernels, load_kernels
 from engine.torch_runner import TorchRunner
 from tests.support.c_kernels import need_compiler, need_kernels
+from tests.support.limits import no_file_larger_than
 from tests.unit.engine.driving import Engine, request
 
 GENERIC = TARGETS[-1]
@@ -99,10 +100,33 @@ def test_a_failing_compiler_says_what_it_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_sources")
+@pytest.mark.parametrize("length", [0, 20, 5000, -1])
+def test_a_truncated_library_in_the_cache_is_compiled_again(tmp_path: Path, length: int) -> None:
+    """Without that, loading the library would end the process by SIGBUS."""
+    library = build(GENERIC, tmp_path)
+    whole = library.read_bytes()
+    library.write_bytes(whole[:length])
+    assert build(GENERIC, tmp_path) == library
+    assert len(library.read_bytes()) == len(whole)
+    assert ctypes.CDLL(str(library)).one() == 41
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_without_room_for_a_compiled_kernel_torch_computes_and_one_line_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with no_file_larger_than(256):
+        assert load_kernels(16, tmp_path) is None
+    assert "Plain torch computes instead, more slowly." in caplog.messages[-1]
+    assert all("\n" not in message for message in caplog.messages)
+    assert list((tmp_path / "native").iterdir()) == [], "no part of a library stays behind"
+
+
+@pytest.mark.usefixtures("small_sources")
 def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.raises(NativeUnavailable, match="cannot write"):
+    with pytest.raises(NativeUnavailable, match="cannot use"):
         build(GENERIC, blocked)
 
 
