@@ -6,7 +6,9 @@ previous one ends. Workers add the spans of their stages to the same root, throu
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import threading
 import time
@@ -28,6 +30,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from core.config import TelemetryConfig
 from core.errors import ConfigError
 from core.lifecycle import Stage, Timeline
+
+_log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 1.0
 EXPORT_DELAY_MS = 500.0  # a span is exported at most this long after its end
@@ -82,12 +86,17 @@ class Attribute:
 
 
 class JsonLinesExporter(SpanExporter):
-    """Appends each span to a file as one JSON line. Several processes may share the file."""
+    """Appends each span to a file as one JSON line. Several processes may share the file.
+
+    Without room on the disk, spans are dropped, and a warning says so once until spans are written again.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` if the file cannot be written, because a failed export raises no error."""
         self._path = path
         self._lock = threading.Lock()
+        self._separator = b""  # a newline after a torn line
+        self._failing = False
         try:
             self._append(b"")
         except OSError as error:
@@ -96,16 +105,29 @@ class JsonLinesExporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = "".join(json.dumps(json.loads(span.to_json(indent=None))) + "\n" for span in spans)
         with self._lock:
-            self._append(lines.encode())
+            try:
+                self._append(lines.encode())
+            except OSError as error:
+                if not self._failing:
+                    _log.warning("cannot write traces to %s: %s. Spans are dropped.", self._path, error.strerror)
+                self._failing = True
+                return SpanExportResult.FAILURE
+            self._failing = False
         return SpanExportResult.SUCCESS
 
-    def _append(self, content: bytes) -> None:
+    def _append(self, lines: bytes) -> None:
+        """Raises `OSError` if the disk has no room for all lines."""
         # O_APPEND writes each line whole at the end, also while other processes write.
         handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(handle, content)
+            content = self._separator + lines
+            num_written = os.write(handle, content)
         finally:
             os.close(handle)
+        if num_written < len(content):
+            self._separator = b"\n"
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._separator = b""
 
 
 class Telemetry:

@@ -1,15 +1,22 @@
-"""An unwritable trace file is refused at the start. A collector without an answer does not delay the end."""
+"""An unwritable trace file is refused at the start, and a full disk later costs spans only.
+
+A collector without an answer does not delay the end.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from core.config import TelemetryConfig
 from core.errors import ConfigError
-from runtime.telemetry import Telemetry
+from runtime.telemetry import JsonLinesExporter, Telemetry
+from tests.support.limits import no_file_larger_than
 
 PATIENCE_S = 10.0
 
@@ -22,6 +29,30 @@ def test_a_trace_file_in_a_missing_directory_is_refused_by_its_option(tmp_path: 
 def test_a_trace_file_that_is_a_directory_is_refused_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^\[telemetry\] trace_file: cannot write .*: Is a directory"):
         Telemetry(TelemetryConfig(trace_file=str(tmp_path)), "tandem-test")
+
+
+def test_a_full_disk_costs_spans_and_one_warning_and_tears_no_later_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "spans.jsonl"
+    exporter, tracer = JsonLinesExporter(file), TracerProvider(shutdown_on_exit=False).get_tracer("test")
+
+    def export(name: str) -> SpanExportResult:
+        span = tracer.start_span(name)
+        span.end()
+        assert isinstance(span, ReadableSpan)
+        return exporter.export([span])
+
+    assert export("before") is SpanExportResult.SUCCESS
+    with no_file_larger_than(file.stat().st_size + 10):
+        assert export("torn") is SpanExportResult.FAILURE
+        assert export("dropped") is SpanExportResult.FAILURE
+    assert [export("after"), export("last")] == [SpanExportResult.SUCCESS] * 2
+    (warning,) = caplog.messages
+    assert warning == f"cannot write traces to {file}: No space left on device. Spans are dropped."
+    before, torn, after, last = file.read_text().splitlines()
+    assert [json.loads(line)["name"] for line in (before, after, last)] == ["before", "after", "last"]
+    assert len(torn) == 10
 
 
 class StuckProvider:
