@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -148,7 +149,8 @@ class GrpcServer:
         except RuntimeError:
             bound = 0
         if bound == 0:
-            raise ConfigError(f"cannot listen on {where}: the port is taken, or this machine has no such address")
+            why = "the port is taken, or this machine has no such address"
+            raise ConfigError(f"cannot listen on {where}: {why if _has_descriptor() else 'no file descriptor is left'}")
         await self._server.start()
         await self.set_serving(True)
         return join_address(self._host, bound)
@@ -161,6 +163,14 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, and cancel open calls after `grace_s`."""
         await self._server.stop(grace_s)
+
+
+def _has_descriptor() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:

@@ -7,6 +7,7 @@ import pytest
 from core.errors import ConfigError
 from runtime.grpc_server import GrpcServer
 from runtime.security import OPEN, ServerRules
+from tests.support.limits import no_more_descriptors
 
 MESSAGE_BYTES = 1 << 20
 
@@ -18,3 +19,9 @@ def server_at(host: str) -> GrpcServer:
 async def test_the_error_for_an_address_of_another_machine_says_that_this_machine_lacks_it() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .* no such address"):
         await server_at("192.0.2.1").start()
+
+
+async def test_the_error_without_file_descriptors_says_so() -> None:
+    server = server_at("127.0.0.1")
+    with no_more_descriptors(), pytest.raises(ConfigError, match=r"cannot listen on .*: no file descriptor is left"):
+        await server.start()
