@@ -14,6 +14,7 @@ is repeated or given up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -51,7 +52,7 @@ from kv_transfer.path_probe import PathProber, log_path
 from kv_transfer.plan import TransferPlan
 from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
-from protos.handoff_codec import MalformedMessage, decode, encode
+from protos.handoff_codec import MalformedMessage, OtherVersion, decode, encode, encode_version
 
 # The shortest sleep takes half as long. Over TCP this thread copies for a reader, and the reader waits for that sleep.
 SPIN_S = 0.0002
@@ -235,7 +236,7 @@ class TransferAgent:
                 case ReadBroken(handle, error):
                     self._end_read(transport, self._reads.broke(transport, handle, error))
                 case Notification(peer, payload):
-                    self._receive(peer, payload)
+                    self._receive(transport, peer, payload)
                 case _:
                     assert_never(event)
         events, self._events = self._events, []
@@ -326,10 +327,21 @@ class TransferAgent:
         self._peers.pop(peer, None)
         transport.disconnect(peer)  # its reads come back broken from the next poll
 
-    def _receive(self, peer: str, payload: bytes) -> None:
+    def _receive(self, transport: Transport, peer: str, payload: bytes) -> None:
         try:
             self._events.append(MessageReceived(peer, decode(payload)))
         except MalformedMessage as error:
             self.num_malformed += 1
             if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a bad peer must not fill the log
                 logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)
+            if isinstance(error, OtherVersion):
+                self._refuse_version(transport, peer, error)
+
+    def _refuse_version(self, transport: Transport, peer: str, error: OtherVersion) -> None:
+        """Tell the peer our version, once for each connection, and lose the connection. So both sides fail their
+        transfers at once, and not after unanswered heartbeats."""
+        if peer not in self._peers:
+            return
+        with contextlib.suppress(TransportError):
+            transport.notify(peer, encode_version())
+        self._lose(transport, peer, str(error))

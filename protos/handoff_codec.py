@@ -47,6 +47,10 @@ class MalformedMessage(TandemError, ValueError):
     code = ErrorCode.INVALID_ARGUMENT
 
 
+class OtherVersion(MalformedMessage):
+    """A message of a peer that speaks another version of the protocol."""
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise MalformedMessage(message)
@@ -89,14 +93,21 @@ def encode(message: HandoffMessage) -> bytes:
     return payload
 
 
+def encode_version() -> bytes:
+    """An envelope that says only which version this side speaks. Every other version refuses the envelope."""
+    return handoff_pb2.HandoffEnvelope(version=PROTOCOL_VERSION).SerializeToString()
+
+
 def decode(payload: bytes) -> HandoffMessage:
-    """The message in `payload`. Raises `MalformedMessage`."""
+    """The message in `payload`. Raises `MalformedMessage`, and `OtherVersion` if only the version is wrong so far."""
     _require(len(payload) <= MAX_MESSAGE_BYTES, f"{len(payload)} bytes are more than {MAX_MESSAGE_BYTES}")
     try:
         envelope = handoff_pb2.HandoffEnvelope.FromString(payload)
     except DecodeError as error:
         raise MalformedMessage(f"not a HandoffEnvelope: {error}") from error
-    _require(envelope.version == PROTOCOL_VERSION, f"version must be {PROTOCOL_VERSION}, is {envelope.version}")
+    if envelope.version != PROTOCOL_VERSION:
+        error = OtherVersion if envelope.version else MalformedMessage
+        raise error(f"version must be {PROTOCOL_VERSION}, is {envelope.version}")
     _require(envelope.incarnation > 0, "incarnation is missing")
     _require(envelope.counter > 0, "counter is missing")
     stamp = (envelope.incarnation, envelope.counter)

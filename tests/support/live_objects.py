@@ -23,7 +23,7 @@ def count_live() -> Counter[str]:
     counts: Counter[str] = Counter()
     for live in gc.get_objects():
         kind = type(live)
-        if kind.__module__.partition(".")[0] in PACKAGES:
+        if str(kind.__module__).partition(".")[0] in PACKAGES:
             name = f"{kind.__module__}.{kind.__qualname__}"
             counts[name] += 1
             counts.update({f"{name}.{attribute}": size for attribute, size in _sizes(live)})
