@@ -106,8 +106,8 @@ def decode(payload: bytes) -> HandoffMessage:
     except DecodeError as error:
         raise MalformedMessage(f"not a HandoffEnvelope: {error}") from error
     if envelope.version != PROTOCOL_VERSION:
-        error = OtherVersion if envelope.version else MalformedMessage
-        raise error(f"version must be {PROTOCOL_VERSION}, is {envelope.version}")
+        refusal = OtherVersion if envelope.version else MalformedMessage
+        raise refusal(f"version must be {PROTOCOL_VERSION}, is {envelope.version}")
     _require(envelope.incarnation > 0, "incarnation is missing")
     _require(envelope.counter > 0, "counter is missing")
     stamp = (envelope.incarnation, envelope.counter)
