@@ -54,7 +54,7 @@ bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: mak
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
 
-soak: setup  ## Send 10,000 requests while one transport operation in ten fails (2 minutes)
+soak: setup  ## Send 20,000 requests while one transport operation in ten fails (4 minutes)
 	$(BIN)/python -m tests.support.soak
 
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5

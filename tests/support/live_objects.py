@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 PACKAGES = frozenset(
     ("core", "runtime", "text", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "fleet")
@@ -45,5 +48,33 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
+# Bounded by a pool, by the pools of all workers, by max_transfers, or by one step.
+BOUNDED = (
+    "core.block_pool.",
+    "router.prefix_index.",
+    "kv_transfer.offered_digests.",
+    "kv_transfer.owner.Owner._ended",
+    "kv_transfer.puller.Puller._ended",
+    "core.step.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    live: Counter[str]
+    num_descriptors: int
+    resident_mb: float
+
+    @classmethod
+    def now(cls) -> Footprint:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return cls(count_live(), len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGESIZE") / 1e6)
+
+
 def growth(before: Counter[str], after: Counter[str]) -> dict[str, int]:
-    return {name: count - before[name] for name, count in after.items() if count > before[name]}
+    """What has grown, except for containers that are bounded by design."""
+    return {
+        name: count - before[name]
+        for name, count in after.items()
+        if count > before[name] and not name.startswith(BOUNDED)
+    }

@@ -1,11 +1,12 @@
-"""10,000 requests through a transport that fails one operation in ten: `make soak`.
+"""20,000 requests through a transport that fails one operation in ten: `make soak`.
 
 Two prefill and two decode workers in one process: real gRPC, agents and machines, the fake runner (one wrong byte of KV
 makes its tokens wrong), and a memory transport whose faults come from a seed. Half of the faults are errors of the
 call, and one error in four reports that the peer is gone. The other half are silent: a notification lost, doubled or
 late, a read with a wrong bit.
 
-The soak fails if a token is wrong, a request does not end, or a block is leaked.
+The soak fails if a token is wrong, a request does not end, or a block is leaked. It also fails if the second half of the
+requests makes a container, the memory of the process or the number of its descriptors grow.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from kv_transfer.transports.transport import PoolMemory
 from protos import inference_pb2
 from tests.support.deployment import Deployment, deploy, transfers
 from tests.support.faults import Stream, expected, fault_config, prompt_of
+from tests.support.live_objects import Footprint, growth
 
 NUM_PROMPTS = 400  # some requests share a prefix with others
 TIMEOUT_S = 30.0
+MAX_NEW_DESCRIPTORS = 8
+MAX_GROWTH_MB = 64.0  # the caches of prompts and of expected tokens still fill in the second half
 ODD_FATES: tuple[tuple[str, Sequence[int]], ...] = (("lost", ()), ("doubled", (0, 0)), ("late", (20,)))
 
 
@@ -111,18 +115,25 @@ async def one_client(deployment: Deployment, tally: Tally, generator: random.Ran
 
 
 async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int = 16) -> tuple[Tally, Counter[str]]:
-    """The tally and the injected faults. Raises `AssertionError` if a block is leaked."""
+    """The tally and the injected faults. Raises `AssertionError` if a block or anything else is leaked."""
     compose.FABRIC = fabric = UnreliableFabric(0.0, seed)
     tally = Tally()
     async with deploy(fault_config(), num_prefill=2, num_decode=2) as deployment:
-        fabric.fault_rate = fault_rate  # only from here on, so that the workers can connect
-        shares = [num_requests // num_clients + (n < num_requests % num_clients) for n in range(num_clients)]
-        clients = (
-            one_client(deployment, tally, random.Random(seed * 997 + n), share) for n, share in enumerate(shares)
-        )
-        await asyncio.gather(*clients)
-        fabric.fault_rate = 0.0
-        await deployment.settle()
+        footprints = []
+        for half in range(2):
+            fabric.fault_rate = fault_rate  # only from here on, so that the workers can connect
+            shares = [
+                num_requests // 2 // num_clients + (n < num_requests // 2 % num_clients) for n in range(num_clients)
+            ]
+            clients = (
+                one_client(deployment, tally, random.Random(seed * 997 + half * num_clients + n), share)
+                for n, share in enumerate(shares)
+            )
+            await asyncio.gather(*clients)
+            fabric.fault_rate = 0.0
+            await deployment.settle()
+            footprints.append(Footprint.now())
+        check_flat(*footprints, num_requests // 2)
         ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
         del fabric.faults_done["fate"]  # the transport's own sum of lost, doubled and late messages
         fabric.faults_done["(operations)"] = fabric.num_operations
@@ -130,9 +141,20 @@ async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int
     return tally, fabric.faults_done
 
 
+def check_flat(before: Footprint, after: Footprint, num_requests: int) -> None:
+    """Raises `AssertionError` if so much grew that one request in a hundred must have left something behind."""
+    most = max(20, num_requests // 100)
+    grown = {name: count for name, count in growth(before.live, after.live).items() if count > most}
+    assert not grown, f"{num_requests} requests left {grown}"
+    descriptors = after.num_descriptors - before.num_descriptors
+    assert descriptors <= MAX_NEW_DESCRIPTORS, f"{num_requests} requests left {descriptors} descriptors"
+    megabytes = after.resident_mb - before.resident_mb
+    assert megabytes <= MAX_GROWTH_MB, f"{num_requests} requests left {megabytes:.0f} MB of memory"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--fault-rate", type=float, default=0.1, help="share of the transport's operations that fail")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=16, help="requests at one time")
@@ -141,7 +163,7 @@ def main() -> None:
     try:
         tally, faults = asyncio.run(soak(arguments.requests, arguments.fault_rate, arguments.seed, arguments.clients))
     except AssertionError as error:
-        sys.exit(f"a block or a request was leaked: {error}")
+        sys.exit(f"leaked: {error}")
     report = Report("soak")
     report.say(f"{arguments.requests} requests, seed {arguments.seed}, fault rate {arguments.fault_rate:g}")
     report.add(Line("all requests took", time.monotonic() - start, "s"))
