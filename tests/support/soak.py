@@ -133,7 +133,8 @@ async def soak(num_requests: int, fault_rate: float, seed: int, num_clients: int
             fabric.fault_rate = 0.0
             await deployment.settle()
             footprints.append(Footprint.now())
-        check_flat(*footprints, num_requests // 2)
+        at_half_time, at_the_end = footprints
+        check_flat(at_half_time, at_the_end, num_requests // 2)
         ended = sum((transfers(worker).counters.pulls for worker in deployment.decode), Counter[str]())
         del fabric.faults_done["fate"]  # the transport's own sum of lost, doubled and late messages
         fabric.faults_done["(operations)"] = fabric.num_operations
