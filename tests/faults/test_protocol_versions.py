@@ -53,4 +53,4 @@ async def test_peers_of_two_protocol_versions_recompute_each_request_at_once(
             (path,) = transfers(deployment.decode[0]).paths
             assert path.state is PathState.UNREACHABLE
             await deployment.settle()
-    assert f"version {PROTOCOL_VERSION + 1} of the hand-off protocol, expected {PROTOCOL_VERSION}" in caplog.text
+    assert f"version must be {PROTOCOL_VERSION}, is {PROTOCOL_VERSION + 1}" in caplog.text

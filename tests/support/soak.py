@@ -5,8 +5,8 @@ makes its tokens wrong), and a memory transport whose faults come from a seed. H
 call, and one error in four reports that the peer is gone. The other half are silent: a notification lost, doubled or
 late, a read with a wrong bit.
 
-The soak fails if a token is wrong, a request does not end, or a block is leaked. It also fails if the second half of the
-requests makes a container, the memory of the process or the number of its descriptors grow.
+The soak fails if a token is wrong, a request does not end, or a block is leaked. It also fails if the second half of
+the requests makes a container, the memory of the process or the number of its descriptors grow.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_without_room_for_a_compiled_kernel_torch_computes_and_one_line_says_why
 ) -> None:
     with no_file_larger_than(256):
         assert load_kernels(16, tmp_path) is None
-    assert "Plain torch computes instead, more slowly." in caplog.messages[-1]
+    assert "The engine uses plain torch, which is slower." in caplog.messages[-1]
     assert all("\n" not in message for message in caplog.messages)
     assert list((tmp_path / "native").iterdir()) == [], "no part of a library stays behind"
 
