@@ -19,7 +19,7 @@ def request(name: str, prompt: Iterable[int], **sampling: object) -> Request:
 
 
 class Engine:
-    """A scheduler, a pool and a runner. `num_preemptions` and `num_cached_tokens` say what happened on the way."""
+    """A scheduler, a pool and a runner. Counts preemptions and cached tokens."""
 
     def __init__(
         self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512, max_running: int = 16
@@ -33,7 +33,7 @@ class Engine:
         self._num_added = 0
 
     def generate(self, *requests: Request) -> dict[str, list[int]]:
-        """Run all of them to their ends and return what each got, by name."""
+        """Run all requests to completion. Returns each request's tokens by its name."""
         sequences = [Sequence(wanted, self._num_added + index) for index, wanted in enumerate(requests)]
         self._num_added += len(sequences)
         for sequence in sequences:

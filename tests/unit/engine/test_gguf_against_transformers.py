@@ -1,7 +1,7 @@
-"""A GGUF file computes what transformers computes with the same numbers: every architecture and every tensor type.
+"""A model from a GGUF file has the logits of transformers, for every architecture and every tensor type.
 
-The gguf package names the tensors, so its naming is compared with ours. The reference model holds the numbers that the
-package reads back from the file.
+The gguf package names the tensors in the file, so the tests also check our names. The reference model holds the weights
+that the package reads back from the file.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, object]]] = {
 }
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 WRITTEN_TYPES = ["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
-# Types that the package reads and does not write: random bytes, and at these places the halves that scale a block.
+# Types that the package reads but does not write: random bytes, with these values at the offsets of a block's scales.
 READ_TYPES = {"Q4_K": {0: 2e-4, 2: 1.5e-3}, "Q5_K": {0: 1e-4, 2: 1.5e-3}, "Q6_K": {208: 1e-4}}
-# Natural log. Weights and activations are rounded to 8 bits of precision, the reference's are not.
+# Natural log. bfloat16 has 8 bits of precision; the reference is float32.
 BF16_LOGPROB_TOLERANCE = 0.2
 
 
@@ -50,7 +50,7 @@ def reference_model(family: str, sizes: dict[str, int]) -> Any:
     config_type, model_type, differences = FAMILIES[family]
     torch.manual_seed(5)
     model = model_type(config_type(**(SIZES | sizes | differences))).eval()
-    with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide where they are applied
+    with torch.no_grad():  # norms and biases of ones and zeros would hide a missing norm or bias
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -58,7 +58,7 @@ def reference_model(family: str, sizes: dict[str, int]) -> Any:
 
 
 def encoded(values: np.ndarray, kind: str) -> np.ndarray:
-    """A matrix as the bytes of a type: the nearest, or any where the package cannot write it."""
+    """A matrix encoded as a type: the nearest codes, or random bytes if the package cannot write the type."""
     if kind not in READ_TYPES:
         return quantize(values, gguf.GGMLQuantizationType[kind])
     items, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -70,7 +70,7 @@ def encoded(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_gguf(path: Path, family: str, model: Any, kind: str) -> None:
-    """`model` as a GGUF file with matrices of one type; then the model has the numbers that are in the file."""
+    """Write `model` as a GGUF file with matrices of one type, and set the model's weights to those of the file."""
     config = model.config
     writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(config.num_hidden_layers)
@@ -96,7 +96,7 @@ def write_gguf(path: Path, family: str, model: Any, kind: str) -> None:
         raw = encoded(values, kind)
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(dequantize(raw, gguf.GGMLQuantizationType[kind]).copy()))
-        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # as llama.cpp's converter does
+        if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # like llama.cpp's converter
             num_heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             raw = raw.reshape(num_heads, 2, -1, raw.shape[1]).swapaxes(1, 2).reshape(raw.shape)
         writer.add_tensor(gguf_name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -107,7 +107,7 @@ def write_gguf(path: Path, family: str, model: Any, kind: str) -> None:
 
 
 def logits_of_both(path: Path, family: str, kind: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ours, those of transformers) after the same prompt"""
+    """The logits of (our runner, transformers) after the same prompt."""
     model = reference_model(family, SUPER_BLOCKS if kind in READ_TYPES else {})
     write_gguf(path, family, model, kind)
     with torch.inference_mode():
@@ -126,7 +126,7 @@ def test_a_gguf_gives_the_logits_of_transformers(tmp_path: Path, family: str, ki
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q5_0", "Q6_K"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_bfloat16_its_log_probabilities_are_close(tmp_path: Path, family: str, kind: str) -> None:
+def test_a_gguf_in_bfloat16_gives_close_log_probabilities(tmp_path: Path, family: str, kind: str) -> None:
     ours, expected = logits_of_both(tmp_path / "model.gguf", family, kind, "bfloat16")
     likely = expected.topk(20).indices
     differences = (ours.float().log_softmax(-1) - expected.log_softmax(-1))[likely].abs()

@@ -1,4 +1,4 @@
-"""Every family computes what transformers computes: same logits, same greedy tokens, in float32 on small weights."""
+"""Every family has the logits and the greedy tokens of transformers, in float32 with small weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PROMPT = [(11 * index + 5) % 128 + 3 for index in range(100)]
 
 @pytest.fixture(params=FAMILIES, scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TorchRunner]:
-    """A random transformers model, and our runner on the directory it was saved to."""
+    """A random transformers model, and our runner on the model's saved directory."""
     directory = tmp_path_factory.mktemp(request.param)
     reference = save_reference(request.param, directory)
     return reference, load_runner(directory)
@@ -68,7 +68,7 @@ def save_reference(family: str, directory: Path, **saving: object) -> Any:
     config_type, model_type, differences = FAMILIES[family]
     torch.manual_seed(7)
     reference = model_type(config_type(**(SIZES | differences))).eval()
-    with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide where they are applied
+    with torch.no_grad():  # norms and biases of ones and zeros would hide a missing norm or bias
         for name, parameter in reference.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -81,7 +81,7 @@ def load_runner(directory: Path) -> TorchRunner:
 
 
 def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
-    """Logits after the last token, the prompt prefilled in two uneven chunks."""
+    """Logits after the last token of a prompt that is prefilled in two uneven chunks."""
     assert runner._model is not None
     blocks = list(range(runner.layout.num_blocks_for(len(token_ids))))
     sampling = SamplingParams(max_tokens=1)
@@ -95,7 +95,7 @@ def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
     return logits[0].numpy()
 
 
-def test_the_logits_are_within_a_ten_thousandth(pair: tuple[Any, TorchRunner]) -> None:
+def test_the_logits_differ_by_less_than_a_ten_thousandth(pair: tuple[Any, TorchRunner]) -> None:
     reference, runner = pair
     for length in (38, 64, 100):
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Numbers become codes with a bounded error, and codes of a GGUF file are taken as they are."""
+"""Quantization has a bounded error, and codes of a GGUF file are kept."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7.5)])
-def test_no_number_is_further_off_than_half_a_step(shape: tuple[int, int], bits: int, levels: float) -> None:
-    """The step of 4 bits may be a little longer than its group's: a line that fits all 32 is fitted."""
+def test_no_error_is_larger_than_half_a_step(shape: tuple[int, int], bits: int, levels: float) -> None:
+    """With 4 bits, the least-squares fit may leave larger errors at the ends of a group."""
     weight = normal(*shape)
     error = (quantize(weight, bits).dequantized() - weight).abs().max()
     assert error <= weight.abs().max() / levels * (0.51 if bits == 8 else 1.0)
 
 
-def test_four_bits_lose_less_than_the_ends_of_a_group_would_have_it() -> None:
+def test_the_least_squares_fit_has_a_smaller_error_than_scaling_by_the_ends_of_a_group() -> None:
     weight = normal(200, 576)
     groups = weight.view(200, -1, GROUP)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -45,7 +45,7 @@ def test_four_bits_lose_less_than_the_ends_of_a_group_would_have_it() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-20, 60_000.0, 1e30])
-def test_constant_groups_stay_finite_and_right_within_half_precision(bits: int, value: float) -> None:
+def test_constant_groups_stay_finite_and_accurate_within_half_precision(bits: int, value: float) -> None:
     found = quantize(torch.full((2, 40), value), bits).dequantized()
     assert found.isfinite().all()
     if value < 60_000:
@@ -54,7 +54,7 @@ def test_constant_groups_stay_finite_and_right_within_half_precision(bits: int, 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_was_put_into_a_matrix_comes_out(bits: int, shape: tuple[int, int]) -> None:
+def test_a_matrix_returns_the_rows_that_were_put_into_it(bits: int, shape: tuple[int, int]) -> None:
     weight = normal(*shape)
     matrix = matrix_of(weight, bits, torch.float32)
     assert torch.equal(matrix.dequantized(), quantize(weight, bits).dequantized())
@@ -62,7 +62,7 @@ def test_what_was_put_into_a_matrix_comes_out(bits: int, shape: tuple[int, int])
     assert torch.equal(matrix.grouped(order).dequantized(), quantize(weight[order], bits).dequantized())
 
 
-def test_the_bytes_of_a_matrix_are_those_that_are_promised() -> None:
+def test_a_matrix_takes_the_documented_number_of_bytes() -> None:
     assert QuantizedMatrix(960, 576, 8, torch.bfloat16, HugePages()).num_bytes * 8 == 8.5 * 960 * 576
     assert QuantizedMatrix(960, 576, 4, torch.bfloat16, HugePages()).num_bytes * 8 == 5 * 960 * 576
 
@@ -87,14 +87,14 @@ def write(path: Path, kind: gguf.GGMLQuantizationType, raw: np.ndarray) -> GGUFF
 
 
 def q4_k(rows: int, super_blocks: int) -> np.ndarray:
-    """Random bytes, with common scales of ordinary size: gguf's package reads this type and does not write it."""
+    """Random bytes with common scales of ordinary size: the gguf package reads this type but does not write it."""
     raw = np.random.default_rng(1).integers(0, 256, (rows, super_blocks, 144), dtype=np.uint8)
     raw[..., :4] = np.array([0.011, 0.013], np.float16).view(np.uint8)
     return raw.reshape(rows, -1)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4), ("Q4_1", 4)])
-def test_the_same_groups_in_a_gguf_are_taken_as_they_are(tmp_path: Path, kind: str, bits: int) -> None:
+def test_groups_of_a_gguf_keep_their_codes_scales_and_minimums(tmp_path: Path, kind: str, bits: int) -> None:
     quantization = gguf.GGMLQuantizationType[kind]
     raw = gguf.quants.quantize(normal(50, 96).numpy(), quantization)
     file = write(tmp_path / "a.gguf", quantization, raw)
@@ -113,10 +113,8 @@ def test_q4_k_keeps_its_codes_and_rounds_its_scales_to_half_precision(tmp_path: 
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7.5)])
-def test_q6_k_has_other_groups_and_is_rounded_anew_one_matrix_at_a_time(
-    tmp_path: Path, bits: int, levels: float
-) -> None:
-    """Its scale is for 16 weights of 6 bits: no group of ours. Within half a step of ours is what can be had."""
+def test_q6_k_is_quantized_again_one_matrix_at_a_time(tmp_path: Path, bits: int, levels: float) -> None:
+    """A Q6_K scale covers 16 weights of 6 bits, so its groups are not ours. The error is at most half a step."""
     raw = np.random.default_rng(2).integers(0, 256, (10, 3, 210), dtype=np.uint8)
     raw[..., 208:] = np.array([0.0003], np.float16).view(np.uint8)
     file = write(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q6_K, raw.reshape(10, -1))
@@ -129,7 +127,7 @@ def test_q6_k_has_other_groups_and_is_rounded_anew_one_matrix_at_a_time(
     assert ((rows - expected).abs() <= largest / levels * (0.51 if bits == 8 else 1.0)).all()
 
 
-def test_scales_beyond_half_precision_are_left_to_rounding_anew(tmp_path: Path) -> None:
+def test_scales_beyond_half_precision_are_not_taken_from_the_file(tmp_path: Path) -> None:
     raw = q4_k(1, 1)
     raw[:, :4] = np.array([60_000.0, 60_000.0], np.float16).view(np.uint8)
     file = write(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q4_K, raw)

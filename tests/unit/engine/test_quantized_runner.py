@@ -1,8 +1,8 @@
-"""The engine on quantized weights says what those weights say, alone and in company.
+"""The engine computes with quantized weights like the dequantized reference, for single requests and in batches.
 
-The reference dequantizes: float32 numbers of the same codes, multiplied by torch. The kernel rounds its inputs to
-8 bits as well, so log-probabilities are within a tolerance; but its results do not depend on the batch, so that tokens
-are equal, not close, however requests are cut and mixed.
+The reference multiplies the dequantized float32 weights with torch. The kernel also rounds its inputs to 8 bits, so
+log-probabilities agree within a tolerance. The kernel's results do not depend on the batch, so chunking and batching
+must not change any token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.test_weights import random_weights, write_gguf
 
 QUANTIZATIONS = ["int8", "int4"]
-# Natural log, kernel against dequantized numbers. What the 8 bits of the inputs cost, in a model of random weights.
+# Natural log, kernel against reference: the error of 8-bit inputs in a model of random weights.
 LOGPROB_TOLERANCE = {"float32": 0.12, "bfloat16": 0.15}
 
 
@@ -90,13 +90,13 @@ def test_chunks_prefix_hits_and_mixed_batches_change_no_token(model: str, quanti
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_quantized_weights_are_not_the_plain_ones(quantization: str) -> None:
-    """Or the tests above would compare a model with itself."""
+    """Otherwise the tests above would compare a model with itself."""
     quantized, plain = (top_tokens(build("random:llama-tiny", kind, "torch")) for kind in (quantization, "none"))
     assert quantized[0].top_logprobs != plain[0].top_logprobs
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_matrices_have_the_bits_that_are_asked_for(quantization: str) -> None:
+def test_matrices_have_the_configured_bits(quantization: str) -> None:
     config = RANDOM_CONFIGS["smollm2-tiny"]
     source = resolve_model("random:smollm2-tiny")
     calls: list[tuple[int, int]] = []
@@ -114,13 +114,13 @@ def test_matrices_have_the_bits_that_are_asked_for(quantization: str) -> None:
 
 @pytest.mark.parametrize("model", ["llama-tiny", "llama3-tiny"])
 def test_a_gguf_of_8_bits_is_the_same_model_in_int8(tmp_path: Path, model: str) -> None:
-    """Every code as in the file, q and k rows in our order."""
+    """int8 keeps every code of the file, with the rows of q and k reordered."""
     write_gguf(tmp_path / "tiny.gguf", RANDOM_CONFIGS[model], random_weights(model))
     plain, quantized = (top_tokens(build(str(tmp_path / "tiny.gguf"), kind, "torch")) for kind in ("none", "int8"))
     assert quantized == plain
 
 
-def test_the_kernel_multiplies_where_there_is_one() -> None:
+def test_the_kernel_computes_the_products_if_there_is_one() -> None:
     config, cpu = EngineConfig(quantization="int8"), torch.device("cpu")
     assert isinstance(choose_linear_method(config, None, cpu, 1), DequantizedLinear)
     assert not isinstance(choose_linear_method(EngineConfig(), None, cpu, 1), DequantizedLinear)
@@ -132,7 +132,7 @@ def test_the_kernel_multiplies_where_there_is_one() -> None:
         assert all(isinstance(product, NativeQuantizedMatrix) for product in (layer.qkv, layer.output, layer.down))
 
 
-def test_a_gpu_and_an_unknown_format_are_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_gpu_or_an_unknown_format_names_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="quantization = int4 is for CPUs: set it to none, or device to cpu"):
         TorchRunner(EngineConfig(model="random:llama-tiny", quantization="int4", device="cuda", num_threads=1))
@@ -140,7 +140,7 @@ def test_a_gpu_and_an_unknown_format_are_refused_with_what_to_set(monkeypatch: p
         EngineConfig(quantization="int3")
 
 
-def test_codes_are_not_given_to_a_method_of_plain_numbers() -> None:
+def test_a_method_for_plain_matrices_refuses_a_quantized_matrix() -> None:
     weights = load_weights(
         resolve_model("random:llama-tiny"),
         RANDOM_CONFIGS["llama-tiny"],

@@ -1,4 +1,4 @@
-"""What every Runner promises, kept by the real one for each family and by the fake."""
+"""The contract of every Runner, tested on the real runner for each family and on the fake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
 
 @pytest.fixture
 def one_shot(runner: Runner) -> list[int]:
-    """The greedy answer to PROMPT, prefilled in one step in a fresh pool."""
+    """The greedy answer to PROMPT after a prefill in one step with a fresh pool."""
     return Engine(runner).generate(request("a", PROMPT))["a"]
 
 
@@ -68,8 +68,8 @@ def test_a_batch_gives_each_sequence_the_tokens_it_gets_alone(runner: Runner) ->
     assert Engine(runner, budget=30).generate(*requests) == alone
 
 
-def test_a_sequence_goes_on_elsewhere_from_copied_blocks(runner: Runner, one_shot: list[int]) -> None:
-    """The hand-off in miniature: blocks are moved by their bytes alone and the table renamed."""
+def test_a_sequence_continues_from_copied_blocks_under_another_block_table(runner: Runner, one_shot: list[int]) -> None:
+    """A minimal hand-off: copies the bytes of blocks and changes the block table."""
     last = len(PROMPT) + 1
     token_ids = [*PROMPT, one_shot[0]]
     runner.run(StepPlan(0, (_chunk(PROMPT, 0, len(PROMPT), [0, 1, 2]),)))
@@ -81,16 +81,16 @@ def test_a_sequence_goes_on_elsewhere_from_copied_blocks(runner: Runner, one_sho
 
 
 @pytest.mark.parametrize("leftover", [0, 7, 255])
-def test_what_others_left_in_later_slots_changes_nothing(runner: Runner, one_shot: list[int], leftover: int) -> None:
+def test_old_bytes_in_later_slots_change_no_token(runner: Runner, one_shot: list[int], leftover: int) -> None:
     runner.run(StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 5, [3], name="b"))))
     slots = _slots(runner)
-    slots[2, :, 13:] = slots[3, :, 5:] = leftover  # as floats of all ones, 255 is not a number
+    slots[2, :, 13:] = slots[3, :, 5:] = leftover  # floats with every byte 255 are NaN
     chunks = (_chunk([*PROMPT, one_shot[0]], 45, 1, [0, 1, 2]), _chunk(PROMPT[:6], 5, 1, [3], name="b"))
     assert runner.run(StepPlan(1, chunks)).sampled["a"].token_id == one_shot[1]
 
 
 @pytest.mark.parametrize("position", [0, 20, 44])
-def test_wrong_bytes_in_one_slot_change_what_follows(runner: Runner, position: int) -> None:
+def test_wrong_bytes_in_one_slot_change_the_next_token(runner: Runner, position: int) -> None:
     chunk = _chunk([*PROMPT, 5], 45, 1, [0, 1, 2], num_logprobs=3)
     runner.run(StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]),)))
     before = runner.run(StepPlan(1, (chunk,))).sampled["a"]
@@ -110,7 +110,7 @@ def test_a_step_writes_its_own_slots_and_nothing_else(runner: Runner) -> None:
     assert changed == first | {(6, 10)}
 
 
-def test_each_sampling_chunk_gets_one_token_and_no_other_does(runner: Runner) -> None:
+def test_each_sampling_chunk_and_no_other_chunk_gets_one_token(runner: Runner) -> None:
     chunks = (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 20, [3, 4], name="b"))
     output = runner.run(StepPlan(41, chunks))
     assert output.step_id == 41
@@ -118,7 +118,7 @@ def test_each_sampling_chunk_gets_one_token_and_no_other_does(runner: Runner) ->
     assert runner.run(StepPlan(42, chunks[1:])).sampled == {}
 
 
-def test_sampled_text_depends_on_the_seed_and_position_alone(runner: Runner) -> None:
+def test_sampled_tokens_depend_on_seed_and_position_only(runner: Runner) -> None:
     def sampled(seed: int, budget: int) -> list[int]:
         wanted = request("a", PROMPT, temperature=1.0, seed=seed, max_tokens=16)
         return Engine(runner, budget=budget).generate(wanted)["a"]
@@ -127,7 +127,7 @@ def test_sampled_text_depends_on_the_seed_and_position_alone(runner: Runner) -> 
     assert sampled(seed=1, budget=512) != sampled(seed=2, budget=512)
 
 
-def test_logprobs_are_the_models_own(runner: Runner) -> None:
+def test_logprobs_are_those_of_the_raw_logits(runner: Runner) -> None:
     chunk = _chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=5, logit_bias={9: 100.0})
     token = runner.run(StepPlan(0, (chunk,))).sampled["a"]
     assert token.token_id == 9
@@ -138,7 +138,7 @@ def test_logprobs_are_the_models_own(runner: Runner) -> None:
     assert token.logprob <= logprobs[0] < 0.0
 
 
-def test_the_pool_is_page_aligned_writable_and_where_it_says(runner: Runner) -> None:
+def test_the_pool_is_page_aligned_writable_and_at_its_reported_address(runner: Runner) -> None:
     memory = runner.pool_memory()
     assert memory is not None
     assert not memory.readonly
@@ -147,12 +147,12 @@ def test_the_pool_is_page_aligned_writable_and_where_it_says(runner: Runner) -> 
     assert np.frombuffer(memory, np.uint8).ctypes.data == runner.pool_address()
 
 
-def test_it_reports_what_everyone_else_reads_of_the_model(runner: Runner) -> None:
+def test_a_runner_reports_its_model_info_and_layout(runner: Runner) -> None:
     assert runner.info == load_model_info(runner.info.name)
     assert runner.layout.model == runner.info.fingerprint
 
 
-def test_the_fake_says_what_it_would_say_without_a_pool() -> None:
+def test_the_fakes_tokens_equal_those_computed_without_a_pool() -> None:
     runner = build_runner(EngineConfig(model="fake:tiny"))
     wanted = request("a", PROMPT, temperature=0.8, seed=3, top_k=40, repetition_penalty=1.2, max_tokens=30)
     expected = expected_tokens(wanted, runner.layout, runner.info.vocab_size)
@@ -160,23 +160,23 @@ def test_the_fake_says_what_it_would_say_without_a_pool() -> None:
     assert Engine(runner, budget=11, num_blocks=6).generate(wanted)["a"] == expected
 
 
-def test_a_pool_too_small_for_a_request_is_refused_with_what_to_set() -> None:
+def test_the_error_for_too_small_a_pool_names_the_memory_to_set() -> None:
     with pytest.raises(ConfigError, match="set it to"):
         build_runner(EngineConfig(model="random:llama-tiny", kv_memory_mb=1, block_size=4096))
 
 
-def test_a_context_beyond_the_models_is_refused() -> None:
+def test_a_max_context_beyond_the_models_context_is_refused() -> None:
     for model in ("random:llama-tiny", "fake:tiny"):
         with pytest.raises(ConfigError, match="max_context"):
             build_runner(EngineConfig(model=model, max_context=10**6, kv_memory_mb=1))
 
 
-def test_an_unknown_built_in_model_is_refused_with_those_known() -> None:
+def test_the_error_for_an_unknown_built_in_model_lists_the_known_models() -> None:
     with pytest.raises(ModelNotFound, match="random:qwen3-tiny"):
         build_runner(EngineConfig(model="random:nothing"))
 
 
-def test_bfloat16_keeps_its_kv_in_bfloat16() -> None:
+def test_a_bfloat16_runner_stores_kv_in_bfloat16() -> None:
     runner = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="bfloat16", kv_memory_mb=1, num_threads=1))
     assert runner.layout.dtype == "bfloat16"
     exact = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1))

@@ -1,4 +1,4 @@
-"""Each law of sampling, checked against a plain reading of it that looks at one token at a time."""
+"""Each rule of sampling agrees with a naive implementation that handles one token at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chunk(sampling: SamplingParams, token_ids: list[int] | None = None, num_prom
 
 
 def naive_distribution(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
-    """Temperature, top_k, top_p and min_p in turn, each on the renormalized rest."""
+    """Applies temperature, top_k, top_p and min_p in turn, each to the renormalized rest."""
 
     def renormalized(weights: dict[int, float]) -> dict[int, float]:
         total = sum(weights.values())
@@ -61,7 +61,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
-def test_each_filter_keeps_what_a_plain_reading_of_it_keeps(options: dict[str, float]) -> None:
+def test_each_filter_keeps_the_tokens_of_the_naive_implementation(options: dict[str, float]) -> None:
     sampling = params(**options)
     token_ids, weights = filtered_distribution(LOGITS.astype(np.float64), sampling)
     expected = naive_distribution(LOGITS.astype(np.float64).tolist(), sampling)
@@ -88,7 +88,8 @@ def test_draws_follow_the_distribution() -> None:
     for seed in range(4000):
         counts[choose(logits, chunk(params(seed=seed)))] += 1
     expected = 4000 * np.array([0.5, 0.3, 0.15, 0.05])
-    # Chi-square with 3 degrees of freedom: 16.3 is exceeded once in a thousand; the seeds are fixed, so never here.
+    # Chi-square with 3 degrees of freedom exceeds 16.3 once in a thousand runs. The seeds are fixed, so the test is
+    # deterministic.
     assert ((counts - expected) ** 2 / expected).sum() < 16.3
 
 
@@ -102,8 +103,8 @@ def test_the_draw_is_the_inverse_cdf_at_the_seed_and_position() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("options", [*FILTERS, {"top_p": 0.99}, {"min_p": 1e-4, "top_p": 0.999}], ids=str)
-def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted(options: dict[str, float], spread: float) -> None:
-    """Near-flat and peaked: a draw is decided by 64 tokens, by some thousands or by all of them."""
+def test_draws_from_a_large_vocabulary_equal_draws_with_a_full_sort(options: dict[str, float], spread: float) -> None:
+    """Distributions from almost flat to peaked, so that 64, some thousands or all tokens decide a draw."""
     logits = np.random.default_rng(9).normal(0.0, spread, 5000).astype(np.float32)
     token_ids, weights = filtered_distribution(logits, params(**options))
     assert token_ids.tolist() == np.argsort(-logits, kind="stable")[: len(token_ids)].tolist()
@@ -118,18 +119,18 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     assert {choose(logits, chunk(params(seed=seed))) for seed in range(200)} == {1, 3}
 
 
-def test_bias_and_penalties_are_what_their_formulas_say() -> None:
+def test_bias_and_penalties_follow_their_formulas() -> None:
     logits = np.array([2.0, -2.0, 4.0, -4.0, 1.0], dtype=np.float32)
     sampling = params(
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={0: 1.0, 4: -3.0}
     )
-    # Prompt 0 1, output 1 2 2: the repetition penalty sees all of them, the other two the output alone.
+    # Prompt 0 1, output 1 2 2: the repetition penalty applies to all tokens, the other two only to the output.
     adjusted = adjust(logits, sampling, [0, 1, 1, 2, 2], num_prompt_tokens=2)
     assert adjusted.tolist() == [3.0 / 2, -2.0 * 2 - 0.75, 4.0 / 2 - 1.0, -4.0, -2.0]
     assert logits.tolist() == [2.0, -2.0, 4.0, -4.0, 1.0]
 
 
-def test_greedy_takes_the_highest_after_penalties_and_the_lowest_id_of_equals() -> None:
+def test_greedy_takes_the_highest_logit_after_penalties_and_the_lowest_id_of_ties() -> None:
     logits = np.array([1.0, 3.0, 3.0, 2.9], dtype=np.float32)
     assert choose(logits, chunk(params(temperature=0.0))) == 1
     assert choose(logits, chunk(params(temperature=0.0, repetition_penalty=2.0), [1, 2])) == 3
@@ -164,7 +165,7 @@ def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
     np.testing.assert_allclose([logprob for _, logprob in token.top_logprobs], expected[best], atol=1e-5)
 
 
-def test_no_logprobs_are_computed_unless_asked_for() -> None:
+def test_no_logprobs_are_returned_unless_requested() -> None:
     assert sample(LOGITS[None], [chunk(params(temperature=0.0))])["a"].logprob is None
     only_chosen = sample(LOGITS[None], [chunk(params(temperature=0.0, num_logprobs=0))])["a"]
     assert only_chosen.logprob is not None

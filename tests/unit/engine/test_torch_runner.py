@@ -1,4 +1,4 @@
-"""What `auto` means, and what is said where a choice cannot be had."""
+"""Choices under `auto`, and the errors for choices that are not available."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from engine.torch_runner import TorchRunner
         ("nothing of the kind\n", False),
     ],
 )
-def test_bfloat16_is_chosen_where_the_cpu_multiplies_it(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+def test_bfloat16_is_chosen_on_cpus_with_bfloat16_products(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo)
     assert cpu_multiplies_bf16(path) is expected
     assert cpu_multiplies_bf16(tmp_path / "missing") is False
 
 
-def test_auto_takes_what_the_device_is_fast_at() -> None:
+def test_auto_chooses_the_devices_fastest_dtype() -> None:
     assert choose_dtype("auto", torch.device("cuda")) == "bfloat16"
     assert choose_dtype("auto", torch.device("cpu")) == ("bfloat16" if cpu_multiplies_bf16() else "float32")
     assert choose_dtype("float32", torch.device("cuda")) == "float32"
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_gpu_names_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == "cpu"
     with pytest.raises(ConfigError, match="set device to cpu or auto"):
         choose_device("cuda")
 
 
-def test_the_pool_fills_the_memory_it_is_given() -> None:
+def test_the_pool_fills_kv_memory_mb() -> None:
     runner = TorchRunner(EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=3, num_threads=1))
     assert runner.num_blocks == (3 << 20) // runner.layout.block_bytes > MIN_BLOCKS
     assert runner.layout.block_bytes == 2 * 2 * 4 * 16 * 16 * 4
 
 
 def test_freed_memory_is_kept_for_the_next_step() -> None:
-    """By default each piece of 40 MB would be mapped anew: a page fault for every 4 KB, every time."""
+    """By default, malloc would map each allocation of 40 MB anew, with a page fault for every 4 KB."""
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("only glibc has mallopt")
     assert keep_freed_memory()

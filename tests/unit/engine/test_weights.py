@@ -1,4 +1,4 @@
-"""Weights from every kind of file arrive in the right places, or the tensor at fault is named."""
+"""Weights of every file format fill the right slots, and errors name the wrong tensor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def llama_directory(tmp_path: Path) -> Path:
 
 
 def write_gguf(path: Path, config: ModelConfig, weights: ModelWeights, **extra: np.ndarray) -> None:
-    """As a converter writes architecture llama: q and k rows interleaved, matrices in Q8_0, norms in F32."""
+    """Write a GGUF file in a converter's form of architecture llama: q and k rows interleaved, matrices in Q8_0, norms
+    in F32."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context_length)
@@ -117,11 +118,11 @@ def logits(model: str) -> np.ndarray:
     return np.array(sorted(runner.run(StepPlan(0, (chunk,))).sampled["a"].top_logprobs))
 
 
-def test_a_directory_gives_the_numbers_it_was_written_from(llama_directory: Path) -> None:
+def test_a_directory_gives_the_logits_of_the_saved_weights(llama_directory: Path) -> None:
     np.testing.assert_array_equal(logits(str(llama_directory)), logits("random:llama-tiny"))
 
 
-def test_generation_ends_at_every_id_the_config_lists(llama_directory: Path) -> None:
+def test_generation_ends_at_every_eos_id_of_the_config(llama_directory: Path) -> None:
     assert load_model_info(str(llama_directory)).eos_token_ids == {256, 258}
     (llama_directory / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert load_model_info(str(llama_directory)).eos_token_ids == {7, 256, 258}
@@ -135,7 +136,7 @@ def test_generation_ends_at_every_id_the_config_lists(llama_directory: Path) -> 
         ({"model.norm.weight": torch.zeros(65)}, r"model.norm.weight has shape \[65\], the config needs \[64\]"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_names_the_tensor(
+def test_the_error_for_a_wrong_checkpoint_names_the_tensor(
     llama_directory: Path, change: dict[str, torch.Tensor | None], message: str
 ) -> None:
     path = llama_directory / "model.safetensors"
@@ -145,14 +146,14 @@ def test_a_checkpoint_that_does_not_fit_names_the_tensor(
         logits(str(llama_directory))
 
 
-def test_a_missing_shard_is_named(llama_directory: Path) -> None:
+def test_the_error_for_a_missing_shard_names_the_file(llama_directory: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (llama_directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="model-00002-of-00002"):
         logits(str(llama_directory))
 
 
-def test_a_tied_head_written_twice_and_derived_buffers_are_left_out(llama_directory: Path) -> None:
+def test_a_second_copy_of_a_tied_head_and_derived_buffers_are_ignored(llama_directory: Path) -> None:
     (llama_directory / "config.json").write_text(json.dumps(HF_CONFIG | {"tie_word_embeddings": True}))
     path = llama_directory / "model.safetensors"
     save_file(load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, path)
@@ -160,13 +161,13 @@ def test_a_tied_head_written_twice_and_derived_buffers_are_left_out(llama_direct
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "llama3-tiny"])
-def test_a_gguf_gives_the_model_it_was_written_from(tmp_path: Path, name: str) -> None:
+def test_a_gguf_gives_the_weights_that_were_written(tmp_path: Path, name: str) -> None:
     config, weights = RANDOM_CONFIGS[name], random_weights(name)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, config, weights)
     loaded = load_weights(resolve_model(str(path)), config_from_gguf(GGUFFile(path)), torch.float32, CPU)
     for slot, view in views(loaded).items():
-        torch.testing.assert_close(view, weights.slots()[slot], atol=0.02, rtol=0)  # Q8_0's rounding
+        torch.testing.assert_close(view, weights.slots()[slot], atol=0.02, rtol=0)  # the rounding of Q8_0
     kernels = load_kernels(64, default_cache_dir())
     dequantize = None if kernels is None else partial(dequantize_into, kernels)
     filled = allocate_weights(config, torch.float32, CPU)
@@ -174,7 +175,7 @@ def test_a_gguf_gives_the_model_it_was_written_from(tmp_path: Path, name: str) -
     assert all(torch.equal(view, views(loaded)[slot]) for slot, view in views(filled).items())
 
 
-def test_rope_factors_in_a_gguf_are_obeyed(tmp_path: Path) -> None:
+def test_rope_factors_in_a_gguf_are_used(tmp_path: Path) -> None:
     config, path = RANDOM_CONFIGS["llama3-tiny"], tmp_path / "tiny.gguf"
     base = np.array([config.rope_theta ** (-index / 8) for index in range(8)])
     factors = (base / np.array(config.inverse_frequencies())).astype(np.float32)
@@ -186,7 +187,7 @@ def test_rope_factors_in_a_gguf_are_obeyed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [3, 20, 700, -1000])
-def test_a_damaged_gguf_is_refused_in_words(tmp_path: Path, length: int) -> None:
+def test_a_damaged_gguf_is_refused_with_a_config_error(tmp_path: Path, length: int) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, RANDOM_CONFIGS["llama-tiny"], random_weights("llama-tiny"))
     path.write_bytes(path.read_bytes()[:length])

@@ -1,6 +1,6 @@
 """Random cases for the C kernels, each computed by a kernel and by plain torch.
 
-Also a program (`python kernel_cases.py LIBRARY`): the sanitizer's tests run it in a process of its own.
+The sanitizer's tests run this file as a program in another process: `python kernel_cases.py LIBRARY`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from engine.linear import PlainLinear
 from engine.ops import TorchOps
 from engine.rotary import Rotation
 from engine.sampling import filtered_distribution
-from tests.unit.engine.cpu.quantized_cases import OwnMemory, quantized_differences, relative
+from tests.unit.engine.cpu.quantized_cases import SeparateAllocations, quantized_differences, relative
 
-# One bfloat16 has 8 bits: two roundings of a value near 4 differ by 1/64 at most, and torch rounds between its steps.
+# bfloat16 has 8 bits: two roundings of a value near 4 differ by at most 1/64. Torch also rounds between its steps.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
-Difference = tuple[str, float]  # what was compared, and the largest difference of any element
+Difference = tuple[str, float]  # name of the comparison, largest difference of any element
 
 
 class AttentionCase:
@@ -68,7 +68,7 @@ class AttentionCase:
         positions = [place for chunk in self.chunks for place in range(chunk.start, chunk.start + chunk.num_tokens)]
         self.rotation = Rotation.of(positions, 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
         self.contents = self._random(self.num_blocks, *self.layout.block_shape)
-        for block in numbers:  # nobody's: whatever reads there will show
+        for block in numbers:  # unused blocks: a kernel that reads one returns NaN
             self.contents[block] = float("nan")
 
     def _chunk(self, name: str, start: int, count: int, table: list[int]) -> ScheduledChunk:
@@ -101,7 +101,7 @@ class AttentionCase:
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Infinite where one is not a number and the other is."""
+    """The largest difference of any element; infinite if only one of two elements is NaN."""
     ours, theirs = ours.double(), theirs.double()
     if not torch.equal(ours.isnan(), theirs.isnan()):
         return float("inf")
@@ -109,7 +109,7 @@ def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def ops_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 1) -> list[Difference]:
-    """Norm with and without the sum before it, and the activation, on odd sizes."""
+    """The norm with and without the residual sum, and the activation, on odd sizes."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, size = draw.choice([1, 2, 7, 33]), draw.choice([1, 15, 16, 31, 48, 576, 1000])
@@ -135,9 +135,9 @@ def ops_differences(kernels: Kernels, seed: int, dtype: str, num_threads: int = 
 
 
 def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> list[Difference]:
-    """Products with packed bfloat16 matrices and what becomes of them, on odd sizes.
+    """Products with packed bfloat16 matrices, with every ending, on odd sizes.
 
-    Empty where the library has no such kernel.
+    Empty if the library has no such kernel.
     """
     if kernels.bf16_linear is None:
         return []
@@ -152,7 +152,7 @@ def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> lis
 
     weight, inputs = tensor(2 * out_size, in_size) * in_size**-0.5, tensor(rows, in_size)
     bias = tensor(out_size) if draw.random() < 0.5 else None
-    native, reference = NativeLinear(kernels, num_threads, OwnMemory()), PlainLinear()
+    native, reference = NativeLinear(kernels, num_threads, SeparateAllocations()), PlainLinear()
     exact, gates = inputs.float(), weight.float()
     one = weight[:out_size].clone()
     products = {
@@ -171,12 +171,12 @@ def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> lis
 
 
 def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:
-    """How far a draw lies outside of its token's share of the distribution: rounding moves the borders a little."""
+    """The distance of a draw from its token's share of the distribution: rounding moves the borders a little."""
     draw = random.Random(seed)
     vocab, spread = draw.choice([1, 2, 15, 33, 300, 5000]), draw.choice([0.0, 0.3, 2.0, 30.0])
     logits = np.random.default_rng(seed).normal(0.0, spread, vocab).astype(np.float32)
     if draw.random() < 0.3:
-        logits = logits.round()  # many are equal
+        logits = logits.round()  # for many ties
     if draw.random() < 0.3:
         logits[draw.randrange(vocab)] = -np.inf if vocab > 1 else 0.0
     sampling = SamplingParams(

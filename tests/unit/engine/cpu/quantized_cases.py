@@ -1,4 +1,4 @@
-"""Random cases for the C kernel of quantized matrices, each computed by it and by plain torch."""
+"""Random cases for the C kernel of quantized matrices, each computed by the kernel and by plain torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.host_memory import HugePages
 from engine.kv_pool import TORCH_DTYPES
 from engine.quantization import GROUP, QuantizedMatrix, quantize
 
-Difference = tuple[str, float]  # what was compared, and the largest difference relative to the largest result
+Difference = tuple[str, float]  # name of the comparison, largest difference relative to the largest result
 
 
-class OwnMemory(HugePages):
-    """Each piece by itself, so that AddressSanitizer sees who reads beyond it."""
+class SeparateAllocations(HugePages):
+    """Allocates each piece separately, so that AddressSanitizer detects reads past a piece."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
@@ -25,7 +25,7 @@ class OwnMemory(HugePages):
 
 def matrix_of(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantizedMatrix:
     """A quantized matrix whose first half is written last."""
-    matrix = QuantizedMatrix(weight.shape[0], weight.shape[1], bits, dtype, OwnMemory())
+    matrix = QuantizedMatrix(weight.shape[0], weight.shape[1], bits, dtype, SeparateAllocations())
     half = len(weight) // 2
     for start, rows in ((half, weight[half:]), (0, weight[:half])):
         if len(rows):
@@ -34,10 +34,10 @@ def matrix_of(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantizedM
 
 
 def rounded(inputs: torch.Tensor, fused: bool) -> torch.Tensor:
-    """The inputs as the kernel sees them: 8 bits by groups of 32, with the scale of the largest. -> float32
+    """The inputs after the kernel's rounding to 8 bits: groups of 32, scaled by the largest element. -> float32
 
-    `fused`: with instructions that multiply and add, a product is not rounded before it becomes a code. That decides
-    what is just between two codes.
+    `fused`: with fused multiply-add, the product is not rounded before it is rounded to a code. The difference matters
+    for values halfway between two codes.
     """
     values = F.pad(inputs.float(), (0, -inputs.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     largest = values.abs().amax(-1, keepdim=True)

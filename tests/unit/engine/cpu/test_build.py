@@ -1,4 +1,4 @@
-"""The kernels are compiled once, survive company, and are done without where there is no compiler."""
+"""The kernels are compiled once, concurrent builds are safe, and torch replaces the kernels without a compiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = [(7 * index + 3) % 250 for index in range(45)]
 
 @pytest.fixture
 def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two sources that compile in a blink, in place of the kernels."""
+    """Two tiny sources that replace the kernels, so that compiling is fast."""
     need_compiler()
     directory = tmp_path / "sources"
     directory.mkdir()
@@ -46,7 +46,7 @@ def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("avx2 fma avx512f avx512bw avx512vl avx512dq avx512_bf16 avx512_vnni", 64, "avx512_bf16"),
         ("avx2 fma avx512f avx512bw avx512vl avx512dq", 64, "avx512"),
-        ("avx2 fma avx512f avx512bw avx512vl avx512dq", 80, "avx2"),  # no whole number of pairs of 16
+        ("avx2 fma avx512f avx512bw avx512vl avx512dq", 80, "avx2"),  # 80 is not a multiple of 2 * 16
         ("avx2 fma avx512f", 64, "avx2"),
         ("sse4_2", 64, "generic"),
         ("", 16, "generic"),
@@ -56,7 +56,7 @@ def test_the_best_target_that_fits_is_chosen(flags: str, head_dim: int, expected
     assert fitting_targets(frozenset(flags.split()), head_dim)[0].name == expected
 
 
-def test_heads_that_no_vector_divides_are_refused() -> None:
+def test_heads_that_are_no_multiple_of_16_are_refused() -> None:
     with pytest.raises(NativeUnavailable, match="heads of 24"):
         fitting_targets(cpu_flags(), 24)
 
@@ -71,7 +71,7 @@ def test_a_library_is_compiled_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_sources")
-def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_concurrent_builds_do_not_disturb_each_other(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         libraries = list(threads.map(lambda _: build(GENERIC, tmp_path), range(8)))
     assert len(set(libraries)) == 1
@@ -79,7 +79,7 @@ def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "native").iterdir()] == [libraries[0].name]
 
 
-def test_a_changed_header_is_compiled_anew(tmp_path: Path, small_sources: Path) -> None:
+def test_a_changed_header_causes_a_new_build(tmp_path: Path, small_sources: Path) -> None:
     before = build(GENERIC, tmp_path)
     (small_sources / "numbers.h").write_text("#define ANSWER 42\n")
     after = build(GENERIC, tmp_path)
@@ -94,7 +94,7 @@ def test_a_library_without_the_kernels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_sources")
-def test_a_failing_compiler_says_what_it_said(tmp_path: Path) -> None:
+def test_the_error_of_a_failing_compiler_contains_its_output(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match="no-such-flag"):
         build(GENERIC, tmp_path, ["--no-such-flag"])
 
@@ -123,20 +123,20 @@ def test_without_room_for_a_compiled_kernel_torch_computes_and_one_line_says_why
 
 
 @pytest.mark.usefixtures("small_sources")
-def test_a_cache_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+def test_a_read_only_cache_means_kernels_are_unavailable(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(NativeUnavailable, match="cannot use"):
         build(GENERIC, blocked)
 
 
-def test_a_compiler_that_does_not_know_the_best_target_makes_the_next(
+def test_if_the_compiler_does_not_support_the_best_target_the_next_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     need_compiler()
     unknown = Target("unknown", frozenset(), ("-mno-such-feature",), 8)
     monkeypatch.setattr(build_module, "TARGETS", (unknown, GENERIC))
-    monkeypatch.setattr(build_module, "FLAGS", (*FLAGS, "-O0"))  # compiled fast, and never called
+    monkeypatch.setattr(build_module, "FLAGS", (*FLAGS, "-O0"))  # compiles fast; the kernels are never called
     loaded = load_kernels(16, tmp_path)
     assert loaded is not None
     assert loaded.library.name.startswith("generic-")
@@ -162,7 +162,7 @@ def test_without_a_compiler_torch_computes_the_same_tokens(
     assert Engine(fallback).generate(request("a", PROMPT)) == Engine(native).generate(request("a", PROMPT))
 
 
-def test_torch_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_config_can_choose_torch(tmp_path: Path) -> None:
     runner = TorchRunner(
         EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4, kernels="torch"), tmp_path
     )
@@ -177,7 +177,7 @@ def backend_of(runner: TorchRunner) -> object:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process has loaded")
 def test_kernels_and_torch_share_one_set_of_threads() -> None:
-    """A second OpenMP would double the threads and leave each waiting for the other's cores."""
+    """A second OpenMP library would double the threads, and the two sets would compete for the cores."""
     need_kernels()
     files = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     loaded = {file for file in files if Path(file).name.startswith(("libgomp", "libiomp", "libomp"))}

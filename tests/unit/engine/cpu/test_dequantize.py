@@ -1,4 +1,4 @@
-"""The C kernel makes of GGUF's blocks, bit for bit, what the gguf package and torch make of them."""
+"""The C kernel dequantizes GGUF blocks to the same bits as the gguf package and torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernels() -> Kernels:
 
 
 def random_blocks(kind: str, seed: int) -> np.ndarray:
-    """Any bytes, with finite halves where scale and minimum stand: also zeros, subnormal and negative ones."""
+    """Random bytes with finite scales and minimums, including zero, subnormal and negative ones."""
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (ROWS, COLUMNS // 32, num_bytes), dtype=np.uint8)
@@ -35,7 +35,7 @@ def random_blocks(kind: str, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_bit_is_what_the_reference_says(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+def test_every_bit_equals_the_reference(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
     for seed in range(20):
         raw = random_blocks(kind, seed)
         slot = torch.empty(ROWS, COLUMNS, dtype=dtype)
@@ -44,7 +44,7 @@ def test_every_bit_is_what_the_reference_says(kernels: Kernels, kind: str, dtype
         assert torch.equal(slot.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_what_has_no_kernel_is_left_to_others(kernels: Kernels) -> None:
+def test_types_and_slots_without_a_kernel_are_not_filled(kernels: Kernels) -> None:
     raw = random_blocks("Q8_0", 0)
     slot = torch.zeros(ROWS, COLUMNS, dtype=torch.float16)
     assert not dequantize_into(kernels, slot, "Q8_0", raw)
@@ -52,7 +52,7 @@ def test_what_has_no_kernel_is_left_to_others(kernels: Kernels) -> None:
     assert not slot.any()
 
 
-def test_bytes_that_do_not_fill_the_slot_never_reach_the_kernel(kernels: Kernels) -> None:
+def test_bytes_that_do_not_fill_the_slot_are_refused(kernels: Kernels) -> None:
     raw, slot = random_blocks("Q8_0", 0), torch.empty(ROWS, COLUMNS)
     with pytest.raises(AssertionError, match="reads every block"):
         dequantize_into(kernels, slot, "Q8_0", raw[:, :-34])

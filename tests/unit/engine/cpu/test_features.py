@@ -1,4 +1,4 @@
-"""What /proc/cpuinfo tells of a CPU."""
+"""CPU features are read from /proc/cpuinfo."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp bf16\n\n"
 
 
 @pytest.mark.parametrize(("cpuinfo", "expected"), [(ZEN_5, True), (ZEN_4, False), (INTEL, False), (ARM, False)])
-def test_only_a_zen_5_and_later_is_known_to_wait_for_many_lines(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+def test_only_zen_5_and_later_have_many_l1_miss_buffers(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo)
     assert has_many_l1_miss_buffers(path) is expected
 
 
-def test_the_first_cpus_features_are_read_under_either_name(tmp_path: Path) -> None:
+def test_the_first_cpus_features_are_read_under_the_x86_and_the_arm_name(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(ZEN_5)
     assert cpu_flags(path) == {"fpu", "avx512_bf16"}
@@ -30,7 +30,7 @@ def test_the_first_cpus_features_are_read_under_either_name(tmp_path: Path) -> N
     assert cpu_flags(path) == {"fp", "bf16"}
 
 
-def test_without_the_file_nothing_is_known(tmp_path: Path) -> None:
+def test_without_the_file_there_are_no_features(tmp_path: Path) -> None:
     missing = tmp_path / "cpuinfo"
     assert cpu_flags(missing) == frozenset()
     assert not has_many_l1_miss_buffers(missing)
@@ -38,5 +38,5 @@ def test_without_the_file_nothing_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/cpuinfo")
 def test_this_cpus_features_are_found() -> None:
-    """Else the tests of every kernel for them would be skipped."""
+    """Otherwise the tests of the kernels for these features would be skipped."""
     assert cpu_flags()

@@ -1,4 +1,4 @@
-"""Every C kernel computes what plain torch computes: random shapes, dtypes, block tables and lengths, by seed."""
+"""Every C kernel agrees with plain torch on random shapes, dtypes, block tables and lengths, by seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD_DIMS = {8: (16, 32, 48, 64, 80, 128, 256), 16: (32, 64, 96, 128, 256)}
 
 
 def targets() -> list[Target]:
-    """What this CPU runs; and vectors as wide as AVX-512's, which the compiler splits in two where there is none."""
+    """The targets that this CPU runs, and generic vectors of AVX-512's width, which the compiler splits if needed."""
     here = [target for target in TARGETS if target.cpu_flags <= cpu_flags()]
     narrow = next(target for target in here if target.lanes == 8)
     return [*here, replace(narrow, name=f"{narrow.name}-wide", lanes=16)]
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Kernels]:
     need_compiler()
     target: Target = request.param
-    # Only the one that would be chosen here needs the flags it would have; the others are compiled faster.
+    # Only the target that this CPU would get is compiled with the real flags; the others compile faster.
     flags = () if target.name == targets()[0].name else ("-O1",)
     return target, Kernels(build(target, tmp_path_factory.mktemp("kernels"), flags))
 
@@ -74,7 +74,7 @@ def test_a_chunk_gets_the_same_bits_alone_and_in_a_batch(built: tuple[Target, Ke
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_prefill_may_be_left_to_torch(built: tuple[Target, Kernels], dtype: str) -> None:
+def test_torch_may_compute_prefill(built: tuple[Target, Kernels], dtype: str) -> None:
     for seed in range(3):
         found = AttentionCase(seed, dtype, 64).differences(built[1], torch_prefill=True)
         assert [difference for difference in found if not difference[1] <= TOLERANCE[dtype]] == []
@@ -82,7 +82,7 @@ def test_prefill_may_be_left_to_torch(built: tuple[Target, Kernels], dtype: str)
 
 @pytest.mark.parametrize(("factor", "tolerance"), [(10.0, 1e-3), (1e10, float("inf"))])
 def test_large_scores_do_not_overflow(built: tuple[Target, Kernels], factor: float, tolerance: float) -> None:
-    """Where one key takes all the weight: with 1e10, which of two does is rounding's choice, but it is one of them."""
+    """One key takes all the weight. With 1e10, rounding may decide which of two keys does."""
     case = AttentionCase(1, "float32", 64)
     case.heads *= factor
     case.contents *= factor
@@ -99,7 +99,7 @@ def attend(case: AttentionCase, kernels: Kernels, num_threads: int = 1) -> torch
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
 def test_kernels_of_instructions_that_this_cpu_lacks_are_correct_c() -> None:
-    """What this CPU runs is compiled above. The compiler knows the instructions on any x86."""
+    """The tests above compile this CPU's targets. On any x86 the compiler checks the instructions of all targets."""
     need_compiler()
     for target in (target for target in TARGETS if not target.cpu_flags <= cpu_flags()):
         flags = [*FLAGS, *target.compiler_flags, f"-DLANES={target.lanes}", "-fsyntax-only"]

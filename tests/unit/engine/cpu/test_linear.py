@@ -1,4 +1,4 @@
-"""Packed matrices multiply as plain ones do, and a row's result does not know its company."""
+"""Products with packed matrices agree with plain products, and a row's result does not depend on other rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_shape_agrees_with_torch(kernels: Kernels, num_threads: int) -> None
     assert [difference for difference in found if not difference[1] <= TOLERANCE["bfloat16"]] == []
 
 
-def test_a_row_gets_the_same_bits_alone_and_among_others(kernels: Kernels) -> None:
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernels: Kernels) -> None:
     multiply = NativeLinear(kernels, 1).prepare(torch.randn(200, 576).bfloat16(), torch.randn(200).bfloat16())
     inputs = torch.randn(515, 576).bfloat16()
     together = multiply(inputs)
@@ -56,7 +56,7 @@ def test_many_matrices_do_not_share_memory(kernels: Kernels) -> None:
         torch.testing.assert_close(multiply(inputs).float(), inputs.float() @ weight.float().T, atol=0.3, rtol=0.02)
 
 
-def test_an_embedding_is_looked_up_in_the_panels_that_a_tied_head_multiplies_by(kernels: Kernels) -> None:
+def test_an_embedding_and_a_tied_head_share_the_same_panels(kernels: Kernels) -> None:
     method, table, other = NativeLinear(kernels, 1), torch.randn(70, 64).bfloat16(), torch.randn(70, 64).bfloat16()
     embed, head, untied = method.prepare_embedding(table), method.prepare_head(table), method.prepare_head(other)
     row_ids, inputs = torch.tensor([0, 31, 32, 69, 5, 5]), torch.eye(64).bfloat16()
@@ -88,7 +88,9 @@ def test_the_methods_of_torch_agree(method: LinearMethod, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "in_size"), [(torch.float32, 64), (torch.bfloat16, 63)])
-def test_what_the_kernel_does_not_take_is_left_to_torch(kernels: Kernels, dtype: torch.dtype, in_size: int) -> None:
+def test_matrices_that_the_kernel_does_not_support_use_torch(
+    kernels: Kernels, dtype: torch.dtype, in_size: int
+) -> None:
     weight, inputs = torch.randn(40, in_size).to(dtype), torch.randn(3, in_size).to(dtype)
     native, plain = NativeLinear(kernels, 1), PlainLinear()
     assert torch.equal(native.prepare(weight, None)(inputs), F.linear(inputs, weight))
@@ -118,7 +120,7 @@ def test_a_bias_before_an_activation_is_refused(kernels: Kernels) -> None:
         PackedLinear(kernels, packed, torch.zeros(32), 32, 1, Ending.TO_GATED)
 
 
-def test_a_library_without_the_kernel_says_so(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_kernel_is_refused(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "bf16_linear", None)
     with pytest.raises(AssertionError, match="not compiled for bfloat16"):
         NativeLinear(kernels, 1).prepare(torch.zeros(32, 2).bfloat16(), None)

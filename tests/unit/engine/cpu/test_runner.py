@@ -1,4 +1,4 @@
-"""The whole engine on the C kernels says what it says on plain torch."""
+"""The engine generates the same tokens with the C kernels as with plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.c_kernels import need_compiler
 from tests.unit.engine.driving import Engine, request
 
 MODELS = ["llama-tiny", "llama3-tiny", "mistral-tiny", "qwen2-tiny", "qwen3-tiny", "smollm2-tiny"]
-# Natural log, between two bfloat16 paths that round in different places.
+# Natural log, between two bfloat16 implementations that round in different places.
 BF16_LOGPROB_TOLERANCE = 0.08
 
 
@@ -63,7 +63,7 @@ def assert_log_probabilities_agree(native: list[SampledToken], plain: list[Sampl
 
 
 def top_tokens(runner: TorchRunner) -> list[SampledToken]:
-    """What follows a prompt in two chunks, and one token more."""
+    """The token after a prompt in two chunks, and the next token."""
     prompt = [(7 * index + 3) % 250 for index in range(76)]
     sampling = SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=20)
     steps = [(0, 50), (50, 25), (75, 1)]

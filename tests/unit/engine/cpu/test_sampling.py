@@ -1,4 +1,4 @@
-"""The C kernel draws what the readable code draws."""
+"""The C kernel draws the same tokens as the numpy code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
         assert sample(logits, [chunk], draw)["a"].token_id == likeliest
 
 
-def test_equal_logits_go_by_the_lowest_id(kernels: Kernels) -> None:
+def test_equal_logits_are_ordered_by_lowest_id(kernels: Kernels) -> None:
     sampling, flat = SamplingParams(max_tokens=1), np.zeros(1000, np.float32)
     native = NativeDraw(kernels)
     assert [native(flat, sampling, at) for at in (0.0, 0.0005, 0.5004, 0.9995)] == [0, 0, 500, 999]

@@ -1,4 +1,4 @@
-"""The kernels under AddressSanitizer: they read and write what is theirs and nothing else."""
+"""Under AddressSanitizer, the kernels read and write only the memory of their arguments."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SANITIZER = ("-fsanitize=address", "-g", "-O1")
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """What a process needs to load a library that was compiled for the sanitizer."""
+    """The environment of a process that loads a library compiled for the sanitizer."""
     need_compiler()
     found = subprocess.run(
         [find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()
     if not Path(found).is_absolute():
         pytest.skip("the compiler has no libasan")
-    options = "detect_leaks=0:abort_on_error=0:exitcode=23"  # Python itself leaks by the sanitizer's standards
+    options = "detect_leaks=0:abort_on_error=0:exitcode=23"  # the sanitizer reports Python's own leaks
     return os.environ | {"LD_PRELOAD": os.path.realpath(found), "ASAN_OPTIONS": options, "OMP_NUM_THREADS": "1"}
 
 
@@ -42,7 +42,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 def targets() -> list[Target]:
-    """The best of each width that this CPU runs: all that is written for it alone is in one of them."""
+    """The best target of each vector width that this CPU runs; these contain all code for this CPU."""
     here = [target for target in TARGETS if target.cpu_flags <= cpu_flags()]
     widths = dict.fromkeys(target.lanes for target in here)
     return [next(target for target in here if target.lanes == lanes) for lanes in widths]
@@ -56,14 +56,14 @@ def library(
     return build(request.param, tmp_path_factory.mktemp("sanitized"), SANITIZER)
 
 
-def test_no_kernel_leaves_its_memory(environment: dict[str, str], library: Path) -> None:
+def test_no_kernel_accesses_memory_out_of_bounds(environment: dict[str, str], library: Path) -> None:
     done = run(environment, str(kernel_cases.__file__), str(library))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count("comparisons within") == len(kernel_cases.TOLERANCE)
 
 
-def test_the_sanitizer_sees_a_kernel_that_does(environment: dict[str, str], library: Path) -> None:
-    """Or the test above would prove nothing."""
+def test_the_sanitizer_detects_a_write_out_of_bounds(environment: dict[str, str], library: Path) -> None:
+    """Otherwise the test above would prove nothing."""
     program = (
         "import sys, torch; from pathlib import Path; from engine.cpu.kernels import Kernels\n"
         "rows, out = torch.ones(4, 64), torch.empty(4, 31)\n"
