@@ -25,7 +25,7 @@ class HugePages:
         if num_bytes > len(self._slab):
             mapping = mmap.mmap(-1, max(num_bytes, _SLAB_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without huge pages keeps small ones
+                with contextlib.suppress(OSError):  # Linux without huge pages uses small pages
                     mapping.madvise(mmap.MADV_HUGEPAGE)
             self._slab = torch.frombuffer(mapping, dtype=torch.uint8)
         taken, self._slab = self._slab[:num_bytes], self._slab[-(-num_bytes // 64) * 64 :]

@@ -51,7 +51,7 @@ class KVPool:
                 self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 if hasattr(mmap, "MADV_HUGEPAGE"):
                     # A block's part of a layer is a separate run of a few KB. With small pages, each run is a TLB miss.
-                    with contextlib.suppress(OSError):  # a kernel without huge pages keeps small ones
+                    with contextlib.suppress(OSError):  # Linux without huge pages uses small pages
                         self._mapping.madvise(mmap.MADV_HUGEPAGE)
                 self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
                 self._untouched = touch_first(torch.frombuffer(self._mapping, dtype=torch.uint8))

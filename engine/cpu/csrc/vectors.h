@@ -92,7 +92,7 @@ INLINE void store_pair(void *base, size_t index, int is_bf16, vfloat first, vflo
     }
 }
 
-/* LANES elements in their natural order, for what pairs up elements of different places. */
+/* LANES elements in their natural order, for operations that combine elements from distant places of a row. */
 INLINE vfloat load_row(const void *base, size_t index, int is_bf16) {
     const void *from = element(base, index, is_bf16);
     if (!is_bf16) return load_floats((const float *)from);

@@ -19,7 +19,10 @@ def request(name: str, prompt: Iterable[int], **sampling: object) -> Request:
 
 
 class Engine:
-    """A scheduler, a pool and a runner. Counts preemptions and cached tokens."""
+    """A scheduler, a pool and a runner.
+
+    `num_cached_tokens`: of each request of the last `generate`; `max_chunks_of_one`: of one request in one step.
+    """
 
     def __init__(
         self, runner: Runner, *, num_blocks: int | None = None, budget: int = 512, max_running: int = 16
