@@ -65,4 +65,4 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         torch.empty(40 << 20, dtype=torch.uint8).fill_(1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_240, "as many as one fresh allocation causes"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_240, "fresh pages in every allocation"
