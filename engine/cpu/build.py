@@ -2,11 +2,11 @@
 
     sources + flags + compiler's version  -- hash -->  <cache>/native/<target>-<hash>.so
 
-A finished library is renamed into place, so concurrent builds are safe and no process loads an incomplete file. The last
-bytes of the file are a digest of the others. A file with a wrong digest is compiled again: a crash of the machine may
-truncate a file, and loading such a library kills the process. Objects are compiled with OpenMP and linked without an
-OpenMP library: the symbols resolve to the OpenMP library that torch has loaded, so the kernels and torch share one set
-of threads.
+A finished library is renamed into place, so concurrent builds are safe and no process loads an incomplete file. The
+last bytes of the file are a digest of the others. A file with a wrong digest is compiled again: a crash of the machine
+may truncate a file, and loading such a library kills the process. Objects are compiled with OpenMP and linked without
+an OpenMP library: the symbols resolve to the OpenMP library that torch has loaded, so the kernels and torch share one
+set of threads.
 """
 
 from __future__ import annotations
