@@ -1,4 +1,4 @@
-"""Fetching a model: real pip, a real wheel, a package index on loopback; nothing of it leaves the machine."""
+"""The download of a model, with the real pip, a real wheel, and a package index on the loopback interface."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 
 class PackageIndex:
-    """Serves one wheel; `requests` lists every path asked for."""
+    """Serves one wheel. `requests` lists every requested path."""
 
     def __init__(self, root: Path) -> None:
         self.requests: list[str] = []
@@ -73,7 +73,7 @@ class PackageIndex:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackageIndex]:
-    """An index that pip asks, and a catalogue that knows its one model."""
+    """A package index that pip uses, and a catalogue with its one model."""
     served = PackageIndex(tmp_path / "index")
     thread = threading.Thread(target=served.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -126,7 +126,7 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(index: PackageIndex, tmp_p
         ({"requirement": "tiny-model==2.0"}, "check the network and pip's index settings, then run `tandem pull tiny`"),
     ],
 )
-def test_what_is_not_the_model_never_reaches_the_cache(
+def test_a_file_with_another_hash_never_reaches_the_cache(
     index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
     monkeypatch.setattr(catalogue, "CATALOGUE", {"tiny": index.entry(**changes)})
@@ -137,7 +137,7 @@ def test_what_is_not_the_model_never_reaches_the_cache(
     assert leftovers(tmp_path) == []
 
 
-def test_without_a_network_it_says_what_to_do(
+def test_without_a_network_the_error_says_how_to_solve_the_problem(
     index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.server.shutdown()
@@ -147,7 +147,7 @@ def test_without_a_network_it_says_what_to_do(
         fetch("tiny", None, tmp_path)
 
 
-def test_a_full_disk_is_called_by_its_name(
+def test_the_error_for_a_full_disk_names_the_cause(
     index: PackageIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -168,7 +168,7 @@ def test_fetches_at_the_same_time_all_get_the_whole_model(index: PackageIndex, t
     assert index.requests.count(f"/simple/tiny-model/{WHEEL}") >= 2, "the fetches did not overlap"
 
 
-def test_an_unknown_name_lists_what_is_known() -> None:
+def test_the_error_for_an_unknown_name_lists_the_catalogue() -> None:
     with pytest.raises(ModelNotFound, match="smollm2-135m"):
         fetch("gpt-5")
 
@@ -179,7 +179,7 @@ def test_the_default_model_is_the_one_measured() -> None:
     assert len(entry.sha256) == len(entry.wheel_sha256) == 64
 
 
-def test_the_cache_is_where_the_desktop_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "tandem"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""A value of a model's files that cannot be used is refused with the name of its key."""
+"""The error for an invalid value in the files of a model names its key."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_valid_files_are_read(tmp_path: Path) -> None:
         ("tokenizer.chat_template", 5, "must be a string"),
     ],
 )
-def test_a_gguf_value_that_cannot_be_used_is_named(tmp_path: Path, key: str, value: Value, message: str) -> None:
+def test_an_error_names_the_key_of_an_invalid_gguf_value(tmp_path: Path, key: str, value: Value, message: str) -> None:
     spec = write_gguf_header(tmp_path / "a.gguf", {key: value})
     with pytest.raises(ConfigError, match=f"{key}.*{message}"):
         load_tokenizer(spec)
 
 
-def test_a_gguf_key_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_missing_gguf_key(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     write_gguf_header(path)
     path.write_bytes(path.read_bytes().replace(b"llama.feed_forward_length", b"llama.feed_backward_lengt"))
@@ -74,7 +74,7 @@ def test_a_gguf_key_that_is_missing_is_named(tmp_path: Path) -> None:
         ("rope_freqs.weight", (4, 3), "rope_freqs must be 8 numbers"),
     ],
 )
-def test_a_tensor_of_a_shape_that_cannot_be_used_is_named(
+def test_an_error_names_a_tensor_with_an_invalid_shape(
     tmp_path: Path, name: str, shape: tuple[int, ...], message: str
 ) -> None:
     tensors = {name: TensorBytes(shape, F32, np.ones(12, np.float32).tobytes())}
@@ -85,9 +85,7 @@ def test_a_tensor_of_a_shape_that_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("ggml_type", "num_columns", "group"), [(Q8_0, 48, 32), (Q4_0, 33, 32), (Q4_1, 31, 32), (Q6_K, 320, 256)]
 )
-def test_rows_that_groups_do_not_divide_are_refused(
-    tmp_path: Path, ggml_type: int, num_columns: int, group: int
-) -> None:
+def test_rows_of_an_incomplete_group_are_refused(tmp_path: Path, ggml_type: int, num_columns: int, group: int) -> None:
     """The C kernel would read past the last row."""
     tensors = {"blk.0.attn_q.weight": TensorBytes((4, num_columns), ggml_type, bytes(4096))}
     file = GGUFFile(Path(write_gguf_header(tmp_path / "a.gguf", tensors=tensors)))
@@ -120,7 +118,7 @@ def test_rows_that_groups_do_not_divide_are_refused(
         ("tokenizer_config", {"chat_template": [5]}, "entry is 5, must be an object"),
     ],
 )
-def test_a_json_value_that_cannot_be_used_is_named(
+def test_an_error_names_the_key_of_an_invalid_json_value(
     tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
     spec = write_directory(tmp_path / "a", **{name: changes})
@@ -130,14 +128,14 @@ def test_a_json_value_that_cannot_be_used_is_named(
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"3"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_file_that_holds_no_json_object_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+def test_an_error_names_a_file_without_a_json_object(tmp_path: Path, name: str, content: bytes) -> None:
     spec = write_directory(tmp_path / "a")
     (tmp_path / "a" / name).write_bytes(content)
     with pytest.raises(ConfigError, match=name):
         load_tokenizer(spec)
 
 
-def test_a_template_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_template_file_that_is_not_text(tmp_path: Path) -> None:
     spec = write_directory(tmp_path / "a")
     (tmp_path / "a" / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
@@ -145,6 +143,6 @@ def test_a_template_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_equal_frequency_factors_are_refused() -> None:
-    """The share between them would be divided by 0."""
+    """Equal factors would cause a division by 0."""
     with pytest.raises(ConfigError, match="low_freq_factor"):
         RopeScaling(8.0, low_freq_factor=4.0, high_freq_factor=4.0)

@@ -1,4 +1,4 @@
-"""What an operator may write for a model, and which models are refused rather than served wrongly."""
+"""The model specs of operators, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def directory(path: Path, weights: bytes = b"w" * 100, **changes: object) -> str
 
 
 @pytest.mark.parametrize("spec", ["nothing", "no/such/file.gguf", "random:nothing", "fake:nothing", ""])
-def test_an_unknown_model_is_refused_in_one_line_that_lists_the_known(spec: str, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_model_is_one_line_that_lists_the_models(spec: str, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"llama-tiny|fake:tiny") as failure:
         resolve_model(spec, tmp_path)
     assert "\n" not in str(failure.value)
 
 
-def test_a_catalogue_model_that_is_not_here_says_how_to_get_it(tmp_path: Path) -> None:
+def test_the_error_for_a_model_that_is_not_downloaded_names_tandem_pull(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="run `tandem pull smollm2-135m`"):
         resolve_model("smollm2-135m", tmp_path)
 
@@ -48,7 +48,7 @@ def test_files_and_directories_are_told_apart(tmp_path: Path) -> None:
     assert resolve_model(directory(tmp_path / "dir")).name == "dir"
 
 
-def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content_and_not_on_the_path(tmp_path: Path) -> None:
     here, copy = directory(tmp_path / "a"), directory(tmp_path / "b")
     other_weights = directory(tmp_path / "c", b"w" * 99 + b"v")
     other_config = directory(tmp_path / "d", rope_theta=5.0)
@@ -66,7 +66,7 @@ def test_a_change_anywhere_in_a_small_file_changes_the_fingerprint(tmp_path: Pat
     assert len(found) == 10
 
 
-def test_the_context_may_be_cut_but_not_stretched(tmp_path: Path) -> None:
+def test_max_context_may_shorten_but_not_extend_the_context(tmp_path: Path) -> None:
     spec = directory(tmp_path / "a")
     assert load_model_info(spec).context_length == 4096
     assert load_model_info(spec, max_context=100).context_length == 100
@@ -74,7 +74,7 @@ def test_the_context_may_be_cut_but_not_stretched(tmp_path: Path) -> None:
         load_model_info(spec, max_context=5000)
 
 
-def test_a_sliding_window_is_served_only_where_it_changes_nothing(tmp_path: Path) -> None:
+def test_a_sliding_window_limits_max_context(tmp_path: Path) -> None:
     spec = directory(tmp_path / "a", model_type="mistral", sliding_window=1024)
     with pytest.raises(ConfigError, match="set max_context to 1024 or less"):
         load_model_info(spec)
@@ -99,7 +99,7 @@ def test_a_sliding_window_is_served_only_where_it_changes_nothing(tmp_path: Path
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, must be a whole number from 1"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_feature_that_is_not_supported_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_hf(LLAMA | changes)
 

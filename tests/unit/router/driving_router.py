@@ -1,4 +1,4 @@
-"""A router's machine in the hands of a test: workers join by name, time passes when told, actions are remembered."""
+"""Drives a RouterMachine in a test: workers join by name, the test sets the time, and all actions are kept."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DrivenRouter:
         for name in decode:
             self.join(name, ServiceRole.DECODE)
 
-    # ---- doing
+    # ---- events
 
     def post(self, event: RouterEvent) -> list[RouterAction]:
         actions = self.machine.handle(event, self.now)
@@ -96,7 +96,7 @@ class DrivenRouter:
         return self.post(events.PrefillReturned(dispatch, error))
 
     def pass_time(self, seconds: float) -> list[RouterAction]:
-        """Let time pass, with a Tick at each deadline on the way."""
+        """Let time pass, with a Tick at each deadline."""
         end, actions = self.now + seconds, []
         while (deadline := self.machine.next_deadline()) is not None and deadline <= end:
             self.now = max(self.now, deadline)
@@ -104,10 +104,10 @@ class DrivenRouter:
         self.now = end
         return actions
 
-    # ---- seeing
+    # ---- actions
 
     def delivered(self, request_id: str = "r") -> list[int]:
-        """Token ids the client has, after checking that each index came once and in order."""
+        """Delivered token ids. Asserts that each index came once and in order."""
         got: list[int] = []
         for action in self.of(events.Deliver):
             if action.request_id == request_id:
@@ -123,6 +123,6 @@ class DrivenRouter:
         return action
 
     def dispatches(self) -> list[tuple[str, str | None, str]]:
-        """(dispatch id, prefill worker, decode worker) of each, in order."""
+        """(dispatch id, prefill worker, decode worker) of each dispatch, in order."""
         prefill = {action.dispatch_id: action.worker_id for action in self.of(events.StartPrefill)}
         return [(a.dispatch_id, prefill.get(a.dispatch_id), a.worker_id) for a in self.of(events.StartDecode)]

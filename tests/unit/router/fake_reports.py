@@ -1,4 +1,4 @@
-"""A worker's report stream in the hands of a test."""
+"""The report stream of a worker, filled by a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.driven_worker import address
 
 
 class Reports:
-    """As grpc.aio has a stream: the reports that the test puts in, without an end."""
+    """Stands in for a stream of grpc.aio. Yields the reports of `put`, and never ends."""
 
     def __init__(self) -> None:
         self._reports: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()

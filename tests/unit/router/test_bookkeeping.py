@@ -1,4 +1,4 @@
-"""What the router keeps of a request while it lives: its place, its clocks, its share of a worker; nothing after."""
+"""The router's records of a request: its place in the queue, its deadlines, its calls. They go with the request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, reque
 LOST = WorkerUnavailable("connection reset")
 
 
-def test_a_request_that_is_tried_again_keeps_its_place_before_those_that_came_later() -> None:
+def test_a_retried_request_keeps_its_place_before_later_requests() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("first"))
     router.report("D", WorkerState.DRAINING)
@@ -27,7 +27,7 @@ def test_a_prefill_worker_that_has_answered_has_room_for_the_next_prompt() -> No
     for answer in (lambda r: r.first_token(11, "a#1"), lambda r: r.prefill_fails(LOST, "a#1")):
         router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), decode=("D1", "D2"))
         router.arrive(request("a"))
-        router.tokens(0, 11, dispatch="a#1")  # it needs nothing more from there
+        router.tokens(0, 11, dispatch="a#1")  # now the request needs nothing more from the prefill worker
         router.arrive(request("b"))
         assert router.machine.num_queued == 1
         answer(router)
@@ -35,15 +35,15 @@ def test_a_prefill_worker_that_has_answered_has_room_for_the_next_prompt() -> No
         assert [(dispatch, worker) for dispatch, worker, _ in router.dispatches()] == [("a#1", "P"), ("b#1", "P")]
 
 
-def test_calls_end_with_their_request_whichever_of_them_is_open() -> None:
+def test_a_cancelled_request_cancels_the_call_that_is_still_open() -> None:
     router = DrivenRouter()
     router.arrive()
     router.decoded()
     router.post(events.ClientCancelled("r"))
-    assert router.only(events.CancelDispatch).dispatch_id == "r#1", "the prefill call"
+    assert router.only(events.CancelDispatch).dispatch_id == "r#1", "the prefill call is open"
 
 
-def test_the_outcome_tells_what_the_prefill_worker_found_in_its_cache() -> None:
+def test_the_outcome_has_the_cached_tokens_of_the_prefill_worker() -> None:
     router = DrivenRouter()
     router.arrive(request(max_tokens=2))
     found = events.PrefillResult(0, SampledToken(11), None, 4, 0.25, 0.5)
@@ -58,8 +58,8 @@ def test_the_outcome_tells_what_the_prefill_worker_found_in_its_cache() -> None:
     ]  # fmt: skip
 
 
-def test_a_retry_is_routed_by_what_it_has_grown_to() -> None:
-    """Its tokens so far are part of the prompt now, and whoever has them cached has less to compute."""
+def test_a_retry_is_routed_by_the_prompt_and_its_delivered_tokens() -> None:
+    """A worker that has the delivered tokens cached, too, has fewer tokens to compute."""
     router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
     router.arrive(request(prompt=range(1, 9), max_tokens=20))
     router.first_token(9)
@@ -74,7 +74,7 @@ def test_a_retry_is_routed_by_what_it_has_grown_to() -> None:
     assert router.dispatches()[-1][1] == "P2"
 
 
-def test_a_request_that_has_ended_leaves_no_clock_running() -> None:
+def test_a_request_that_has_ended_leaves_no_deadline() -> None:
     def finish(router: DrivenRouter) -> None:
         router.first_token(11)
         router.tokens(1, 12)
@@ -92,11 +92,11 @@ def test_a_request_that_has_ended_leaves_no_clock_running() -> None:
         before = len(router.machine._deadlines)
         router.arrive(request(max_tokens=2))
         end(router)
-        router.pass_time(1.0)  # of a retry
+        router.pass_time(1.0)  # past the pause of a retry
         assert len(router.machine._deadlines) == before
 
 
-def test_a_worker_that_is_lost_has_no_clock_either() -> None:
+def test_a_lost_worker_leaves_no_deadline() -> None:
     router = DrivenRouter(prefill=(), decode=())
     router.join("D", ServiceRole.DECODE)
     router.post(events.WorkerLost("D", "gone"))

@@ -1,4 +1,4 @@
-"""Validation beside the loop: so many at one time, so many waiting, each within its deadline."""
+"""BoundedPool limits the calls that run, the calls that wait, and the time of each call."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def pool():  # type: ignore[no-untyped-def]
     pool.close()
 
 
-async def test_what_a_function_returns_or_raises_comes_back(pool: BoundedPool) -> None:
+async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: BoundedPool) -> None:
     assert await pool.run(5.0, max, 1, 2) == 2
     with pytest.raises(InvalidRequest, match="text: no"):
         await pool.run(5.0, _refuse)
 
 
-async def test_so_many_run_the_next_ones_wait_and_what_exceeds_the_bound_is_refused(pool: BoundedPool) -> None:
+async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(pool: BoundedPool) -> None:
     gate = threading.Event()
     calls = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS + 2)]
     await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def test_so_many_run_the_next_ones_wait_and_what_exceeds_the_bound_is_refu
     assert await pool.run(20.0, max, 1, 2) == 2
 
 
-async def test_a_call_waits_no_longer_than_its_deadline_and_then_never_runs(pool: BoundedPool) -> None:
+async def test_a_call_that_waits_past_its_deadline_never_runs(pool: BoundedPool) -> None:
     gate, ran = threading.Event(), threading.Event()
     busy = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS)]
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The choices of a call (n > 1): admitted or refused together; the others start when the first one has a token."""
+"""The choices of a call (n > 1) are admitted or refused together. The others start after the first token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def failed(router: DrivenRouter) -> dict[str, type]:
     return {action.request_id: type(action.error) for action in router.of(events.Fail)}
 
 
-def test_the_others_start_when_the_first_one_has_a_token_for_then_their_prompt_is_cached() -> None:
+def test_the_other_choices_start_after_the_first_token() -> None:
     router = DrivenRouter()
     router.arrive(request("a"), others=[request("b"), request("c")])
     assert started(router) == ["a#1"]
@@ -30,7 +30,7 @@ def test_the_others_start_when_the_first_one_has_a_token_for_then_their_prompt_i
     assert len(started(router)) == 3
 
 
-def test_the_first_token_may_come_from_the_decode_worker() -> None:
+def test_the_other_choices_also_start_after_a_first_token_of_the_decode_worker() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b")])
     router.tokens(0, 11, dispatch="a#1")
@@ -51,7 +51,7 @@ def test_a_call_is_admitted_or_refused_as_a_whole() -> None:
     router.arrive(request("late"))
 
 
-def test_choices_that_are_held_count_as_queued() -> None:
+def test_held_choices_count_as_queued() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b"), request("c")])
     assert (router.machine.num_queued, router.machine.num_in_flight) == (2, 1)
@@ -59,7 +59,7 @@ def test_choices_that_are_held_count_as_queued() -> None:
         router.arrive(request("other"))
 
 
-def test_a_first_choice_that_is_tried_again_keeps_the_others_held() -> None:
+def test_the_other_choices_stay_held_while_the_first_one_is_retried() -> None:
     router = DrivenRouter(prefill=(), decode=("D1", "D2"))
     router.arrive(request("a"), others=[request("b")])
     router.decode_fails(TransferFailed("once"), "a#1")
@@ -86,7 +86,7 @@ def fail_every_attempt(router: DrivenRouter) -> None:
     ("end", "error"),
     [(cancel, RequestCancelled), (let_the_deadline_pass, DeadlineExceeded), (fail_every_attempt, TransferFailed)],
 )
-def test_a_first_choice_that_fails_without_a_token_takes_the_others_along(end, error) -> None:  # type: ignore[no-untyped-def]
+def test_the_other_choices_fail_with_a_first_choice_that_has_no_token(end, error) -> None:  # type: ignore[no-untyped-def]
     router = DrivenRouter(replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0), prefill=())
     router.arrive(request("a"), others=[request("b"), request("c")])
     end(router)
@@ -95,14 +95,14 @@ def test_a_first_choice_that_fails_without_a_token_takes_the_others_along(end, e
     assert [name.partition("#")[0] for name in started(router)].count("b") == 0
 
 
-def test_without_a_worker_the_whole_call_ends() -> None:
+def test_without_a_worker_every_choice_of_the_call_fails() -> None:
     router = DrivenRouter(prefill=(), decode=())
     router.arrive(request("a"), others=[request("b")])
     router.pass_time(CONFIG.worker_wait_s + 0.1)
     assert failed(router) == dict.fromkeys("ab", WorkerUnavailable)
 
 
-def test_a_choice_that_is_cancelled_while_it_is_held_does_not_start_later() -> None:
+def test_a_held_choice_that_is_cancelled_never_starts() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b"), request("c")])
     router.post(events.ClientCancelled("b"))
@@ -110,7 +110,7 @@ def test_a_choice_that_is_cancelled_while_it_is_held_does_not_start_later() -> N
     assert started(router) == ["a#1", "c#1"]
 
 
-def test_the_time_a_choice_is_held_is_time_in_the_queue() -> None:
+def test_the_time_of_a_held_choice_counts_as_time_in_the_queue() -> None:
     router = DrivenRouter(replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0), prefill=())
     router.arrive(request("a"), others=[request("b", max_tokens=1)])
     router.pass_time(2.0)
@@ -124,21 +124,21 @@ def test_the_time_a_choice_is_held_is_time_in_the_queue() -> None:
 
 
 def full(router: DrivenRouter, name: str, attempts: range) -> None:
-    """Its worker refuses it, and reports again before the next attempt."""
+    """The worker refuses each of these attempts, and reports again before the next one."""
     for attempt in attempts:
         router.decode_fails(QueueFull("no room"), f"{name}#{attempt}")
         router.pass_time(1.0)
         router.report("D")
 
 
-def test_a_worker_without_room_refuses_a_call_only_until_its_first_token_is_out() -> None:
+def test_a_full_worker_fails_a_call_only_before_its_first_token() -> None:
     config = replace(CONFIG, report_stale_s=100.0, worker_lost_s=100.0)
     refused = DrivenRouter(config, prefill=())
     refused.arrive(request("a"))
     full(refused, "a", range(1, 4))
     assert failed(refused) == {"a": QueueFull}
 
-    for name in ("a", "b"):  # the one that has tokens itself, and the one whose sibling has
+    for name in ("a", "b"):  # choice a has tokens; choice b has none, but the call has
         router = DrivenRouter(config, prefill=())
         router.arrive(request("a"), others=[request("b")])
         router.tokens(0, 11, dispatch="a#1")
@@ -149,7 +149,7 @@ def test_a_worker_without_room_refuses_a_call_only_until_its_first_token_is_out(
         assert failed(router) == dict.fromkeys("ab", DeadlineExceeded)
 
 
-def test_a_lost_worker_of_the_first_choice_without_another_still_answers_for_all() -> None:
+def test_the_other_choices_start_after_a_retry_on_a_worker_that_joins_later() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b")])
     router.post(events.WorkerLost("D", "gone"))

@@ -1,4 +1,4 @@
-"""Workers that fail a request: it goes on elsewhere behind the last token, or ends with the error."""
+"""A request continues on another worker after a failure, or ends with the error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, 
 LOST = WorkerUnavailable("connection reset")
 
 
-def test_a_dead_prefill_worker_is_replaced_by_another_pair_and_the_old_calls_end() -> None:
+def test_after_the_loss_of_a_prefill_worker_the_request_goes_to_another_pair() -> None:
     router = DrivenRouter(prefill=("P1", "P2"))
     router.arrive()
     assert router.dispatches() == [("r#1", "P1", "D")]
@@ -24,7 +24,7 @@ def test_a_dead_prefill_worker_is_replaced_by_another_pair_and_the_old_calls_end
     assert router.dispatches()[1:] == [("r#2", "P2", "D")]
 
 
-def test_a_dead_prefill_worker_does_not_matter_once_its_work_has_arrived() -> None:
+def test_the_loss_of_a_prefill_worker_after_the_hand_off_changes_nothing() -> None:
     router = DrivenRouter()
     router.arrive()
     router.tokens(0, 11)
@@ -35,7 +35,7 @@ def test_a_dead_prefill_worker_does_not_matter_once_its_work_has_arrived() -> No
     assert router.only(events.Finish).outcome.attempts == 1
 
 
-def test_when_the_decode_worker_dies_in_mid_stream_another_goes_on_at_the_next_index() -> None:
+def test_after_the_loss_of_a_decode_worker_another_one_continues_at_the_next_index() -> None:
     router = DrivenRouter(decode=("D1", "D2"))
     router.arrive()
     router.first_token(11)
@@ -49,12 +49,12 @@ def test_when_the_decode_worker_dies_in_mid_stream_another_goes_on_at_the_next_i
     router.tokens(2, 13, 14, dispatch="r#2")
     router.first_token(13, dispatch="r#2", index=2)
     router.decoded("r#2")
-    assert router.delivered() == [11, 12, 13, 14], "what the dead worker still said does not count"
+    assert router.delivered() == [11, 12, 13, 14], "tokens of the lost worker are dropped"
     outcome = router.only(events.Finish).outcome
     assert (outcome.path, outcome.attempts) == (RequestPath.RECOMPUTED, 2)
 
 
-def test_a_worker_that_dies_after_the_last_token_but_before_its_last_word_ends_the_request_well() -> None:
+def test_a_request_finishes_if_its_worker_dies_between_the_last_token_and_the_result() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("by_length", max_tokens=2))
     router.arrive(request("by_eos"))
@@ -65,7 +65,7 @@ def test_a_worker_that_dies_after_the_last_token_but_before_its_last_word_ends_t
     assert reasons == {"by_length": FinishReason.LENGTH, "by_eos": FinishReason.STOP}
 
 
-def test_a_decode_worker_that_is_done_may_die_while_the_first_token_is_on_its_way() -> None:
+def test_a_request_finishes_if_its_decode_worker_dies_after_its_result_and_before_the_first_token() -> None:
     router = DrivenRouter()
     router.arrive(request(num_logprobs=0, max_tokens=1))
     router.decoded()
@@ -75,14 +75,14 @@ def test_a_decode_worker_that_is_done_may_die_while_the_first_token_is_on_its_wa
     assert router.only(events.Finish).outcome.attempts == 1
 
 
-def test_after_a_failed_hand_off_both_workers_are_avoided_where_there_are_others() -> None:
+def test_after_a_failed_hand_off_the_next_attempt_avoids_both_workers() -> None:
     router = DrivenRouter(prefill=("P1", "P2"), decode=("D1", "D2"))
     router.arrive()
     router.decode_fails(TransferFailed("lease expired"))
     assert router.dispatches() == [("r#1", "P1", "D1"), ("r#2", "P2", "D2")]
 
 
-def test_after_a_failed_hand_off_of_the_only_pair_the_prompt_is_recomputed_where_it_is_decoded() -> None:
+def test_after_a_failed_hand_off_of_the_only_pair_the_decode_worker_computes_the_prompt() -> None:
     router = DrivenRouter()
     router.arrive()
     router.decode_fails(TransferFailed("lease expired"))
@@ -100,7 +100,7 @@ def test_a_request_fails_with_its_last_error_after_max_attempts() -> None:
     assert len(router.dispatches()) == 3
 
 
-def test_a_stream_that_makes_progress_outlives_more_restarts_than_max_attempts() -> None:
+def test_a_stream_that_makes_progress_survives_more_restarts_than_max_attempts() -> None:
     num_restarts = 3 * CONFIG.max_attempts
     router = DrivenRouter(prefill=())
     router.arrive(request(max_tokens=num_restarts + 1))
@@ -126,7 +126,7 @@ def test_after_progress_max_attempts_without_a_token_end_the_request() -> None:
     assert str(router.only(events.Fail).error) == f"fault {CONFIG.max_attempts + 1}"
 
 
-def test_an_error_that_another_attempt_cannot_mend_ends_the_request() -> None:
+def test_an_error_that_is_not_retryable_ends_the_request() -> None:
     router = DrivenRouter()
     router.arrive()
     router.prefill_fails(TandemError("the step failed"))
@@ -143,7 +143,7 @@ def test_a_worker_with_a_full_queue_gets_nothing_until_it_reports_again() -> Non
     assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
 
 
-def test_a_worker_started_anew_under_its_name_has_lost_what_it_was_doing() -> None:
+def test_requests_of_a_restarted_worker_are_dispatched_again() -> None:
     router = DrivenRouter(prefill=())
     router.arrive()
     router.join("D", ServiceRole.DECODE, incarnation=2)
@@ -151,7 +151,7 @@ def test_a_worker_started_anew_under_its_name_has_lost_what_it_was_doing() -> No
     assert router.only(events.CancelDispatch).dispatch_id == "r#1"
 
 
-def test_a_fresh_snapshot_of_the_same_process_changes_nothing_that_is_under_way() -> None:
+def test_a_fresh_snapshot_of_the_same_process_leaves_its_dispatches_open() -> None:
     router = DrivenRouter(prefill=())
     router.arrive()
     assert router.join("D", ServiceRole.DECODE) == []
@@ -160,7 +160,7 @@ def test_a_fresh_snapshot_of_the_same_process_changes_nothing_that_is_under_way(
     assert router.delivered() == [11, 12, 13, 14]
 
 
-def test_a_worker_that_comes_back_with_a_layout_that_fits_nobody_is_refused_and_nothing_has_changed() -> None:
+def test_a_restarted_worker_with_another_layout_is_refused_and_changes_nothing() -> None:
     router = DrivenRouter()
     router.arrive()
     with pytest.raises(LayoutMismatch):

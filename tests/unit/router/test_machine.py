@@ -1,4 +1,4 @@
-"""The router's life of a request: two calls joined into one stream that ends once."""
+"""The router joins the two calls of a request into one stream, which ends exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOST = WorkerUnavailable("connection reset")
 # ---- two calls
 
 
-def test_both_calls_are_opened_at_once_with_one_ticket_and_each_others_address() -> None:
+def test_both_calls_start_at_once_with_one_transfer_id_and_the_address_of_the_other_worker() -> None:
     router = DrivenRouter()
     router.arrive(timeout_s=5.0)
     decode, prefill = router.only(events.StartDecode), router.only(events.StartPrefill)
@@ -28,7 +28,7 @@ def test_both_calls_are_opened_at_once_with_one_ticket_and_each_others_address()
     assert decode.timeout_s == prefill.timeout_s == 5.0
 
 
-def test_workers_know_the_attempt_and_not_the_request_so_that_two_attempts_never_meet() -> None:
+def test_each_attempt_has_a_request_id_of_its_own_on_the_workers() -> None:
     router = DrivenRouter()
     router.arrive()
     router.decode_fails(LOST)
@@ -55,7 +55,7 @@ def test_the_first_token_comes_from_the_prefill_worker_and_the_rest_from_the_dec
     assert not router.of(events.CancelDispatch), "both calls had ended"
 
 
-def test_the_first_token_may_come_with_the_kv_before_the_prefill_workers_answer() -> None:
+def test_the_decode_worker_may_send_the_first_token_before_the_prefill_worker_answers() -> None:
     router = DrivenRouter()
     router.arrive()
     router.tokens(0, 11, 12)
@@ -63,7 +63,7 @@ def test_the_first_token_may_come_with_the_kv_before_the_prefill_workers_answer(
     assert router.delivered() == [11, 12]
 
 
-def test_tokens_before_their_turn_wait_for_it_and_doubled_ones_are_dropped() -> None:
+def test_early_tokens_wait_for_their_turn_and_repeated_tokens_are_dropped() -> None:
     router = DrivenRouter()
     router.arrive()
     router.tokens(2, 13)
@@ -75,7 +75,7 @@ def test_tokens_before_their_turn_wait_for_it_and_doubled_ones_are_dropped() -> 
     assert router.delivered() == [11, 12, 13, 14]
 
 
-def test_a_decode_worker_may_be_done_before_the_prefill_workers_answer() -> None:
+def test_a_request_finishes_if_the_prefill_worker_answers_after_the_decode_worker() -> None:
     router = DrivenRouter()
     router.arrive(request(num_logprobs=0))
     with_logprob = tuple((i, SampledToken(10 + i, logprob=-1.0)) for i in (1, 2, 3))
@@ -88,7 +88,7 @@ def test_a_decode_worker_may_be_done_before_the_prefill_workers_answer() -> None
     assert router.only(events.Finish).outcome.finish_reason is FinishReason.LENGTH
 
 
-def test_where_both_calls_end_without_a_token_the_request_is_tried_again() -> None:
+def test_a_request_is_retried_if_both_calls_end_and_a_token_is_missing() -> None:
     router = DrivenRouter()
     router.arrive()
     router.tokens(2, 13)
@@ -98,7 +98,7 @@ def test_where_both_calls_end_without_a_token_the_request_is_tried_again() -> No
     assert len(router.dispatches()) == 2
 
 
-def test_a_first_token_that_is_the_last_ends_the_request_and_the_decode_call() -> None:
+def test_a_first_token_that_is_also_the_last_one_cancels_the_decode_call() -> None:
     router = DrivenRouter()
     router.arrive(request(max_tokens=1))
     router.first_token(11, finish_reason=FinishReason.LENGTH)
@@ -118,7 +118,7 @@ def test_a_stop_string_ends_the_request_and_its_calls() -> None:
     assert router.delivered() == [11]
 
 
-def test_the_timeline_says_where_the_time_went() -> None:
+def test_the_timeline_has_the_duration_of_each_stage() -> None:
     router = DrivenRouter(prefill=(), decode=())
     router.arrive()
     router.pass_time(2.0)
@@ -145,7 +145,7 @@ def test_with_no_prefill_worker_the_decode_worker_computes_the_prompt() -> None:
     assert router.only(events.Finish).outcome.path is RequestPath.LOCAL
 
 
-def test_a_short_prompt_is_computed_where_it_is_decoded() -> None:
+def test_a_short_prompt_is_computed_on_the_decode_worker() -> None:
     router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
     router.arrive(request("short", prompt=range(1, 9)))
     router.arrive(request("long", prompt=range(1, 10)))
@@ -180,7 +180,7 @@ def test_a_request_ends_at_its_deadline_in_every_stage(stage: str) -> None:
     assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
 
 
-def test_a_retry_gets_what_is_left_of_the_deadline() -> None:
+def test_a_retry_gets_the_time_that_remains_to_the_deadline() -> None:
     router = DrivenRouter()
     router.arrive(timeout_s=5.0)
     router.now += 2.0
@@ -188,7 +188,7 @@ def test_a_retry_gets_what_is_left_of_the_deadline() -> None:
     assert [action.timeout_s for action in router.of(events.StartDecode)] == [5.0, 3.0]
 
 
-def test_without_a_decode_worker_a_request_waits_only_so_long() -> None:
+def test_without_a_decode_worker_a_request_fails_after_worker_wait_s() -> None:
     router = DrivenRouter(decode=())
     router.arrive()
     router.report("P")
@@ -212,9 +212,7 @@ def test_a_cancelled_request_ends_at_once_in_every_stage(stage: str) -> None:
         assert router.machine.num_queued == 1
     router.post(events.ClientCancelled("r"))
     assert isinstance(router.only(events.Fail).error, RequestCancelled)
-    assert len(router.of(events.CancelDispatch)) == (stage in ("prefill", "decode")), (
-        "calls that are open, and no others"
-    )
+    assert len(router.of(events.CancelDispatch)) == (stage in ("prefill", "decode")), "only open calls are cancelled"
     router.tokens(1, 12)
     router.decoded()
     router.post(events.ClientCancelled("r"))
@@ -236,7 +234,7 @@ def test_a_full_queue_refuses_and_leaves_no_trace() -> None:
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
 
 
-def test_a_request_that_no_decode_worker_could_hold_is_refused_at_once() -> None:
+def test_a_request_too_large_for_every_decode_worker_is_refused_at_once() -> None:
     router = DrivenRouter()
     largest = 64 * LAYOUT.block_size
     router.arrive(request("fits", max_tokens=largest - 8 + 1))  # the last token needs no slot
@@ -254,7 +252,7 @@ def test_the_queue_is_served_by_priority_and_then_by_arrival() -> None:
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["urgent#1", "first#1", "second#1", "late#1"]
 
 
-def test_a_request_waits_while_every_decode_worker_has_all_it_may_have() -> None:
+def test_a_request_waits_while_every_decode_worker_has_max_in_flight_per_worker() -> None:
     router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), prefill=())
     router.arrive(request("a", max_tokens=1))
     router.arrive(request("b"))
@@ -267,19 +265,19 @@ def test_a_request_waits_while_every_decode_worker_has_all_it_may_have() -> None
 # ---- workers
 
 
-def test_a_silent_worker_is_asked_for_nothing_new_and_then_lost() -> None:
+def test_a_silent_worker_gets_no_request_and_is_then_lost() -> None:
     router = DrivenRouter(prefill=())
     router.pass_time(3.1)
     router.arrive()
     assert router.dispatches() == [], "stale"
     router.report("D")
-    assert len(router.dispatches()) == 1, "and back with its next word"
+    assert len(router.dispatches()) == 1, "usable again after the report"
     router.pass_time(10.1)
     assert router.machine.workers.get("D") is None
-    assert router.machine.num_queued == 1, "what it had is queued again"
+    assert router.machine.num_queued == 1, "its request is queued again"
 
 
-def test_a_suspect_worker_is_trusted_again_when_it_reports() -> None:
+def test_a_suspect_worker_gets_requests_again_after_its_next_report() -> None:
     router = DrivenRouter(prefill=())
     router.arrive()
     router.decode_fails(LOST)
@@ -288,7 +286,7 @@ def test_a_suspect_worker_is_trusted_again_when_it_reports() -> None:
     assert len(router.dispatches()) == 2
 
 
-def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
+def test_a_draining_worker_finishes_its_requests_and_gets_no_new_ones() -> None:
     router = DrivenRouter(prefill=(), decode=("D1", "D2"))
     router.arrive(request("a"))
     router.report("D1", WorkerState.DRAINING)
@@ -306,7 +304,7 @@ def test_a_draining_prefill_pool_leaves_the_prompts_to_the_decode_workers() -> N
     assert router.dispatches() == [("r#1", None, "D")]
 
 
-def test_a_worker_whose_kv_does_not_fit_cannot_join() -> None:
+def test_a_worker_with_another_kv_layout_cannot_join() -> None:
     router = DrivenRouter()
     with pytest.raises(LayoutMismatch, match="block_size"):
         router.join("D2", ServiceRole.DECODE, layout=replace(LAYOUT, block_size=8))
@@ -328,14 +326,14 @@ def test_explain_changes_nothing() -> None:
     assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
 
 
-def test_tokens_that_came_already_deliver_nothing() -> None:
+def test_repeated_tokens_deliver_nothing() -> None:
     router = DrivenRouter()
     router.arrive()
     router.first_token(11)
     assert router.tokens(0, 11) == []
 
 
-def test_a_prefill_call_that_failed_when_its_token_had_come_with_the_kv_is_not_ended_again() -> None:
+def test_a_failed_prefill_call_is_ignored_after_the_decode_worker_has_sent_its_token() -> None:
     router = DrivenRouter()
     router.arrive()
     router.tokens(0, 11)

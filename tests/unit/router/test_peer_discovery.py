@@ -1,4 +1,4 @@
-"""Which workers are told of each other when workers come and go."""
+"""Workers learn of the workers of the other pool that join and leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reader(name: str) -> PeerJoined:
     return PeerJoined(agent(name), is_owner=False)
 
 
-def test_a_worker_that_joins_meets_the_other_pool_and_they_meet_it() -> None:
+def test_a_joining_worker_and_the_other_pool_learn_of_each_other() -> None:
     router = DrivenRouter(prefill=["P0", "P1"], decode=["D0"])
     router.actions.clear()
     router.join("D1", ServiceRole.DECODE)
@@ -38,31 +38,31 @@ def test_a_worker_that_joins_meets_the_other_pool_and_they_meet_it() -> None:
     ]
 
 
-def test_the_first_worker_meets_nobody() -> None:
+def test_workers_of_one_pool_do_not_learn_of_each_other() -> None:
     assert DrivenRouter(prefill=[], decode=["D0", "D1"]).actions == []
 
 
-def test_a_worker_is_introduced_to_a_few_peers_of_a_large_pool() -> None:
+def test_a_joining_worker_learns_of_a_few_peers_of_a_large_pool() -> None:
     owners = [f"P{number}" for number in range(40)]
     router = DrivenRouter(prefill=owners, decode=[])
-    introduced: Counter[str] = Counter()
+    peers: Counter[str] = Counter()
     for number in range(20):
         router.actions.clear()
         router.join(f"D{number}", ServiceRole.DECODE)
         (first, *others) = [action for action in router.actions if isinstance(action, UpdatePeers)]
         assert (first.worker_id, len(first.changes)) == (f"D{number}", MAX_ANNOUNCED_PEERS)
         assert [other.changes for other in others] == [(reader(f"D{number}"),)] * MAX_ANNOUNCED_PEERS
-        introduced.update(other.worker_id for other in others)
-    assert len(introduced) > 30, "the workers that join are spread over the pool"
+        peers.update(other.worker_id for other in others)
+    assert len(peers) > 30, "joining workers learn of different peers"
 
 
-def test_a_worker_that_is_lost_is_forgotten_by_the_other_pool() -> None:
+def test_the_other_pool_learns_of_the_loss_of_a_worker() -> None:
     router = DrivenRouter(prefill=["P"], decode=["D0", "D1"])
     gone = (PeerLeft(agent("P").name),)
     assert router.post(WorkerLost("P", "it died")) == [UpdatePeers("D0", gone), UpdatePeers("D1", gone)]
 
 
-def test_a_worker_that_is_silent_for_too_long_is_forgotten_and_announced_again_when_it_reports() -> None:
+def test_a_worker_lost_by_silence_is_announced_again_after_its_next_snapshot() -> None:
     router = DrivenRouter(prefill=["P"], decode=["D"])
     router.pass_time(5.0)
     router.report("D")
@@ -76,35 +76,35 @@ def report_paths(router: DrivenRouter, worker: str, *peers: str) -> None:
     router.post(WorkerReported(worker, replace(SERVING, paths=paths)))
 
 
-def live_on(router: DrivenRouter, seconds: int, **paths: tuple[str, ...]) -> None:
-    """Every worker goes on reporting its paths."""
+def report_for(router: DrivenRouter, seconds: int, **paths: tuple[str, ...]) -> None:
+    """Every worker reports its paths once a second."""
     for _ in range(seconds):
         router.pass_time(1.0)
         for worker, peers in paths.items():
             report_paths(router, worker, *peers)
 
 
-def test_a_peer_that_died_while_no_router_ran_is_forgotten() -> None:
-    router = DrivenRouter(prefill=["P"], decode=["D"])  # started anew; "dead" was known to the one before
+def test_a_worker_learns_of_a_peer_that_died_while_no_router_ran() -> None:
+    router = DrivenRouter(prefill=["P"], decode=["D"])  # a new router; "dead" was a worker of an earlier router
     router.actions.clear()
-    live_on(router, 9, P=(), D=("P", "dead"))
-    assert router.actions == [], "it may still join"
-    live_on(router, 2, P=(), D=("P", "dead"))
+    report_for(router, 9, P=(), D=("P", "dead"))
+    assert router.actions == [], "the peer may still join"
+    report_for(router, 2, P=(), D=("P", "dead"))
     assert router.actions == [UpdatePeers("D", (PeerLeft(agent("dead").name),))]
 
 
 def test_a_peer_that_joins_late_is_kept() -> None:
     router = DrivenRouter(prefill=["P"], decode=["D"])
-    live_on(router, 5, P=(), D=("P", "late"))
+    report_for(router, 5, P=(), D=("P", "late"))
     router.join("late", ServiceRole.PREFILL)
     router.actions.clear()
-    live_on(router, 30, P=(), late=(), D=("P", "late"))
+    report_for(router, 30, P=(), late=(), D=("P", "late"))
     assert router.actions == []
 
 
-def test_a_stranger_that_is_reported_later_is_forgotten_as_well() -> None:
+def test_a_worker_learns_of_an_absent_peer_that_it_reports_later() -> None:
     router = DrivenRouter(prefill=["P"], decode=["D"])
-    live_on(router, 25, P=(), D=("P",))
+    report_for(router, 25, P=(), D=("P",))
     router.actions.clear()
-    live_on(router, int(CONFIG.worker_lost_s) + 1, P=("dead",), D=("P",))
+    report_for(router, int(CONFIG.worker_lost_s) + 1, P=("dead",), D=("P",))
     assert router.actions == [UpdatePeers("P", (PeerLeft(agent("dead").name),))]

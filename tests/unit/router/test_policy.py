@@ -1,4 +1,4 @@
-"""The arithmetic of a choice: the lowest cost wins, ties spread."""
+"""The policy chooses the candidate with the lowest cost, and spreads ties."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_without_a_prefill_worker_alive_any_prompt_is_computed_on_the_decode_wor
     assert "no prefill worker" in reason_for(chosen, False)
 
 
-def test_without_a_decode_worker_nothing_can_go_anywhere() -> None:
+def test_without_a_decode_worker_there_is_no_candidate() -> None:
     assert candidates(10, [view("p")], [], True, CONFIG, BLOCK) == []
     assert choose([], {}) is None
 
@@ -92,15 +92,15 @@ def test_the_last_token_is_always_computed() -> None:
     assert best(8, [view("p")], [view("d", cached_tokens=8)]).uncached_tokens == 1
 
 
-def test_equals_go_to_the_pair_with_the_fewest_requests_of_ours() -> None:
+def test_of_equal_candidates_the_one_with_the_fewest_requests_of_this_router_wins() -> None:
     found = candidates(100, [view("p1"), view("p2")], [view("d1"), view("d2")], True, CONFIG, BLOCK)
     chosen = choose(found, {"p1": 2, "d1": 1})
     assert chosen is not None
     assert (chosen.prefill_worker, chosen.decode_worker) == ("p2", "d2")
 
 
-def test_two_workers_with_two_prefix_families_keep_to_themselves() -> None:
-    """Blocks A .. G, each worker caches what it is sent; a new tail follows its head unless the other is less busy."""
+def test_requests_follow_their_cached_prefix_unless_the_other_worker_is_less_busy() -> None:
+    """Each worker caches the blocks (A to G) that it gets."""
     index = PrefixIndex()
     queued = {"a": 0, "b": 0}
 
@@ -119,7 +119,7 @@ def test_two_workers_with_two_prefix_families_keep_to_themselves() -> None:
             index.store(worker, name)
         return worker
 
-    assert route("A", "B", "C", "D") == "a", "equal: the first by name"
-    assert route("E", "F") == "b", "a is busy"
+    assert route("A", "B", "C", "D") == "a", "equal costs: the first by name"
+    assert route("E", "F") == "b", "worker a is busy"
     assert route("A", "B", "C", "D", "G") == "a", "four blocks cached outweigh two blocks more queued"
     assert route("A", "E") == "b", "one cached block does not"

@@ -1,4 +1,4 @@
-"""What the router believes of its workers' caches. Blocks are named by small numbers."""
+"""The router's index of cached blocks. Small numbers stand for sequence hashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def held_and_reachable(index: PrefixIndex, prefix: list[int], worker: str = "w")
     index.check()
     held = len(index.held(worker) & set(prefix))
     reachable = index.match(prefix).get(worker, 0)
-    assert reachable <= held, "a score above what is held is always a bug"
+    assert reachable <= held, "a worker reaches more blocks than it holds"
     return held, reachable
 
 
@@ -21,7 +21,7 @@ def store(index: PrefixIndex, *blocks: int, worker: str = "w") -> None:
         index.store(worker, block)
 
 
-def test_a_hole_in_the_chain_hides_what_is_behind_it_until_it_is_filled() -> None:
+def test_a_missing_block_makes_later_blocks_unreachable_until_it_is_stored() -> None:
     index = PrefixIndex()
     store(index, 1, 2, 3, 4)
     assert held_and_reachable(index, [1, 2, 3, 4]) == (4, 4)
@@ -33,7 +33,7 @@ def test_a_hole_in_the_chain_hides_what_is_behind_it_until_it_is_filled() -> Non
     assert held_and_reachable(index, [1, 2, 3, 4, 5]) == (5, 5)
 
 
-def test_siblings_share_their_parents_and_fall_with_them() -> None:
+def test_two_prefixes_with_a_common_parent_become_unreachable_with_the_parent() -> None:
     index = PrefixIndex()
     store(index, 1, 2, 3, 13)
     index.remove("w", 3)
@@ -43,7 +43,7 @@ def test_siblings_share_their_parents_and_fall_with_them() -> None:
     assert held_and_reachable(index, [1, 2, 13]) == (2, 0)
 
 
-def test_each_worker_is_scored_by_its_own_chain() -> None:
+def test_each_worker_is_scored_by_its_own_blocks() -> None:
     index = PrefixIndex()
     store(index, 1, 2, 3, worker="deep")
     store(index, 1, 2, worker="shallow")
@@ -51,14 +51,14 @@ def test_each_worker_is_scored_by_its_own_chain() -> None:
     assert index.match([1, 2, 3]) == {"deep": 3, "shallow": 2}
 
 
-def test_a_prefix_that_nobody_has_matches_nobody() -> None:
+def test_a_prefix_that_no_worker_holds_matches_no_worker() -> None:
     index = PrefixIndex()
     store(index, 1)
     assert index.match([2, 1]) == {}
     assert index.match([]) == {}
 
 
-def test_a_snapshot_replaces_all_that_was_known() -> None:
+def test_a_snapshot_replaces_all_earlier_blocks() -> None:
     index = PrefixIndex()
     store(index, 1, 2)
     index.replace("w", [1, 3])
@@ -76,7 +76,7 @@ def test_a_forgotten_worker_leaves_nothing_behind() -> None:
     index.check()
 
 
-def test_removing_what_is_unknown_is_harmless_and_storing_twice_is_storing_once() -> None:
+def test_removing_an_unknown_block_and_storing_a_block_twice_change_nothing() -> None:
     index = PrefixIndex()
     index.remove("w", 9)
     store(index, 1, 1)

@@ -1,4 +1,4 @@
-"""A retry goes elsewhere at once; the next ones pause, so that what fails is not hammered."""
+"""The second attempt starts at once. Later attempts pause, to spare workers that fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPSILON_S = 0.001
 
 
 def failing(name: str = "r") -> DrivenRouter:
-    """Its second attempt has failed."""
+    """A router with one request, whose second attempt has failed."""
     router = DrivenRouter(replace(CONFIG, max_attempts=4, retry_pause_s=0.05), prefill=())
     router.arrive(request(name))
     for attempt in (1, 2):
@@ -42,13 +42,13 @@ def test_each_further_pause_is_twice_as_long() -> None:
     assert len(router.dispatches()) == 4
 
 
-def test_who_comes_after_a_request_that_pauses_does_not_wait_for_it() -> None:
+def test_a_request_does_not_wait_for_an_earlier_one_that_pauses() -> None:
     router = failing()
     router.arrive(request("next"))
     assert [attempt for attempt, _, _ in router.dispatches()] == ["r#1", "r#2", "next#1"]
 
 
-def test_a_request_that_pauses_still_ends_at_its_deadline_and_when_its_client_leaves() -> None:
+def test_a_request_that_pauses_ends_at_its_deadline_or_when_its_client_cancels() -> None:
     router = failing()
     router.post(events.ClientCancelled("r"))
     assert router.only(events.Fail).request_id == "r"

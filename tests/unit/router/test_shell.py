@@ -1,4 +1,4 @@
-"""The shell around the router's machine: a worker that is taken off the list stays away."""
+"""RouterShell: a removed worker does not join again, and a fault in an action ends the router."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def endpoint(worker_id: str) -> Endpoint:
 
 
 class Worker:
-    """What the router asks of a worker before the first request."""
+    """The calls of a worker that the router makes before the first request."""
 
     def __init__(self) -> None:
         self.reports = Reports()
@@ -64,11 +64,11 @@ async def turn_the_loop() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_worker_that_leaves_while_its_first_snapshot_is_on_its_way_does_not_join(shell: RouterShell) -> None:
+async def test_a_removed_worker_does_not_join_by_a_snapshot_that_arrived_before(shell: RouterShell) -> None:
     prefill, decode = await watch(shell, "p", "d")
     prefill.reports.put(snapshot("p", ServiceRole.PREFILL))
     await turn_the_loop()
-    decode.reports.put(snapshot("d"))  # its watch runs in the next turn of the loop
+    decode.reports.put(snapshot("d"))  # the link reads the report in the next turn of the loop
     await shell.set_workers([endpoint("p")])
     await turn_the_loop()
     assert [record.worker_id for record in shell.machine.workers] == ["p"]

@@ -1,4 +1,4 @@
-"""A message of millions of ids is refused by its length, before anything in it is converted."""
+"""A message of millions of ids is refused for its length, before any id is converted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("field", HUGE)
-def test_a_huge_field_is_refused_by_name_and_limit_in_no_time(field: str) -> None:
+def test_a_field_of_millions_of_items_is_refused_by_its_length_within_milliseconds(field: str) -> None:
     tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
     started_at = time.thread_time()
     with pytest.raises(InvalidRequest, match=r"at most \d+|context of 8192 tokens") as refused:

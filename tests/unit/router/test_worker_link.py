@@ -1,5 +1,5 @@
-"""The router's line to a worker: changes of the fleet are told in order, one call at a time. Every fault of a call, a
-report or the router itself ends in an event for the machine."""
+"""The router's connection to a worker sends changes of peers in order, one call at a time. Every fault of a call, of a
+report or of the router itself ends in an event for the machine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from runtime.security import OPEN
 from tests.support.driven_worker import address
 from tests.unit.router.fake_reports import Reports, snapshot
 
-UNHEARD_OF: Any = 99  # a value that a later version may have given a meaning
+UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
 
 
 class Worker:
-    """What the worker is told; `and_then` happens as a call ends, before anybody has noticed that it has."""
+    """Keeps the changes of each UpdatePeers call in `told`. As a call ends, the link gets the next `later_changes`."""
 
     def __init__(self) -> None:
         self.told: list[list[str]] = []
-        self.and_then: list[list[PeerLeft]] = []
+        self.later_changes: list[list[PeerLeft]] = []
         self.link: WorkerLink | None = None
         self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
         self.reports = Reports()
@@ -42,15 +42,15 @@ class Worker:
     async def UpdatePeers(self, request: worker_pb2.UpdatePeersRequest, **_: object) -> worker_pb2.UpdatePeersResponse:
         self.told.append([change.left for change in request.changes])
         assert self.link is not None
-        if self.and_then:
-            asyncio.get_running_loop().call_soon(self.link.update_peers, self.and_then.pop(0))
+        if self.later_changes:
+            asyncio.get_running_loop().call_soon(self.link.update_peers, self.later_changes.pop(0))
         return worker_pb2.UpdatePeersResponse()
 
     async def Prefill(self, _: worker_pb2.PrefillRequest, **__: object) -> worker_pb2.PrefillResponse:
-        return worker_pb2.PrefillResponse(finish_reason=UNHEARD_OF)
+        return worker_pb2.PrefillResponse(finish_reason=UNKNOWN_VALUE)
 
     async def Decode(self, _: worker_pb2.DecodeRequest, **__: object) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        yield worker_pb2.DecodeResponse(finished=worker_pb2.DecodeFinished(finish_reason=UNHEARD_OF))
+        yield worker_pb2.DecodeResponse(finished=worker_pb2.DecodeFinished(finish_reason=UNKNOWN_VALUE))
 
     def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
         return self.reports
@@ -66,9 +66,9 @@ async def worker() -> AsyncIterator[Worker]:
     await link.close()
 
 
-async def test_news_that_comes_as_a_call_ends_is_told_by_the_next_one(worker: Worker) -> None:
+async def test_a_change_that_arrives_as_a_call_ends_is_sent_with_the_next_call(worker: Worker) -> None:
     assert worker.link is not None
-    worker.and_then = [[PeerLeft("c")], [PeerLeft("d")]]
+    worker.later_changes = [[PeerLeft("c")], [PeerLeft("d")]]
     worker.link.update_peers([PeerLeft("a"), PeerLeft("b")])
     async with asyncio.timeout(5):
         while len(worker.told) < 3:
@@ -79,7 +79,7 @@ async def test_news_that_comes_as_a_call_ends_is_told_by_the_next_one(worker: Wo
 REQUEST = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
 
 
-async def test_an_answer_that_cannot_be_read_ends_its_call_and_another_worker_may_be_tried(worker: Worker) -> None:
+async def test_an_answer_that_cannot_be_read_is_a_retryable_error(worker: Worker) -> None:
     assert worker.link is not None
     worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0), [])
     worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0), [])
@@ -91,7 +91,7 @@ async def test_an_answer_that_cannot_be_read_ends_its_call_and_another_worker_ma
         assert "finish_reason: 99 is not a FinishReason" in str(event.result)
 
 
-async def test_an_unexpected_exception_in_a_call_ends_the_call_with_an_error_that_nobody_retries(
+async def test_an_unexpected_exception_in_a_call_is_an_error_that_is_not_retryable(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert worker.link is not None
@@ -119,7 +119,7 @@ async def test_an_unexpected_exception_in_an_update_of_peers_does_not_stop_the_n
 
 def unreadable_snapshot() -> worker_pb2.WorkerReport:
     report = snapshot("w")
-    report.snapshot.role = UNHEARD_OF
+    report.snapshot.role = UNKNOWN_VALUE
     return report
 
 
@@ -131,7 +131,7 @@ def unreadable_snapshot() -> worker_pb2.WorkerReport:
     ],
     ids=["that cannot be read", "of another worker"],
 )
-async def test_a_snapshot_is_refused_and_the_worker_is_watched_on(
+async def test_the_link_logs_a_refused_snapshot_and_subscribes_again(
     worker: Worker, caplog: pytest.LogCaptureFixture, report: worker_pb2.WorkerReport, why: str
 ) -> None:
     assert worker.link is not None
@@ -143,7 +143,7 @@ async def test_a_snapshot_is_refused_and_the_worker_is_watched_on(
     assert not worker.link._watching.done()
 
 
-async def test_an_unexpected_exception_in_the_watch_loses_the_worker_and_the_next_snapshot_joins_it_again(
+async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its_next_snapshot(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
@@ -158,7 +158,7 @@ async def test_an_unexpected_exception_in_the_watch_loses_the_worker_and_the_nex
         assert isinstance(await worker.posted.get(), WorkerJoined)
 
 
-async def test_a_report_without_paths_leaves_them_as_they_were(worker: Worker) -> None:
+async def test_a_report_without_paths_keeps_the_last_paths(worker: Worker) -> None:
     slow = PathStatus("p", PathState.SLOW, detail="a probe failed")
     fine = replace(slow, state=PathState.FINE, detail="")
     load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), paths=(slow,))

@@ -19,13 +19,13 @@ def queued_behind_a_full_worker() -> DrivenRouter:
     router = DrivenRouter(FULL, prefill=())
     router.arrive(request("runs", max_tokens=99), timeout_s=1000.0)
     router.arrive(request("waits"), timeout_s=1000.0)
-    router.pass_time(2 * CONFIG.worker_wait_s - 0.5)  # the router looks at multiples of it
+    router.pass_time(2 * CONFIG.worker_wait_s - 0.5)  # the router checks at multiples of worker_wait_s
     assert not router.of(events.Fail)
     return router
 
 
 def lose(router: DrivenRouter) -> None:
-    router.post(events.WorkerLost("D", "it was taken away"))
+    router.post(events.WorkerLost("D", "the process has ended"))
 
 
 def drain(router: DrivenRouter) -> None:
@@ -36,33 +36,33 @@ def failed(router: DrivenRouter) -> dict[str, str]:
     return {failed.request_id: str(failed.error) for failed in router.of(events.Fail)}
 
 
-@pytest.mark.parametrize("go_away", [lose, drain])
-@pytest.mark.parametrize("seconds_away", [1.0, CONFIG.worker_wait_s - 1.0])
-def test_a_worker_that_is_away_for_a_second_fails_no_request_however_long_it_was_queued(
-    go_away: Callable[[DrivenRouter], None], seconds_away: float
+@pytest.mark.parametrize("leave", [lose, drain])
+@pytest.mark.parametrize("seconds_absent", [1.0, CONFIG.worker_wait_s - 1.0])
+def test_a_short_absence_of_the_only_worker_fails_no_request_in_the_queue(
+    leave: Callable[[DrivenRouter], None], seconds_absent: float
 ) -> None:
     router = queued_behind_a_full_worker()
-    go_away(router)
-    router.pass_time(seconds_away)
+    leave(router)
+    router.pass_time(seconds_absent)
     router.join("D", ServiceRole.DECODE)
     router.pass_time(2.0 * CONFIG.worker_wait_s)
     assert not router.of(events.Fail)
 
 
-@pytest.mark.parametrize("go_away", [lose, drain])
-def test_the_wait_ends_exactly_worker_wait_s_after_the_last_worker_went_away(
-    go_away: Callable[[DrivenRouter], None],
+@pytest.mark.parametrize("leave", [lose, drain])
+def test_the_wait_ends_worker_wait_s_after_the_last_worker_left(
+    leave: Callable[[DrivenRouter], None],
 ) -> None:
     router = queued_behind_a_full_worker()
-    router.pass_time(7.0)  # not at a moment when the router looks
-    go_away(router)
+    router.pass_time(7.0)  # between two checks of the router
+    leave(router)
     router.pass_time(CONFIG.worker_wait_s - 0.1)
     assert not router.of(events.Fail)
     router.pass_time(0.2)
     assert "waits" in failed(router)
 
 
-def test_each_absence_of_the_worker_counts_for_itself() -> None:
+def test_each_absence_of_the_worker_starts_a_new_wait() -> None:
     router = queued_behind_a_full_worker()
     for _ in range(4):
         drain(router)
@@ -72,7 +72,7 @@ def test_each_absence_of_the_worker_counts_for_itself() -> None:
     assert not router.of(events.Fail)
 
 
-def test_a_request_that_is_queued_while_no_worker_serves_waits_from_then() -> None:
+def test_a_request_that_arrives_while_no_worker_serves_waits_from_its_arrival() -> None:
     router = DrivenRouter(FULL, prefill=())
     drain(router)
     router.pass_time(CONFIG.worker_wait_s - 1.0)
@@ -83,7 +83,7 @@ def test_a_request_that_is_queued_while_no_worker_serves_waits_from_then() -> No
     assert failed(router).keys() == {"r"}
 
 
-def test_a_request_that_is_computed_does_not_wait_for_a_worker_any_more() -> None:
+def test_a_dispatched_request_does_not_wait_for_a_worker() -> None:
     router = DrivenRouter()
     router.arrive()
     router.report("D", WorkerState.DRAINING)
@@ -96,13 +96,13 @@ def test_a_request_that_is_computed_does_not_wait_for_a_worker_any_more() -> Non
     assert not router.of(events.Fail)
 
 
-def test_a_request_that_waits_for_room_waits_anew_for_a_worker_when_the_last_one_goes() -> None:
+def test_the_loss_of_the_last_worker_starts_the_wait_of_a_request_that_waited_for_room() -> None:
     router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1, worker_lost_s=100.0), prefill=())
     router.arrive(request("runs", max_tokens=99), timeout_s=1000.0)
     router.arrive(request("waits"), timeout_s=1000.0)
     router.pass_time(2.5 * CONFIG.worker_wait_s)
     assert not router.of(events.Fail)
-    router.post(events.WorkerLost("D", "it was taken away"))
+    router.post(events.WorkerLost("D", "the process has ended"))
     router.pass_time(CONFIG.worker_wait_s + 0.1)
     errors = {failed.request_id: str(failed.error) for failed in router.of(events.Fail)}
     assert errors.keys() == {"runs", "waits"}

@@ -1,4 +1,4 @@
-"""What the router knows of its workers, and when it may ask them."""
+"""WorkerTable: the workers that can take a request, and the router's view of their load and caches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = froze
     return [view.worker_id for view in workers.views(ServiceRole.DECODE, {}, avoid, now)]
 
 
-def test_a_worker_is_asked_while_its_reports_are_fresh() -> None:
+def test_a_worker_is_usable_while_its_report_is_fresh() -> None:
     workers = table(record("d"))
     assert usable(workers, now=3.0) == ["d"]
     assert usable(workers, now=3.1) == []
 
 
-def test_a_suspect_full_draining_or_prefill_worker_is_not_asked_to_decode() -> None:
+def test_a_suspect_full_draining_or_prefill_worker_is_not_usable_for_decode() -> None:
     workers = table(
         record("suspect"),
         record("full"),
@@ -52,13 +52,13 @@ def test_a_suspect_full_draining_or_prefill_worker_is_not_asked_to_decode() -> N
     assert usable(workers) == ["fine"]
 
 
-def test_workers_to_avoid_are_asked_only_where_there_are_no_others() -> None:
+def test_workers_to_avoid_are_usable_only_if_there_are_no_others() -> None:
     workers = table(record("d1"), record("d2"))
     assert usable(workers, avoid=frozenset({"d1"})) == ["d2"]
     assert usable(workers, avoid=frozenset({"d1", "d2"})) == ["d1", "d2"]
 
 
-def test_load_is_the_larger_of_the_report_and_our_own_count() -> None:
+def test_load_is_the_larger_of_the_report_and_the_router_s_own_count() -> None:
     workers = table(record("d", load=replace(SERVING, num_queued_tokens=40, num_running=1)))
     (view,) = workers.views(ServiceRole.DECODE, {}, frozenset(), 0.0)
     assert (view.num_queued_tokens, view.num_sequences) == (40, 1)
@@ -77,7 +77,7 @@ def test_cached_tokens_follow_the_snapshot() -> None:
     assert view.cached_tokens == 8
 
 
-def test_a_fresh_snapshot_keeps_what_is_dispatched_and_clears_suspicion() -> None:
+def test_a_fresh_snapshot_keeps_the_dispatches_and_ends_the_suspicion() -> None:
     workers = table(record("d"))
     workers.chosen("d").dispatched["x#1"] = 5
     workers.suspect("d")
@@ -96,7 +96,7 @@ def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str,
     assert workers.chosen("d").agent.layout == other
 
 
-def test_a_worker_that_leaves_takes_its_blocks_from_the_index() -> None:
+def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
     workers = WorkerTable(CONFIG)
     workers.join(record("d"), [1, 2])
     left = workers.leave("d")
@@ -105,7 +105,7 @@ def test_a_worker_that_leaves_takes_its_blocks_from_the_index() -> None:
     assert workers.leave("d") is None
 
 
-def test_hashes_are_unknown_until_some_worker_says_how_long_a_block_is() -> None:
+def test_there_are_no_hashes_until_a_worker_with_a_block_size_has_joined() -> None:
     workers = WorkerTable(CONFIG)
     assert workers.hashes(request()) == {}
     assert workers.candidates(8, {}, frozenset(), 0.0) == []
@@ -113,7 +113,7 @@ def test_hashes_are_unknown_until_some_worker_says_how_long_a_block_is() -> None
     assert len(workers.hashes(request(prompt=range(1, 10)))[LAYOUT.block_size]) == 2
 
 
-def test_a_role_is_there_while_one_that_is_not_avoided_serves() -> None:
+def test_has_role_needs_a_serving_worker_that_is_not_avoided() -> None:
     workers = table(record("p", ServiceRole.PREFILL))
     assert workers.has_role(ServiceRole.PREFILL)
     assert not workers.has_role(ServiceRole.PREFILL, avoid=frozenset({"p"}))
@@ -127,7 +127,7 @@ def wide_prefill(**fields: object) -> WorkerRecord:
     return replace(record("p"), role=ServiceRole.PREFILL, agent=agent("p", layout=replace(WIDE, **fields)))  # type: ignore[arg-type]
 
 
-def test_the_pools_may_have_blocks_of_two_sizes_and_each_worker_is_matched_by_its_own() -> None:
+def test_each_worker_is_matched_by_the_block_size_of_its_pool() -> None:
     workers = table(record("d"))
     workers.join(wide_prefill(), ())
     hashes = workers.hashes(request(prompt=range(1, 14)))  # 13 tokens
@@ -141,10 +141,10 @@ def test_the_pools_may_have_blocks_of_two_sizes_and_each_worker_is_matched_by_it
     assert (pair.cached_tokens, pair.transfer_blocks) == (8, 1), "the decode worker lacks the last of its four blocks"
     workers.join(record("d"), hashes[4][:1])
     (pair,) = [found for found in workers.candidates(13, hashes, frozenset(), 0.0) if found.prefill_worker == "p"]
-    assert pair.transfer_blocks == 3, "of 4 tokens each; of the prefill worker's blocks it would lack 2"
+    assert pair.transfer_blocks == 3, "counted in the decode worker's blocks of 4 tokens"
 
 
-def test_a_request_is_matched_by_the_hashes_that_its_salt_gives_it_on_a_worker() -> None:
+def test_a_request_only_matches_blocks_with_its_salt() -> None:
     workers = table(record("d"))
     plain = request(prompt=range(1, 10))
     salted = replace(plain, cache_salt="mine")
@@ -153,7 +153,7 @@ def test_a_request_is_matched_by_the_hashes_that_its_salt_gives_it_on_a_worker()
     assert not set(found) & set(workers.hashes(plain)[LAYOUT.block_size])
 
 
-def test_blocks_of_two_sizes_in_one_pool_or_without_a_common_measure_are_refused() -> None:
+def test_block_sizes_must_be_equal_in_a_pool_and_multiples_between_pools() -> None:
     workers = table(record("d"))
     with pytest.raises(LayoutMismatch, match="block_size"):
         workers.join(replace(record("e"), agent=agent("e", layout=WIDE)), ())
@@ -163,7 +163,7 @@ def test_blocks_of_two_sizes_in_one_pool_or_without_a_common_measure_are_refused
         workers.join(wide_prefill(dtype="bfloat16"), ())
 
 
-def test_what_fits_the_decode_pool_is_counted_in_its_own_blocks() -> None:
+def test_the_largest_request_follows_from_the_blocks_of_the_decode_pool() -> None:
     workers = WorkerTable(CONFIG)
     workers.join(wide_prefill(), ())
     workers.join(record("d"), ())

@@ -1,4 +1,4 @@
-"""A template can neither leave its sandbox nor use without bound, and every error of a template is a typed one."""
+"""A template can neither leave its sandbox nor exceed its limits, and every error of a template is typed."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("source", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_template_that_cannot_be_read_is_the_operators_fault(source: str) -> None:
+def test_a_template_that_cannot_be_read_is_a_config_error(source: str) -> None:
     with pytest.raises(ConfigError, match="chat template"):
         ChatTemplate(source, {})
 
 
-def test_what_templates_of_models_use_works() -> None:
+def test_the_features_that_templates_of_models_use_work() -> None:
     source = """
 {%- macro turn(role, text) -%}<{{ role }}>{{ text | trim }}{%- endmacro -%}
 {%- set ns = namespace(last=0, seen=[]) -%}
@@ -105,7 +105,7 @@ def test_what_templates_of_models_use_works() -> None:
     assert rendered == f"<user>hi  1|0<assistant>yes 2.1 hi {size}071-aa-a<s>x"
 
 
-def test_a_long_chat_is_no_work_without_bound() -> None:
+def test_a_long_chat_stays_within_the_limits() -> None:
     chat = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 250
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] | trim + '\n' }}{% endfor %}"
     assert len(ChatTemplate(source, {}).render(chat)) > 1_000_000

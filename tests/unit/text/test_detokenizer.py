@@ -1,4 +1,4 @@
-"""Text comes out whole, once, and as early as it can."""
+"""The detokenizer returns each character once, whole, and as early as possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_deltas_of_any_ids_add_up_to_their_text(token_ids: list[int]) -> Non
 
 @settings(deadline=None)
 @given(st.text(max_size=40))
-def test_no_delta_of_proper_text_holds_half_a_character(text: str) -> None:
+def test_no_delta_of_valid_text_contains_a_part_of_a_character(text: str) -> None:
     token_ids = list(text.encode("utf-8", errors="replace"))
     whole = bytes(token_ids).decode()
     pieces = deltas(token_ids)
@@ -38,7 +38,7 @@ def test_a_character_comes_with_its_last_byte() -> None:
     assert pieces == ["", "é", "", "", "", "😀", "x", ""]
 
 
-def test_bytes_that_never_become_a_character_are_marked_once_that_is_certain() -> None:
+def test_invalid_bytes_become_a_replacement_character() -> None:
     assert deltas([0xFF, 0x41]) == ["\ufffd", "A", ""]
     assert deltas([0xE2, 0x82, 0x41]) == ["", "", "\ufffdA", ""]
     assert deltas([0x41, 0xE2, 0x82]) == ["A", "", "", "\ufffd"]
@@ -49,12 +49,12 @@ def test_special_tokens_have_no_text() -> None:
     assert deltas([0x41, end, 0x42]) == ["A", "", "B", ""]
 
 
-def test_the_first_space_is_stripped_where_the_tokenizer_says_so() -> None:
+def test_the_first_space_is_stripped_if_the_tokenizer_asks_for_it() -> None:
     pieces = {0: b" a", 1: b" b", 2: b""}
     detokenizer = IncrementalDetokenizer(pieces.__getitem__, strip_first_space=True)
     assert [detokenizer.push(token_id) for token_id in (2, 0, 1)] == ["", "a", " b"]
     assert decode_tokens([2, 0, 1], pieces.__getitem__, strip_first_space=True) == "a b"
 
 
-def test_tricky_text_survives_the_round_trip() -> None:
+def test_text_of_many_scripts_survives_the_round_trip() -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(TRICKY)) == TRICKY

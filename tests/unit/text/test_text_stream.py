@@ -1,4 +1,4 @@
-"""A choice's text ends before its stop string, and nothing of a stop string is ever shown."""
+"""The text of a choice ends before its stop string, and no part of a stop string is returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from text.text_stream import TextStream
 
 
 def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream, list[str]]:
-    """A stream that has got these tokens, and what it showed at each."""
+    """A stream after these tokens, and the text that it returned for each."""
     pieces = [token.encode() if isinstance(token, str) else token for token in tokens]
     stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), stop_strings)
     return stream, [stream.push(token_id) for token_id in range(len(pieces))]
@@ -40,7 +40,7 @@ def test_held_text_is_shown_as_soon_as_it_cannot_become_a_stop_string() -> None:
     assert stream.stop_match == ""
 
 
-def test_held_text_is_shown_with_the_last_token_where_no_stop_string_came_of_it() -> None:
+def test_flush_returns_held_text_that_did_not_become_a_stop_string() -> None:
     stream, shown = stream_of(["###"], "a##")
     assert shown == ["a"]
     assert stream.flush() == "##"
@@ -78,14 +78,14 @@ def test_of_two_stop_strings_that_end_together_the_longer_one_matches(
     assert ("".join(shown), stream.stop_match) == ("x", "ab")
 
 
-def test_a_stop_string_of_several_bytes_a_character_is_found_when_its_last_byte_has_come() -> None:
+def test_a_stop_string_of_multibyte_characters_is_found_with_its_last_byte() -> None:
     smile = "😀".encode()
     stream, shown = stream_of(["é😀"], "naïve é", smile[:1], smile[1:3], smile[3:] + b"!")
     assert shown == ["naïve ", "", "", ""]
     assert stream.stop_match == "é😀"
 
 
-def test_half_a_character_at_the_end_is_marked_after_the_held_text() -> None:
+def test_an_incomplete_character_at_the_end_becomes_a_replacement_character() -> None:
     stream, shown = stream_of(["é!"], "é", "日".encode()[:2])
     assert shown == ["", ""]
     assert stream.flush() == "é\ufffd"

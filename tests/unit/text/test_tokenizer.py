@@ -1,4 +1,4 @@
-"""Tokenizers from every kind of model, and chats rendered in a sandbox."""
+"""Tokenizers from every kind of model file, and rendered chats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_tokenizer])
-def test_a_directorys_tokenizer_does_what_its_library_does(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+def test_the_tokenizer_of_a_directory_agrees_with_its_library(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
     reference = make()
     tokenizer = load_tokenizer(write_directory(tmp_path, reference))
     for text in TEXTS:
@@ -72,14 +72,14 @@ def test_a_directorys_tokenizer_does_what_its_library_does(tmp_path: Path, make:
         assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(token_ids)
 
 
-def test_special_tokens_are_added_where_asked_for(tmp_path: Path) -> None:
+def test_add_special_adds_the_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_directory(tmp_path, byte_level_tokenizer()))
     assert tokenizer.special_tokens == {"<s>": 258}
     assert tokenizer.encode("a", add_special=True) == [258, *tokenizer.encode("a", add_special=False)]
     assert tokenizer.encode("<s>", add_special=False) == [258]
 
 
-def test_limits_set_for_training_do_not_cut_a_prompt(tmp_path: Path) -> None:
+def test_truncation_set_for_training_does_not_cut_a_prompt(tmp_path: Path) -> None:
     reference = byte_level_tokenizer()
     reference.enable_truncation(max_length=4)
     reference.enable_padding(length=8)
@@ -88,7 +88,7 @@ def test_limits_set_for_training_do_not_cut_a_prompt(tmp_path: Path) -> None:
     assert len(tokenizer.encode("e", add_special=False)) == 1
 
 
-def test_the_chat_template_of_a_directory_is_found_in_each_of_its_places(tmp_path: Path) -> None:
+def test_the_chat_template_of_a_directory_is_found_in_each_file(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}]
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "L{{ bos_token }}"}]
     spec = write_directory(tmp_path, byte_level_tokenizer(), chat_template=named, bos_token={"content": "<s>"})
@@ -105,7 +105,7 @@ def test_a_model_without_a_template_refuses_chats(tmp_path: Path) -> None:
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
-def test_a_tokenizer_that_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     reference = byte_level_tokenizer()
     reference.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="WordPiece"):
@@ -145,7 +145,7 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
         ([{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1), "at most"),
     ],
 )
-def test_malformed_messages_are_refused_by_place(messages: list[dict[str, str]], named: str) -> None:
+def test_an_error_names_the_malformed_message(messages: list[dict[str, str]], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         load_tokenizer("fake:tiny").render_chat(messages)
 
@@ -155,7 +155,7 @@ def test_a_template_says_why_it_refuses() -> None:
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([{"role": "a", "content": "b"}])
 
 
-def test_what_a_message_says_is_never_run_as_a_template() -> None:
+def test_the_text_of_a_message_is_never_run_as_a_template() -> None:
     rendered = load_tokenizer("fake:tiny").render_chat([{"role": "user", "content": "{{ 1 + 1 }}"}])
     assert "{{ 1 + 1 }}" in rendered
 
