@@ -14,7 +14,6 @@ Laws:
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,7 @@ from core.config import RouterConfig
 from core.deadlines import Deadlines
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import TransferId
-from core.lifecycle import FinishReason, ServiceRole, Stage, Timeline
+from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
 from router import events, peer_discovery
@@ -53,7 +52,6 @@ class RouterMachine:
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         # keys: ("request" | "wait" | "retry", request id), ("worker" | "absent peers", worker id)
         self._num_arrived = 0
-        self._served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
             events.ClientCancelled: self._on_cancelled,
@@ -328,7 +326,7 @@ class RouterMachine:
     def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
         """Fail a queued request if no decode worker has served for `worker_wait_s`, else check again later."""
         wait_s = self._config.worker_wait_s
-        due = max(self._served_until, routed.queued_at) + wait_s
+        due = max(self.workers.served_until, routed.queued_at) + wait_s
         if due <= now:
             return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
         self._deadlines.set(("wait", routed.request_id), min(due, now + wait_s))
@@ -346,15 +344,7 @@ class RouterMachine:
         self.workers.join(record, event.cached_blocks)
         self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
         self._deadlines.set(("absent peers", event.worker_id), now + self._config.worker_lost_s)
-        self._update_served_until(now)
         return actions + peer_discovery.announce_join(record, self.workers)
-
-    def _update_served_until(self, now: float) -> None:
-        """Call after every event of a worker."""
-        if self.workers.has_role(ServiceRole.DECODE):
-            self._served_until = math.inf
-        elif self._served_until == math.inf:
-            self._served_until = now
 
     def _drop_absent_peers(self, worker_id: str, now: float) -> list[RouterAction]:
         """Tell this worker which of its reported peers have not joined for `worker_lost_s`."""
@@ -367,12 +357,10 @@ class RouterMachine:
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
             self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
-            self._update_served_until(now)
         return []
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
-        record = self.workers.leave(event.worker_id)
-        self._update_served_until(now)
+        record = self.workers.leave(event.worker_id, now)
         self._deadlines.cancel(("worker", event.worker_id))
         self._deadlines.cancel(("absent peers", event.worker_id))
         if record is None:
@@ -401,7 +389,6 @@ class RouterMachine:
         assert self._by_dispatch.keys() == {r.dispatch.dispatch_id for r in self._requests.values() if r.dispatch}
         for record in self.workers:
             assert record.dispatched.keys() <= self._by_dispatch.keys()
-        assert (self._served_until == math.inf) == self.workers.has_role(ServiceRole.DECODE)
         self.workers.check()
 
 

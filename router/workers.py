@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class WorkerTable:
         self._config = config
         self._records: dict[str, WorkerRecord] = {}
         self.index = PrefixIndex()
+        self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
 
     def join(self, record: WorkerRecord, cached_blocks: Iterable[int]) -> None:
         """Add a worker, or replace its record by a new snapshot. Raises `LayoutMismatch`, as `refuse_layout` does."""
@@ -46,6 +48,7 @@ class WorkerTable:
             record.dispatched = known.dispatched
         self._records[record.worker_id] = record
         self.index.replace(record.worker_id, cached_blocks)
+        self._update_served_until(record.reported_at)
 
     def refuse_layout(self, record: WorkerRecord) -> None:
         """Raise `LayoutMismatch` if the layout differs from that of another worker. Only the block sizes of the two
@@ -72,11 +75,20 @@ class WorkerTable:
                 self.index.store(worker_id, sequence_hash)
             else:
                 self.index.remove(worker_id, sequence_hash)
+        self._update_served_until(now)
         return True
 
-    def leave(self, worker_id: str) -> WorkerRecord | None:
+    def leave(self, worker_id: str, now: float) -> WorkerRecord | None:
         self.index.forget(worker_id)
-        return self._records.pop(worker_id, None)
+        record = self._records.pop(worker_id, None)
+        self._update_served_until(now)
+        return record
+
+    def _update_served_until(self, now: float) -> None:
+        if self.has_role(ServiceRole.DECODE):
+            self.served_until = math.inf
+        elif self.served_until == math.inf:
+            self.served_until = now
 
     def get(self, worker_id: str) -> WorkerRecord | None:
         return self._records.get(worker_id)
@@ -171,5 +183,6 @@ class WorkerTable:
 
     def check(self) -> None:
         self.index.check()
+        assert (self.served_until == math.inf) == self.has_role(ServiceRole.DECODE)
         for record in self._records.values():
             assert len(record.dispatched) <= self._config.max_in_flight_per_worker

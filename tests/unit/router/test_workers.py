@@ -99,10 +99,10 @@ def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str,
 def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
     workers = WorkerTable(CONFIG)
     workers.join(record("d"), [1, 2])
-    left = workers.leave("d")
+    left = workers.leave("d", 0.0)
     assert left is not None
     assert workers.index.match([1, 2]) == {}
-    assert workers.leave("d") is None
+    assert workers.leave("d", 0.0) is None
 
 
 def test_there_are_no_hashes_until_a_worker_with_a_block_size_has_joined() -> None:
