@@ -27,7 +27,7 @@ check: setup  ## Lint, format, types, and the floors of the house
 	$(BIN)/mypy $(PACKAGES) tests
 	$(BIN)/lint-imports
 
-test: setup  ## All tests, in under ten minutes
+test: setup  ## Every test, with warnings as errors
 	$(BIN)/tandem pull
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 

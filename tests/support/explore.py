@@ -23,6 +23,7 @@ FOLDERS = ("tests/property", "tests/unit")
 NUM_SEEDS = 20  # of the simulator, in one round
 ROUND_TIMEOUT_S = 600.0
 TAIL_LINES = 60
+PYTEST = ("python", "-m", "pytest", "-q", "-m", "hypothesis", "--timeout=500")  # a test may run 1,000 examples
 
 Command = list[str]
 
@@ -37,7 +38,7 @@ def rounds() -> Iterator[Command]:
     secrets.SystemRandom().shuffle(files)  # a short exploration does not always take the same files
     for number, file in enumerate(itertools.cycle(files)):
         seed = f"--hypothesis-seed={secrets.randbits(32)}"
-        yield ["python", "-m", "pytest", "-q", "-m", "hypothesis", "--hypothesis-profile=explore", seed, file]
+        yield [*PYTEST, "--hypothesis-profile=explore", seed, file]
         first = secrets.randbits(32)
         harsh = ["--harsh"] if number % 2 else []
         yield ["python", "-m", "simulator", *harsh, "--seeds", f"{first}..{first + NUM_SEEDS - 1}"]
