@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("tandem", derandomize=True, database=None, deadline=None)
-settings.register_profile("explore", database=None, deadline=None, max_examples=1000, print_blob=True)
+settings.register_profile("explore", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("tandem")
 
 # Patterns of reasons -> why CI cannot do anything about them.

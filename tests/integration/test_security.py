@@ -121,7 +121,7 @@ async def test_a_router_with_another_token_never_learns_a_worker_s_address(monke
     said = asyncio.Event()
 
     def hear(message: str, *_: object) -> None:
-        if "another cluster token" in message:
+        if "different cluster tokens" in message:
             said.set()
 
     monkeypatch.setattr(worker_link.logger, "error", hear)
