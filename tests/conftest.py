@@ -18,7 +18,9 @@ import pytest
 from hypothesis import settings
 
 settings.register_profile("tandem", derandomize=True, database=None, deadline=None)
-settings.register_profile("explore", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True)
+settings.register_profile(
+    "explore", derandomize=False, database=None, deadline=None, max_examples=1000, print_blob=True
+)
 settings.load_profile("tandem")
 
 # Patterns of reasons -> why CI cannot do anything about them.
@@ -31,6 +33,21 @@ ALLOWED_SKIPS = {
     r"two workers on one core": "the machine may have one core",
     r"over TCP": "a property of the transport under test",
 }
+
+
+# Files that take longest. They start first, so that no process computes alone at the end of a run.
+LONG_FILES = (
+    "tests/integration/test_machines_on_a_network.py",
+    "tests/integration/test_two_nodes.py",
+    "tests/unit/engine/cpu/test_sanitizer.py",
+    "tests/unit/engine/cpu/test_kernels.py",
+    "tests/faults/test_ray.py",
+    "tests/integration/test_cli.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
 
 
 def complaint(reason: str) -> str | None:
