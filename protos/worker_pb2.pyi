@@ -173,7 +173,7 @@ class UpdatePeersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class SequenceRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -190,7 +191,8 @@ class SequenceRequest(_message.Message):
     logprobs: int
     cache_salt: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "transfer_id", "reader")
@@ -227,14 +229,38 @@ class PrefillResponse(_message.Message):
     def __init__(self, first_token: _Optional[_Union[SampledToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("sequence", "transfer_id", "source")
+    __slots__ = ("sequence", "transfer_id", "source", "stream_id")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceRequest
     transfer_id: bytes
     source: AgentAddress
-    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ...) -> None: ...
+    stream_id: int
+    def __init__(self, sequence: _Optional[_Union[SequenceRequest, _Mapping]] = ..., transfer_id: _Optional[bytes] = ..., source: _Optional[_Union[AgentAddress, _Mapping]] = ..., stream_id: _Optional[int] = ...) -> None: ...
+
+class StreamTokensRequest(_message.Message):
+    __slots__ = ("router_id", "stream_id")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    stream_id: int
+    def __init__(self, router_id: _Optional[str] = ..., stream_id: _Optional[int] = ...) -> None: ...
+
+class StepTokens(_message.Message):
+    __slots__ = ("calls", "indexes", "token_ids", "logprob_places", "logprobs")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_PLACES_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprob_places: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("tokens", "finished")
@@ -251,7 +277,7 @@ class SampledTokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
-    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes")
+    __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +285,7 @@ class DecodeFinished(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: _inference_pb2.FinishReason
     cached_tokens: int
     queue_ms: float
@@ -266,7 +293,8 @@ class DecodeFinished(_message.Message):
     transfer_ms: float
     transfer_exposed_ms: float
     transferred_bytes: int
-    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., transferred_bytes: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("router_id",)

@@ -116,6 +116,11 @@ class DecodeWorkerStub:
                 request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.StreamTokens = channel.unary_stream(
+                '/tandem.v1.DecodeWorker/StreamTokens',
+                request_serializer=protos_dot_worker__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.StepTokens.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer:
@@ -129,6 +134,14 @@ class DecodeWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamTokens(self, request, context):
+        """Carry the new tokens of all Decode calls that name this stream, one message for each step. The worker ends the calls
+        of a stream that ends, and refuses a Decode call that names no open stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +149,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.DecodeResponse.SerializeToString,
+            ),
+            'StreamTokens': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamTokens,
+                    request_deserializer=protos_dot_worker__pb2.StreamTokensRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.StepTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -166,6 +184,33 @@ class DecodeWorker:
             '/tandem.v1.DecodeWorker/Decode',
             protos_dot_worker__pb2.DecodeRequest.SerializeToString,
             protos_dot_worker__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.DecodeWorker/StreamTokens',
+            protos_dot_worker__pb2.StreamTokensRequest.SerializeToString,
+            protos_dot_worker__pb2.StepTokens.FromString,
             options,
             channel_credentials,
             insecure,
