@@ -221,16 +221,20 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 PARTS: dict[str, Callable[[Report, int], None]] = {
-    "worker": worker, "router": router, "ages": ages, "pair": pair, "requests": requests, "python": python_parts.measure,
-}  # fmt: skip
+    "worker": worker,
+    "router": router,
+    "ages": ages,
+    "pair": pair,
+    "requests": requests,
+    "python": python_parts.measure,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measure only these")
-    parser.add_argument("--memory", type=int, default=0, metavar="N",
-                        help="measure nothing but the memory of a router over N short requests, e.g. 1000000")  # fmt: skip
+    parser.add_argument("--memory", type=int, default=0, help="measure only a router's memory, over so many requests")
     arguments = parser.parse_args()
     report = Report("dataplane-memory" if arguments.memory else "dataplane")
     if arguments.memory:

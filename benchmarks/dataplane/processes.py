@@ -86,14 +86,14 @@ class MeasuredProcess:
 
 @contextlib.contextmanager
 def running(*roles: Role) -> Iterator[list[MeasuredProcess]]:
-    processes: list[MeasuredProcess] = []
-    try:
-        for role in roles:
-            processes.append(MeasuredProcess(role))
-        yield processes
-    finally:
-        for process in processes:
-            process.stop()
+    with contextlib.ExitStack() as stack:
+
+        def start(role: Role) -> MeasuredProcess:
+            process = MeasuredProcess(role)
+            stack.callback(process.stop)
+            return process
+
+        yield [start(role) for role in roles]
 
 
 def cores() -> tuple[int, int]:
