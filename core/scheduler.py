@@ -134,7 +134,7 @@ class Scheduler:
         self.step_in_flight = None
         events = []
         for chunk in plan.chunks:
-            sequence = self._by_id[chunk.sequence_id]
+            sequence = self._by_id[chunk.sequence.sequence_id]
             if sequence.finish_reason is not None:
                 self._leave(sequence)  # aborted while the step ran
                 continue
@@ -150,7 +150,7 @@ class Scheduler:
         assert plan is not None, "no step is in flight"
         failed = []
         for chunk in plan.chunks:
-            sequence = self._by_id[chunk.sequence_id]
+            sequence = self._by_id[chunk.sequence.sequence_id]
             if sequence.finish_reason is None:
                 failed.append(sequence)
             self._finish(sequence, FinishReason.ERROR)
@@ -163,7 +163,7 @@ class Scheduler:
         assert not sequence.block_table
         blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
         found = self.pool.match_prefix(blocks, sequence.request.cache_salt)
-        sequence.block_table = [cached.block for cached in found]
+        sequence.block_table += [cached.block for cached in found]
         self.pool.share(sequence.block_table)
         if found:
             sequence.cache_parent = found[-1]
@@ -271,7 +271,7 @@ class Scheduler:
 
     def drop_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table.clear()
         sequence.num_registered_blocks = sequence.num_computed_tokens = 0
         sequence.cache_parent = sequence.request.cache_salt
 
@@ -279,7 +279,7 @@ class Scheduler:
         if sequence.finish_reason is None:
             sequence.finish_reason = reason
         in_flight = self.step_in_flight is not None and any(
-            chunk.sequence_id == sequence.sequence_id for chunk in self.step_in_flight.chunks
+            chunk.sequence.sequence_id == sequence.sequence_id for chunk in self.step_in_flight.chunks
         )
         if not in_flight:
             self._leave(sequence)
@@ -311,13 +311,5 @@ def _decodes(sequence: Sequence) -> bool:
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledChunk:
-    return ScheduledChunk(
-        sequence_id=sequence.sequence_id,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.request.num_prompt_tokens,
-        start=sequence.num_computed_tokens,
-        num_tokens=num_tokens,
-        block_table=sequence.block_table,
-        samples=sequence.num_computed_tokens + num_tokens == sequence.num_tokens,
-        sampling=sequence.request.sampling,
-    )
+    start = sequence.num_computed_tokens
+    return ScheduledChunk(sequence.view, start, num_tokens, start + num_tokens == sequence.num_tokens, promised=False)

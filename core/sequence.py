@@ -12,6 +12,7 @@ from core.block_hash import FullBlock, extend_full_blocks, root_hash
 from core.block_pool import PrefixBlock
 from core.lifecycle import FinishReason
 from core.request import Request
+from core.step import SequenceView
 
 Rank = tuple[int, int]  # (priority, order of arrival); a smaller tuple ranks higher
 
@@ -29,6 +30,7 @@ class Sequence:
     known_full_blocks: list[FullBlock] = field(default_factory=list)  # leading full blocks of token_ids, hashed so far
     num_registered_blocks: int = 0  # leading blocks that come from the prefix cache or were registered in it
     cache_parent: PrefixBlock | str | None = field(init=False)  # parent of the next block to register
+    view: SequenceView = field(init=False)  # has `token_ids` and `block_table` themselves, so neither is ever replaced
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     arrived_at: float = 0.0  # time of arrival at this worker
@@ -37,6 +39,13 @@ class Sequence:
         if not self.token_ids:
             self.token_ids = list(self.request.token_ids)
         self.cache_parent = self.request.cache_salt
+        self.view = SequenceView(
+            self.request.request_id,
+            self.token_ids,
+            self.request.num_prompt_tokens,
+            self.block_table,
+            self.request.sampling,
+        )
 
     @property
     def sequence_id(self) -> str:

@@ -86,7 +86,9 @@ class TorchAttention:
         row = 0
         for chunk in chunks:
             positions = range(chunk.start, chunk.start + chunk.num_tokens)
-            slots += [(chunk.block_table[place // self.block_size], place % self.block_size) for place in positions]
+            slots += [
+                (chunk.sequence.block_table[place // self.block_size], place % self.block_size) for place in positions
+            ]
             if chunk.num_tokens == 1:
                 num_blocks = self._num_blocks(chunk)
                 decodes.setdefault(num_blocks.bit_length(), []).append((row, chunk))
@@ -157,14 +159,14 @@ class TorchAttention:
         if chunk.start > 0:
             positions = torch.arange(num_positions, device=self.device)
             mask = self._additive(positions[None, :] <= positions[chunk.start :, None])
-        key_rows = self._key_rows(list(chunk.block_table[: self._num_blocks(chunk)]))
+        key_rows = self._key_rows(list(chunk.sequence.block_table[: self._num_blocks(chunk)]))
         return PrefillPart(first_row, chunk.num_tokens, num_positions, key_rows, mask)
 
     def _decode_part(self, group: list[tuple[int, ScheduledChunk]]) -> _DecodePart:
         width = max(self._num_blocks(chunk) for _, chunk in group)
         table: list[int] = []
         for _, chunk in group:
-            blocks = list(chunk.block_table[: self._num_blocks(chunk)])
+            blocks = list(chunk.sequence.block_table[: self._num_blocks(chunk)])
             table += blocks + blocks[:1] * (width - len(blocks))
         lengths = torch.tensor([chunk.start + 1 for _, chunk in group], device=self.device)
         seen = torch.arange(width * self.block_size, device=self.device)[None, :] < lengths[:, None]

@@ -23,7 +23,7 @@ from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.request import Request
-from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from core.step import SampledToken, ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.sampling import sample
 from model_files.builtin_configs import FAKE_CONFIGS
 from model_files.model_source import describe, resolve_model
@@ -87,7 +87,7 @@ class FakeRunner:
             end = chunk.start + chunk.num_tokens
             previous = self._read(chunk, chunk.start - 1, chunk.start)
             for position in range(chunk.start, end):
-                previous = slot_content(previous, chunk.token_ids[position], position, self.layout.token_bytes)
+                previous = slot_content(previous, chunk.sequence.token_ids[position], position, self.layout.token_bytes)
                 self._write(chunk, position, previous)
             if chunk.samples:
                 logits.append(logits_after(self._read(chunk, 0, end), self.info.vocab_size))
@@ -101,11 +101,14 @@ class FakeRunner:
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
         """The pool's current bytes of slots [max(start, 0), end), in order."""
         positions = np.arange(max(start, 0), end)
-        blocks = np.asarray(chunk.block_table)[positions // self.layout.block_size]
+        blocks = np.asarray(chunk.sequence.block_table)[positions // self.layout.block_size]
         return self._pool[blocks, :, positions % self.layout.block_size].tobytes()
 
     def _write(self, chunk: ScheduledChunk, position: int, content: bytes) -> None:
-        block, offset = chunk.block_table[position // self.layout.block_size], position % self.layout.block_size
+        block, offset = (
+            chunk.sequence.block_table[position // self.layout.block_size],
+            position % self.layout.block_size,
+        )
         rows = self._pool[block, :, offset]
         rows[:] = np.frombuffer(content, np.uint8).reshape(rows.shape)
 
@@ -149,14 +152,6 @@ def expected_tokens(
 
 
 def _drawn(logits: np.ndarray, token_ids: Sequence[int], request: Request) -> int:
-    chunk = ScheduledChunk(
-        sequence_id=request.request_id,
-        token_ids=token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        start=0,
-        num_tokens=len(token_ids),
-        block_table=(),
-        samples=True,
-        sampling=request.sampling,
-    )
+    view = SequenceView(request.request_id, token_ids, request.num_prompt_tokens, (), request.sampling)
+    chunk = ScheduledChunk(view, 0, len(token_ids), samples=True, promised=False)
     return sample(logits[None], [chunk])[request.request_id].token_id

@@ -89,7 +89,7 @@ class Model:
         sampling_rows: list[int] = []
         for chunk in chunks:
             end = chunk.start + chunk.num_tokens
-            token_ids += chunk.token_ids[chunk.start : end]
+            token_ids += chunk.sequence.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
             if chunk.samples:
                 sampling_rows.append(len(token_ids) - 1)

@@ -30,7 +30,7 @@ def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk], draw: Draw | No
     `draw` replaces `draw_token`.
     """
     assert len(logits) == len(chunks), "one row of logits for each chunk that samples"
-    plain_greedy = [index for index, chunk in enumerate(chunks) if is_plain_greedy(chunk.sampling)]
+    plain_greedy = [index for index, chunk in enumerate(chunks) if is_plain_greedy(chunk.sequence.sampling)]
     chosen: dict[int, int] = {}
     if plain_greedy:
         rows = logits if len(plain_greedy) == len(chunks) else logits[plain_greedy]
@@ -38,7 +38,9 @@ def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk], draw: Draw | No
     sampled = {}
     for index, chunk in enumerate(chunks):
         token_id = chosen[index] if index in chosen else choose(logits[index], chunk, draw)
-        sampled[chunk.sequence_id] = with_logprobs(logits[index], token_id, chunk.sampling.num_logprobs)
+        sampled[chunk.sequence.sequence_id] = with_logprobs(
+            logits[index], token_id, chunk.sequence.sampling.num_logprobs
+        )
     return sampled
 
 
@@ -59,9 +61,9 @@ def is_plain(sampling: SamplingParams) -> bool:
 
 def choose(logits: np.ndarray, chunk: ScheduledChunk, draw: Draw | None = None) -> int:
     """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
-    sampling = chunk.sampling
+    sampling = chunk.sequence.sampling
     position = chunk.start + chunk.num_tokens
-    adjusted = adjust(logits, sampling, chunk.token_ids[:position], chunk.num_prompt_tokens)
+    adjusted = adjust(logits, sampling, chunk.sequence.token_ids[:position], chunk.sequence.num_prompt_tokens)
     if sampling.greedy:
         return int(adjusted.argmax())
     return (draw or draw_token)(adjusted, sampling, uniform_draw(sampling.seed, position))

@@ -169,14 +169,14 @@ class PrefillMachine:
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
         """Offer the blocks that this step has filled; after the last chunk, the partly filled block too."""
-        call = self._calls.get(chunk.sequence_id)
+        call = self._calls.get(chunk.sequence.sequence_id)
         if call is None:
             return []  # ended while the step ran
         num_computed = chunk.start + chunk.num_tokens
         block_size = self.core.scheduler.block_size
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
-        first_token_id = output.sampled[chunk.sequence_id].token_id if chunk.samples else None
-        blocks = enumerate(chunk.block_table[:num_ready])
+        first_token_id = output.sampled[chunk.sequence.sequence_id].token_id if chunk.samples else None
+        blocks = enumerate(chunk.sequence.block_table[:num_ready])
         offered = self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
         return self._agent_actions(offered)
 

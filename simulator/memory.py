@@ -85,20 +85,20 @@ class Memory:
         for chunk in plan.chunks:
             self._compute(chunk)
             if chunk.samples:
-                sampled[chunk.sequence_id] = self._sample(chunk)
+                sampled[chunk.sequence.sequence_id] = self._sample(chunk)
         return StepOutput(plan.step_id, sampled)
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         slot = self._slot(chunk, chunk.start - 1) if chunk.start else _ROOT
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            slot = mix(slot, chunk.token_ids[position])
-            block = chunk.block_table[position // self.block_size]
+            slot = mix(slot, chunk.sequence.token_ids[position])
+            block = chunk.sequence.block_table[position // self.block_size]
             self._blocks[block][position % self.block_size] = slot
 
     def _sample(self, chunk: ScheduledChunk) -> SampledToken:
         folded = _fold(self._slot(chunk, position) for position in range(chunk.start + chunk.num_tokens))
-        wanted = chunk.sampling.num_logprobs is not None
-        return SampledToken(_token_from(folded, chunk.sampling.seed), logprob=-1.0 if wanted else None)
+        wanted = chunk.sequence.sampling.num_logprobs is not None
+        return SampledToken(_token_from(folded, chunk.sequence.sampling.seed), logprob=-1.0 if wanted else None)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
-        return self._blocks[chunk.block_table[position // self.block_size]][position % self.block_size]
+        return self._blocks[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]

@@ -162,7 +162,7 @@ class WorkerNode:
         duration = (self.spec.step_s + self.spec.token_s * plan.num_tokens) * world.random.uniform(0.7, 1.5)
         if world.chance(self.spec.step_failure):
             world.counts["failed step"] += 1
-            world.marks.update(f"failed step of {chunk.sequence_id}" for chunk in plan.chunks)
+            world.marks.update(f"failed step of {chunk.sequence.sequence_id}" for chunk in plan.chunks)
             world.after(duration, lambda: self.post(StepFailed(TandemError("the step failed"))))
             return
         world.after(duration / 2, lambda: self._compute(plan, duration / 2))
@@ -180,9 +180,11 @@ class WorkerNode:
         written: set[int] = set()
         for chunk in plan.chunks:
             first, last = chunk.start // block_size, (chunk.start + chunk.num_tokens - 1) // block_size
-            for block in chunk.block_table[first : last + 1]:
+            for block in chunk.sequence.block_table[first : last + 1]:
                 if block in written or self.pool.num_leases(block):
-                    raise SimulationError(f"{self.agent.name}: block {block} of {chunk.sequence_id} is not its own")
+                    raise SimulationError(
+                        f"{self.agent.name}: block {block} of {chunk.sequence.sequence_id} is not its own"
+                    )
                 written.add(block)
 
     # ---- calls

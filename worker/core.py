@@ -89,7 +89,7 @@ class WorkerCore:
         if plan is None:
             return []
         for chunk in plan.chunks:
-            timeline = self.timelines[chunk.sequence_id]
+            timeline = self.timelines[chunk.sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
                 timeline.enter(Stage.PREFILL, now)
         return [RunStep(plan)]

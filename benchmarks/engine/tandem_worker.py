@@ -110,7 +110,8 @@ class Worker:
             sequence = self._core.admit(request, NEVER, 0.0)
             blocks = self._core.pool.allocate(-(-context // self._runner.layout.block_size))
             assert blocks is not None, "kv_memory_mb is too small for this batch"
-            sequence.block_table, sequence.num_computed_tokens = blocks, context
+            sequence.block_table += blocks
+            sequence.num_computed_tokens = context
             self._core.scheduler.add(sequence)
             self._detokenizers[request.request_id] = self._tokenizer.detokenizer()
         self._step()  # hashes the blocks of the prompts, which a worker does while it pulls them

@@ -28,7 +28,7 @@ from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.request import SamplingParams
-from core.step import ScheduledChunk, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
 from kv_transfer.machine import TransferMachine
@@ -119,7 +119,9 @@ class Side:
         for start in range(0, num_tokens, CHUNK_TOKENS):
             count = min(CHUNK_TOKENS, num_tokens - start)
             last = start + count == num_tokens
-            plan = StepPlan(0, (ScheduledChunk("p", tokens, num_tokens, start, count, blocks, last, SAMPLING),))
+            plan = StepPlan(
+                0, (ScheduledChunk(SequenceView("p", tokens, num_tokens, blocks, SAMPLING), start, count, last, False),)
+            )
             started_at = time.perf_counter()
             await self._loop.run_in_executor(self._compute, self._runner.run, plan)
             seconds += time.perf_counter() - started_at

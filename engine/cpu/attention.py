@@ -56,7 +56,7 @@ class NativeAttention:
         num_blocks = -(-(start + num_tokens) // self.block_size)
         tables: list[int] = []
         for chunk, count in zip(chunks, num_blocks.tolist(), strict=True):
-            tables += chunk.block_table[:count]
+            tables += chunk.sequence.block_table[:count]
         rows = _Rows(
             tables=np.array(tables, np.int32),
             first_block=np.cumsum(num_blocks, dtype=np.int32) - num_blocks,

@@ -218,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         config = self.scheduler.config
         assert 0 < plan.num_tokens <= config.max_batched_tokens
-        assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
+        assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
         if self.scheduler.num_preemptions == preemptions:
             self.assert_decodes_are_planned(plan)
         self.assert_chunks_are_safe(plan)
@@ -226,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def assert_decodes_are_planned(self, plan: StepPlan) -> None:
         if self.pool.num_available == 0:
             return
-        planned = {chunk.sequence_id for chunk in plan.chunks}
+        planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
         decoding = [s for s in self.scheduler.running if s.num_uncomputed_tokens == 1]
         assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
 
@@ -237,8 +237,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         leased = {block for lease in self.leases for block in lease.blocks}
         incoming = {block for pull in self.pulls for block in pull.reserved}
         for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
-            assert chunk.block_table is sequence.block_table
+            sequence = self.sequences[chunk.sequence.sequence_id]
+            assert chunk.sequence.block_table is sequence.block_table
             assert chunk.start == sequence.num_computed_tokens
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(sequence.token_ids))
             self.assert_readable(sequence, chunk.start)
@@ -255,11 +255,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run the step as a runner does, but at its end, so that the events during the step can do harm."""
         self.assert_chunks_are_safe(plan)
         for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
+            sequence = self.sequences[chunk.sequence.sequence_id]
             end = chunk.start + chunk.num_tokens
             self.memory.write(sequence, chunk.start, end)
         for chunk in plan.chunks:
-            self.assert_readable(self.sequences[chunk.sequence_id], chunk.start + chunk.num_tokens)
+            self.assert_readable(self.sequences[chunk.sequence.sequence_id], chunk.start + chunk.num_tokens)
 
     @precondition(lambda self: self.scheduler.step_in_flight is not None)
     @rule(seed=picks, offers=st.booleans())
@@ -270,9 +270,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if offers:
             self.offer_finished_prompts(plan)
         draw = random.Random(seed)
-        sampled = {c.sequence_id: SampledToken(draw.choice(TOKENS)) for c in plan.chunks if c.samples}
-        before = {c.sequence_id: list(self.sequences[c.sequence_id].token_ids) for c in plan.chunks}
-        aborted = {c.sequence_id for c in plan.chunks if self.sequences[c.sequence_id].finish_reason is not None}
+        sampled = {c.sequence.sequence_id: SampledToken(draw.choice(TOKENS)) for c in plan.chunks if c.samples}
+        before = {c.sequence.sequence_id: list(self.sequences[c.sequence.sequence_id].token_ids) for c in plan.chunks}
+        aborted = {
+            c.sequence.sequence_id
+            for c in plan.chunks
+            if self.sequences[c.sequence.sequence_id].finish_reason is not None
+        }
         events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
         assert {event.sequence_id for event in events} == sampled.keys() - aborted
         for event in events:
@@ -291,7 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def offer_finished_prompts(self, plan: StepPlan) -> None:
         """Lease the blocks of finished prompts with the last, partial block, as a prefill worker does."""
         for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
+            sequence = self.sequences[chunk.sequence.sequence_id]
             if chunk.samples and sequence.sample_limit == 1 and sequence.finish_reason is None:
                 self.lease(sequence, chunk.start + chunk.num_tokens)
 
@@ -311,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_step(self) -> None:
         plan = self.scheduler.step_in_flight
         assert plan is not None
-        ids = {chunk.sequence_id for chunk in plan.chunks}
+        ids = {chunk.sequence.sequence_id for chunk in plan.chunks}
         alive = {i for i in ids if self.sequences[i].finish_reason is None}
         failed = self.scheduler.fail_step()
         assert {sequence.sequence_id for sequence in failed} == alive

@@ -80,7 +80,9 @@ class DrivenWorker:
         plan, self.plan = self.plan, None
         assert plan is not None, "no step is in flight"
         sampled = {
-            chunk.sequence_id: SampledToken(tokens.get(chunk.sequence_id, chunk.start + chunk.num_tokens))
+            chunk.sequence.sequence_id: SampledToken(
+                tokens.get(chunk.sequence.sequence_id, chunk.start + chunk.num_tokens)
+            )
             for chunk in plan.chunks
             if chunk.samples
         }
@@ -124,7 +126,7 @@ class DrivenWorker:
 
     def chunks(self) -> list[tuple[str, int, int]]:
         """(sequence, start, tokens) of the step in flight."""
-        return [] if self.plan is None else [(c.sequence_id, c.start, c.num_tokens) for c in self.plan.chunks]
+        return [] if self.plan is None else [(c.sequence.sequence_id, c.start, c.num_tokens) for c in self.plan.chunks]
 
     @property
     def ledger(self) -> dict[str, int]:

@@ -43,7 +43,7 @@ class Engine:
             self.scheduler.add(sequence)
         tokens: dict[str, list[int]] = {wanted.request_id: [] for wanted in requests}
         while (plan := self.scheduler.schedule()) is not None:
-            counts = [sum(chunk.sequence_id == name for chunk in plan.chunks) for name in tokens]
+            counts = [sum(chunk.sequence.sequence_id == name for chunk in plan.chunks) for name in tokens]
             self.max_chunks_of_one = max(self.max_chunks_of_one, *counts)
             for event in self.scheduler.complete_step(self.runner.run(plan)):
                 assert event.index == len(tokens[event.sequence_id])

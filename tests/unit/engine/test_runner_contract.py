@@ -12,7 +12,7 @@ import pytest
 from core.config import EngineConfig
 from core.errors import ConfigError, ModelNotFound
 from core.request import SamplingParams
-from core.step import ScheduledChunk, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
 from engine.fake_runner import expected_tokens
 from engine.runner import Runner
@@ -210,13 +210,6 @@ def _chunk(
     token_ids: list[int], start: int, num_tokens: int, blocks: list[int], name: str = "a", **sampling: object
 ) -> ScheduledChunk:
     options: dict[str, object] = {"max_tokens": 9, "temperature": 0.0}
-    return ScheduledChunk(
-        sequence_id=name,
-        token_ids=token_ids,
-        num_prompt_tokens=min(len(PROMPT), len(token_ids)),
-        start=start,
-        num_tokens=num_tokens,
-        block_table=blocks,
-        samples=start + num_tokens == len(token_ids),
-        sampling=SamplingParams(**(options | sampling)),  # type: ignore[arg-type]
-    )
+    params = SamplingParams(**(options | sampling))  # type: ignore[arg-type]
+    view = SequenceView(name, token_ids, min(len(PROMPT), len(token_ids)), blocks, params)
+    return ScheduledChunk(view, start, num_tokens, samples=start + num_tokens == len(token_ids), promised=False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from core.step import ScheduledChunk, StepOutput, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.fake_runner import FakeRunner
 from tests.unit.engine.driving import request
 from worker.executor import StepExecutor
@@ -38,7 +38,9 @@ class GatedRunner(FakeRunner):
 
 def plan(step_id: int) -> StepPlan:
     wanted = request("a", range(9))
-    chunk = ScheduledChunk("a", wanted.token_ids, 9, 0, 9, [0], samples=True, sampling=wanted.sampling)
+    chunk = ScheduledChunk(
+        SequenceView("a", wanted.token_ids, 9, [0], wanted.sampling), 0, 9, samples=True, promised=False
+    )
     return StepPlan(step_id, (chunk,))
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from core.kv_layout import KVLayout
 from core.request import SamplingParams
-from core.step import ScheduledChunk
+from core.step import ScheduledChunk, SequenceView
 from engine.attention import TorchAttention
 from engine.cpu.attention import NativeAttention
 from engine.cpu.kernels import Kernels
@@ -72,7 +72,9 @@ class AttentionCase:
             self.contents[block] = float("nan")
 
     def _chunk(self, name: str, start: int, count: int, table: list[int]) -> ScheduledChunk:
-        return ScheduledChunk(name, (), start, start, count, table, True, SamplingParams(max_tokens=1))
+        return ScheduledChunk(
+            SequenceView(name, (), start, table, SamplingParams(max_tokens=1)), start, count, True, False
+        )
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(TORCH_DTYPES[self.layout.dtype])

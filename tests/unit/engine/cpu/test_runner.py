@@ -7,7 +7,7 @@ import pytest
 
 from core.config import EngineConfig
 from core.request import SamplingParams
-from core.step import SampledToken, ScheduledChunk, StepPlan
+from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.attention import TorchAttention
 from engine.cpu.attention import NativeAttention
 from engine.torch_runner import TorchRunner
@@ -69,7 +69,14 @@ def top_tokens(runner: TorchRunner) -> list[SampledToken]:
     steps = [(0, 50), (50, 25), (75, 1)]
     return [
         runner.run(
-            StepPlan(index, (ScheduledChunk("a", prompt, len(prompt), start, count, [4, 1, 7, 2, 9], True, sampling),))
+            StepPlan(
+                index,
+                (
+                    ScheduledChunk(
+                        SequenceView("a", prompt, len(prompt), [4, 1, 7, 2, 9], sampling), start, count, True, False
+                    ),
+                ),
+            )
         ).sampled["a"]
         for index, (start, count) in enumerate(steps)
     ]
