@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from core.step import StepOutput, StepPlan
-from engine.runner import Runner
+from engine.runner import Runner, run_step
 
 StepDone = Callable[[StepOutput | Exception], None]
 
@@ -60,7 +60,7 @@ class StepExecutor:
             plan, on_done = item
             result: StepOutput | Exception
             try:
-                result = self._runner.run(plan)
+                result = run_step(self._runner, plan)
             except Exception as error:  # noqa: BLE001 - `on_done` gets every exception
                 result = error
             with self._lock:
