@@ -110,8 +110,9 @@ def window_loss(model: Model, window: Sequence[int], block_size: int) -> float:
         )
 
     with torch.inference_mode():
-        model.forward([chunk(0, known - 1, False)])
-        logits = model.forward([chunk(place, 1, True) for place in range(known - 1, len(window) - 1)])
+        model.forward(model.prepare([chunk(0, known - 1, False)]))
+        chunks = [chunk(place, 1, True) for place in range(known - 1, len(window) - 1)]
+        logits = model.forward(model.prepare(chunks))
         return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
 
 

@@ -50,8 +50,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None  # natural logarithm, in the model's distribution before penalties and filters
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first

@@ -92,7 +92,7 @@ def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
             chunk = ScheduledChunk(
                 SequenceView("a", token_ids, len(token_ids), blocks, sampling), start, end - start, samples, False
             )
-            logits = runner._model.forward([chunk])
+            logits = runner._model.forward(runner._model.prepare([chunk]))
     assert logits is not None
     return logits[0].numpy()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.request import SamplingParams, uniform_draw
 from core.step import ScheduledChunk, SequenceView
-from engine.sampling import adjust, choose, filtered_distribution, sample
+from engine.sampling import Sampler, adjust, choose, filtered_distribution
 
 LOGITS = np.random.default_rng(5).normal(0.0, 2.0, 50).astype(np.float32)
 
@@ -149,9 +149,10 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone() -> None:
         ScheduledChunk(SequenceView(str(index), [1, 2], 1, [0], params(**option)), 1, 1, True, False)
         for index, option in enumerate(options)
     ]
-    together = sample(rows, chunks)
+    together = Sampler(chunks).sample(rows)
     assert together == {
-        c.sequence.sequence_id: sample(rows[i : i + 1], [c])[c.sequence.sequence_id] for i, c in enumerate(chunks)
+        c.sequence.sequence_id: Sampler([c]).sample(rows[i : i + 1])[c.sequence.sequence_id]
+        for i, c in enumerate(chunks)
     }
     assert together["0"].token_id == rows[0].argmax()
     assert together["2"].token_id == 7
@@ -159,7 +160,7 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone() -> None:
 
 def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
     sampling = params(temperature=0.0, num_logprobs=3, logit_bias={4: 100.0})
-    token = sample(LOGITS[None], [chunk(sampling)])["a"]
+    token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"]
     expected = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum())
     assert token.token_id == 4
     assert token.logprob == pytest.approx(expected[4], abs=1e-5)
@@ -169,7 +170,7 @@ def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
 
 
 def test_no_logprobs_are_returned_unless_requested() -> None:
-    assert sample(LOGITS[None], [chunk(params(temperature=0.0))])["a"].logprob is None
-    only_chosen = sample(LOGITS[None], [chunk(params(temperature=0.0, num_logprobs=0))])["a"]
+    assert Sampler([chunk(params(temperature=0.0))]).sample(LOGITS[None])["a"].logprob is None
+    only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"]
     assert only_chosen.logprob is not None
     assert only_chosen.top_logprobs == ()

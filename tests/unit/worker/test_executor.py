@@ -28,12 +28,12 @@ class GatedRunner(FakeRunner):
         self.gate = threading.Event()
         self.fault: Exception | None = None
 
-    def run(self, step: StepPlan) -> StepOutput:
+    def collect(self) -> StepOutput:
         self.started.set()
         assert self.gate.wait(DEADLINE_S)
         if self.fault is not None:
             raise self.fault
-        return super().run(step)
+        return super().collect()
 
 
 def plan(step_id: int) -> StepPlan:
@@ -108,7 +108,7 @@ class ComputingRunner(GatedRunner):
 
     allowed: frozenset[frozenset[int]]
 
-    def run(self, step: StepPlan) -> StepOutput:
+    def collect(self) -> StepOutput:
         before = set(os.listdir("/proc/self/task"))
         torch.set_num_threads(3)
         torch.randn(512, 512) @ torch.randn(512, 512)
@@ -116,7 +116,7 @@ class ComputingRunner(GatedRunner):
         threads = [*map(int, made), threading.get_native_id()]
         self.allowed = frozenset(frozenset(os.sched_getaffinity(thread)) for thread in threads)
         self.num_made = len(made)
-        return super().run(step)
+        return super().collect()
 
 
 def test_the_thread_of_the_executor_and_its_compute_threads_stay_on_the_given_cores() -> None:

@@ -10,6 +10,7 @@ from core.request import SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.attention import TorchAttention
 from engine.cpu.attention import NativeAttention
+from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from tests.support.c_kernels import need_compiler
 from tests.unit.engine.driving import Engine, request
@@ -68,7 +69,8 @@ def top_tokens(runner: TorchRunner) -> list[SampledToken]:
     sampling = SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=20)
     steps = [(0, 50), (50, 25), (75, 1)]
     return [
-        runner.run(
+        run_step(
+            runner,
             StepPlan(
                 index,
                 (
@@ -76,7 +78,7 @@ def top_tokens(runner: TorchRunner) -> list[SampledToken]:
                         SequenceView("a", prompt, len(prompt), [4, 1, 7, 2, 9], sampling), start, count, True, False
                     ),
                 ),
-            )
+            ),
         ).sampled["a"]
         for index, (start, count) in enumerate(steps)
     ]
