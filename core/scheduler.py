@@ -163,7 +163,7 @@ class Scheduler:
         return plan
 
     def complete_step(self, output: StepOutput) -> list[TokenEvent]:
-        """Take the results of the oldest step in flight. Finished sequences leave, unless the other step contains them."""
+        """Take the results of the oldest step. A finished sequence leaves, unless the step ahead contains it."""
         assert self._in_flight, "no step is in flight"
         plan, sequences = self._in_flight[0]
         assert plan.step_id == output.step_id, "another step is in flight"
@@ -261,7 +261,7 @@ class Scheduler:
         return True
 
     def _plan_running_and_preempt(self, draft: _Draft) -> bool:
-        """Plan running sequences although the pool has too few blocks. Returns whether all got the blocks they lacked."""
+        """Plan running sequences with too few blocks in the pool. Returns whether preemptions made enough room."""
         had_enough_blocks = True
         decodes_behind = len(self.running) - len(self.queues.prefilling)
         for sequence in list(self.running):

@@ -67,7 +67,7 @@ class SequenceQueues:
         sequence.num_counted_tokens = 0
 
     def update_counts(self, sequence: Sequence) -> None:
-        """Call after a change of a queued sequence's computed tokens, unless the sequence was in decode and still is."""
+        """Call after a change of a queued sequence's computed tokens, unless the sequence stays in decode."""
         num_counted = _num_waiting(sequence)
         self.num_waiting_tokens += num_counted - sequence.num_counted_tokens
         sequence.num_counted_tokens = num_counted

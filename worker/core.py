@@ -190,9 +190,8 @@ class WorkerCore:
     def _on_step_started(self, now: float) -> None:
         """The oldest step in flight starts."""
         self.step_started_at = now
-        expected_s = self._step_times.expected_s(self._num_step_tokens[0])
-        known = self.plans_ahead and expected_s is not None
-        self._plan_at = now + expected_s - PLAN_AHEAD_S if known else None
+        expected_s = self._step_times.expected_s(self._num_step_tokens[0]) if self.plans_ahead else None
+        self._plan_at = None if expected_s is None else now + expected_s - PLAN_AHEAD_S
         self._tried_to_plan = False
 
     def _on_step_ended(self, now: float) -> None:

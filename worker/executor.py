@@ -3,9 +3,9 @@
     event loop       submit(k)    submit(k + 1)                  submit(k + 2)
     engine thread            |---- collect k ----| on_done |---- collect k + 1 ----| on_done |---
 
-At most two steps are in flight, so the engine thread goes from one step to the next without the event loop. The caller's
-thread hands each step to the runner, which then prepares the inputs: at most a millisecond of Python and numpy. A third
-thread would share the interpreter with the event loop anyway, and its steps would start two thread switches later.
+At most two steps are in flight, so the engine thread goes from one step to the next without the event loop. The
+caller's thread hands each step to the runner, which then prepares the inputs: a millisecond of Python and numpy at
+most. A third thread would share the interpreter with the event loop, and steps would start one thread switch later.
 
 If a step fails, the step behind it is dropped: the exception of the failed step answers for both. A step that was
 planned ahead before its planner knew of the failure is dropped, too.
