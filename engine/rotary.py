@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+_ROWS_AT_ONCE = 256  # small enough for torch to compute on the calling thread alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +18,16 @@ class Rotation:
     sine: torch.Tensor  # float32 [T, D / 2]
 
     @classmethod
-    def of(cls, positions: Sequence[int], inverse_frequencies: torch.Tensor) -> Rotation:
-        """# inverse_frequencies: float32 [D / 2]"""
-        places = torch.tensor(positions, dtype=torch.float32, device=inverse_frequencies.device)
-        angles = places[:, None] * inverse_frequencies
-        return cls(angles.cos(), angles.sin())
+    def of(cls, positions: np.ndarray, inverse_frequencies: torch.Tensor) -> Rotation:
+        """# positions: [T], inverse_frequencies: float32 [D / 2]"""
+        places = torch.from_numpy(positions.astype(np.float32)).to(inverse_frequencies.device)
+        cosine, sine = (places.new_empty((len(places), len(inverse_frequencies))) for _ in range(2))
+        for first in range(0, len(places), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            angles = places[rows, None] * inverse_frequencies
+            torch.cos(angles, out=cosine[rows])
+            torch.sin(angles, out=sine[rows])
+        return cls(cosine, sine)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """# [T, heads, D] -> [T, heads, D]"""
