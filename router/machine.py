@@ -267,7 +267,7 @@ class RouterMachine:
             self._deadlines.set(("tokens", routed.request_id), now + MISSING_TOKENS_S)
             return []
         self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
-        if len(routed.delivered) >= dispatch.first_index + dispatch.decode.num_tokens:
+        if len(routed.delivered) >= dispatch.first_index + dispatch.decode.num_tokens and not routed.early_tokens:
             return self._finish(routed, dispatch.decode.finish_reason, now)
         if dispatch.prefill_open:
             return []  # the first token is still to come from the prefill worker

@@ -318,8 +318,9 @@ class RouterNode:
                 del self._streams[worker_id]  # a worker counted as lost reports again
                 self.subscribe(worker_id)
                 return
-            current = self._fleet[worker_id]
-            if isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive:
+            current, tokens = self._fleet[worker_id], self._token_streams.get(worker_id)
+            is_joined = isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive
+            if is_joined and (tokens is None or tokens.call_id in current.token_streams):
                 self._world.end_trouble(worker_id)  # until now, the router sent requests to a dead incarnation
             self.post(event)
 
