@@ -260,6 +260,7 @@ class RouterNode:
         stream = self._token_streams.get(worker_id)
         if stream is None:
             return
+        stream.worker = CallState.ENDED
         self._world.counts["loses its token stream"] += 1
         self._world.trouble(worker_id, until=math.inf)  # until the worker has joined again
         self._world.after(self._network.delay(worker_id, ROUTER), partial(self._on_tokens_broken, stream))
@@ -320,7 +321,7 @@ class RouterNode:
                 return
             current, tokens = self._fleet[worker_id], self._token_streams.get(worker_id)
             is_joined = isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive
-            if is_joined and (tokens is None or tokens.call_id in current.token_streams):
+            if is_joined and (tokens is None or tokens.worker is CallState.OPEN):
                 self._world.end_trouble(worker_id)  # until now, the router sent requests to a dead incarnation
             self.post(event)
 
