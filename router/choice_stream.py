@@ -7,7 +7,6 @@ reads or not.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
@@ -17,6 +16,7 @@ from core.request import Request
 from core.step import SampledToken
 from protos import codec, inference_pb2
 from router.events import Deliver, Fail, Finish, Outcome
+from router.write_turns import Turn
 from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
 from text.text_stream import TextStream
 
@@ -40,11 +40,11 @@ class ChoiceStream:
     arrived_at: float
     text: TextStream
     root: Span
-    changed: asyncio.Event  # of the call: one of its choices has new tokens, or its end
+    turn: Turn  # of the call
     result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
-    write_at: float = 0.0  # earliest time of the next chunk
+    write_at: float = 0.0  # the writer wakes then, and writes no chunk before; 0 = it wakes for new tokens
     _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
     _text: str = ""  # of token_ids[num_taken:], with stop strings
 
@@ -58,7 +58,10 @@ class ChoiceStream:
             self._text += text
         self.token_ids += delivered.token_ids[:num_used]
         self._logprobs += delivered.logprobs[:num_used]
-        self.changed.set()
+        if self.num_taken == 0:
+            self.turn.take()
+        elif not self.write_at:
+            self.turn.ask()
         return bool(self.text.stop_match)
 
     @property

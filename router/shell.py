@@ -146,7 +146,7 @@ class RouterShell:
                 for link in self.links.values():
                     link.cancel(dispatch_id)
             case events.Finish() | events.Fail():
-                self._end(action).changed.set()
+                self._end(action).turn.take()
             case _:
                 assert_never(action)
 
