@@ -74,13 +74,20 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, max_message_bytes: int, credentials: Credentials = OPEN) -> grpc.aio.Channel:
-    """Uses TLS if `credentials` have a certificate. Each call carries the token itself, in `Credentials.metadata`."""
+def open_channel(
+    address: str, max_message_bytes: int, credentials: Credentials = OPEN, window_bytes: int = 0
+) -> grpc.aio.Channel:
+    """Uses TLS if `credentials` have a certificate. Each call carries the token itself, in `Credentials.metadata`.
+
+    `window_bytes`: what a server may send on one call before this side reads; 0 = as much as gRPC finds useful.
+    """
     options: list[tuple[str, int | str]] = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),  # a new channel never reuses a broken connection
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
+    if window_bytes:
+        options += [("grpc.http2.lookahead_bytes", window_bytes), ("grpc.http2.bdp_probe", 0)]
     tls = credentials.for_channel()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
