@@ -51,7 +51,7 @@ def test_a_sequence_that_arrives_before_that_time_is_in_the_next_step_and_a_late
     worker.pass_time(STEP_S - 2 * PLAN_AHEAD_S)
     worker.arrive_alone(request("early", 3, first=20))
     assert len(worker.plans) == 1, "the step is planned too early"
-    worker.pass_time(PLAN_AHEAD_S)
+    worker.pass_time(PLAN_AHEAD_S + 1e-6)
     worker.arrive_alone(request("late", 3, first=30))
     assert worker.chunks(1) == [("a", 8, 1), ("early", 0, 3)]
 
@@ -94,7 +94,7 @@ def test_the_first_step_after_a_time_without_work_is_marked() -> None:
 
 def test_a_step_that_cannot_be_planned_ahead_sets_no_timer_in_the_past() -> None:
     worker = decoding(max_tokens=3)
-    worker.pass_time(STEP_S - PLAN_AHEAD_S)
+    worker.pass_time(STEP_S - PLAN_AHEAD_S + 1e-6)
     assert len(worker.plans) == 1, "the promised token is the last"
     deadline = worker.machine.next_deadline()
     assert deadline is None or deadline > worker.now
@@ -117,7 +117,7 @@ def test_the_expected_duration_falls_at_once_and_rises_by_a_quarter() -> None:
 
 def with_a_step_ahead(max_tokens: int = 12) -> Decode:
     worker = decoding(max_tokens)
-    worker.pass_time(STEP_S - PLAN_AHEAD_S)
+    worker.pass_time(STEP_S - PLAN_AHEAD_S + 1e-6)
     assert len(worker.plans) == 2
     return worker
 
@@ -161,7 +161,7 @@ def test_a_failed_step_ends_its_calls_and_a_call_of_the_step_ahead_goes_on() -> 
     worker = decoding()
     worker.pass_time(STEP_S / 2)
     worker.arrive_alone(request("b", 3, first=20, max_tokens=3))
-    worker.pass_time(STEP_S / 2 - PLAN_AHEAD_S)
+    worker.pass_time(STEP_S / 2 - PLAN_AHEAD_S + 1e-6)
     assert worker.chunks(1) == [("a", 8, 1), ("b", 0, 3)]
     worker.fail_step()
     failed = worker.only(DecodeFailed)
