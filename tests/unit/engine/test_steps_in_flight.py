@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
 from engine.runner import Runner, StepDropped, run_step
 from engine.step_queue import StepQueue
+from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
 
@@ -255,3 +258,14 @@ def test_random_plans_one_step_ahead_give_the_tokens_of_one_sequence_alone(
     driver = OneAhead(runner, random.Random(seed))
     assert driver.generate(REQUESTS) == expected
     assert driver.num_promised > 10
+
+
+def test_submit_starts_no_compute_threads(runner: Runner) -> None:
+    """The thread that submits is the event loop: its compute threads would take the cores of other workers."""
+    view = SequenceView("long", [1] * 1000, 1000, list(range(63)), REQUESTS[0].sampling)
+    for start, count in ((0, 500), (500, 500)):
+        plan = StepPlan(0, (ScheduledChunk(view, start, count, start > 0, False),))
+        with compute_threads(3):
+            assert num_threads_started_by(lambda: torch.ones(2000, 64).cos()) > 0, "this could show nothing"
+            assert num_threads_started_by(partial(runner.submit, plan)) == 0
+        runner.collect()
