@@ -94,7 +94,7 @@ class PrefillMachine:
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):
-                for sequence in self.core.scheduler.fail_step():
+                for sequence in self.core.fail_step(now):
                     actions += self._end(sequence.sequence_id, error)
             case DrainRequested():
                 self.core.draining = True
@@ -104,12 +104,11 @@ class PrefillMachine:
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
                 actions += self._agent_actions(self.transfers.handle(event, now))
-        actions += self.core.next_step(now)
-        return actions + self._unblock(now)
+        return [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
         stalled_until = None if self._stalled_since is None else self._stalled_since + MAX_STALL_S
-        known = (self.core.deadlines.next(), self.transfers.next_deadline(), stalled_until)
+        known = (self.core.next_deadline(), self.transfers.next_deadline(), stalled_until)
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -144,7 +143,7 @@ class PrefillMachine:
         return actions
 
     def _on_step(self, output: StepOutput, now: float) -> list[PrefillAction]:
-        plan = self.core.scheduler.step_in_flight
+        plan = self.core.scheduler.oldest_step
         assert plan is not None
         actions: list[PrefillAction] = []
         for chunk in plan.chunks:
@@ -197,8 +196,9 @@ class PrefillMachine:
 
         The router retries the requests of withdrawn offers.
         """
-        idle = self.core.scheduler.step_in_flight is None
-        if not idle or not any(self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()):
+        if self.core.scheduler.num_steps_in_flight or not any(
+            self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()
+        ):
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = now

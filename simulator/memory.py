@@ -66,6 +66,7 @@ class Memory:
     def __init__(self, num_blocks: int, block_size: int, garbage: int) -> None:
         """`garbage`: seed of the content of unwritten memory; differs for each start of each worker."""
         self.block_size = block_size
+        self._newest = StepOutput(-1, {})
         self._blocks = [
             [mix(garbage, block * block_size + slot) for slot in range(block_size)] for block in range(num_blocks)
         ]
@@ -86,12 +87,14 @@ class Memory:
             self._compute(chunk)
             if chunk.samples:
                 sampled[chunk.sequence.sequence_id] = self._sample(chunk)
-        return StepOutput(plan.step_id, sampled)
+        self._newest = StepOutput(plan.step_id, sampled)
+        return self._newest
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         slot = self._slot(chunk, chunk.start - 1) if chunk.start else _ROOT
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            slot = mix(slot, chunk.sequence.token_ids[position])
+            promised = self._newest.sampled[chunk.sequence.sequence_id] if chunk.promised else None
+            slot = mix(slot, chunk.sequence.token_ids[position] if promised is None else promised.token_id)
             block = chunk.sequence.block_table[position // self.block_size]
             self._blocks[block][position % self.block_size] = slot
 

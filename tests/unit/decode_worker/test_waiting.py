@@ -39,7 +39,7 @@ def test_a_hand_off_does_not_wait_for_an_earlier_sequence_with_blocks() -> None:
     worker = Decode()
     worker.arrive(request("pulled", 6), ticket=1)
     worker.arrive_alone(request("runs", 8))
-    assert worker.plan is not None, "without a step in flight, the pulled sequence would not wait"
+    assert worker.plans, "without a step in flight, the pulled sequence would not wait"
     worker.pull(ticket=1)
     assert [waiting.sequence_id for waiting in worker.core.scheduler.waiting] == ["pulled"]
     worker.arrive(request("a", 6, first=30), ticket=2)
