@@ -32,6 +32,7 @@ from core.config import SchedulerConfig
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
 from core.sequence import Rank, Sequence, by_rank, stop_tokens
+from core.sequence_blocks import SequenceBlocks
 from core.sequence_queues import SequenceQueues
 from core.step import ScheduledChunk, StepOutput, StepPlan, TokenEvent
 
@@ -74,6 +75,7 @@ class Scheduler:
         self.pool = pool
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
+        self.blocks = SequenceBlocks(pool, block_size)
         self.queues = SequenceQueues()
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self.admitted: list[Sequence] = []  # by the newest step
@@ -179,7 +181,7 @@ class Scheduler:
                     self._leave(sequence)
                 continue
             if end // block_size != sequence.num_registered_blocks:
-                self._register_full_blocks(sequence)
+                self.blocks.register_full_blocks(sequence)
             if sequence.num_counted_tokens:
                 self.queues.update_counts(sequence)
             if not samples:
@@ -301,16 +303,16 @@ class Scheduler:
             had_blocks = bool(sequence.block_table)
             if not had_blocks:
                 # The last token is computed even if it is cached: the next token is sampled from its logits.
-                self.hold_cached_prefix(sequence, sequence.num_tokens - 1)
+                self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
             num_tokens = min(sequence.num_uncomputed_tokens, draft.budget)
             end = sequence.num_computed_tokens + num_tokens
-            has_blocks = self._grow(sequence, end)
+            has_blocks = self.blocks.grow(sequence, end)
             others_help = not has_blocks and self._others_have_blocks_for(sequence, end)
             if others_help and not self._in_flight:
                 self._grow_by_preempting_others(sequence, end)
             elif not has_blocks:
                 if not had_blocks:
-                    self.drop_blocks(sequence)
+                    self.blocks.drop(sequence)
                 return not others_help or bool(draft.admitted)
             self.queues.admit(sequence)
             draft.add(sequence, num_tokens)
@@ -323,49 +325,18 @@ class Scheduler:
             return self.waiting[0]
         return self.queues.waiting_with_blocks[0] if self.queues.waiting_with_blocks else None
 
-    def _register_full_blocks(self, sequence: Sequence) -> None:
-        blocks = sequence.full_blocks(self.block_size)
-        num_full = sequence.num_computed_tokens // self.block_size
-        for position in range(sequence.num_registered_blocks, num_full):
-            sequence.cache_parent = self.pool.register(
-                sequence.block_table[position], blocks[position], sequence.cache_parent
-            )
-        sequence.num_registered_blocks = num_full
-
     # ---- blocks
 
     def hold_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
-        """Share the longest cached prefix of at most `max_tokens` tokens. The sequence must hold no block."""
-        assert not sequence.block_table
-        blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
-        found = self.pool.match_prefix(blocks, sequence.request.cache_salt)
-        sequence.block_table += [cached.block for cached in found]
-        self.pool.share(sequence.block_table)
-        if found:
-            sequence.cache_parent = found[-1]
-        sequence.num_registered_blocks = len(sequence.block_table)
-        sequence.num_computed_tokens = sequence.num_planned_tokens = len(sequence.block_table) * self.block_size
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+        """See `SequenceBlocks`. The counts of a sequence in the scheduler are not updated."""
+        self.blocks.hold_cached_prefix(sequence, max_tokens)
 
     def drop_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_table)
-        sequence.forget_blocks()
-
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give `sequence` blocks for its first `num_tokens` tokens. Returns False, and changes nothing, if too few."""
-        missing = -(-num_tokens // self.block_size) - len(sequence.block_table)
-        if missing <= 0:
-            return True
-        blocks = self.pool.allocate(missing)
-        if blocks is None:
-            return False
-        sequence.block_table += blocks
-        return True
+        self.blocks.drop(sequence)
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> int:
         """Allocate for `num_tokens` more tokens, preempting lower ranks. Returns the number of tokens with blocks."""
-        while not self._grow(sequence, sequence.num_computed_tokens + num_tokens):
+        while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
             victim = max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank)
             if victim.rank > sequence.rank:
                 self._preempt(victim)
@@ -386,13 +357,13 @@ class Scheduler:
 
     def _grow_by_preempting_others(self, sequence: Sequence, num_tokens: int) -> None:
         others = [other for other in self.queues.waiting_with_blocks if other is not sequence]
-        while not self._grow(sequence, num_tokens):
+        while not self.blocks.grow(sequence, num_tokens):
             self._preempt(others.pop())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""
         assert not self._in_flight
-        self.drop_blocks(sequence)
+        self.blocks.drop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.queues.send_back(sequence)
@@ -408,7 +379,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.queues.leave(sequence)
-        self.drop_blocks(sequence)
+        self.blocks.drop(sequence)
 
     def check(self) -> None:
         """The queues are right, and the chunks in flight lie between the computed and the planned tokens."""

@@ -22,7 +22,7 @@ from core.ledger import Claim, SequenceState, check_claims
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
-from core.sequence import Sequence
+from core.sequence import Rank, Sequence
 from core.step import SampledToken, StepOutput, TokenEvent
 from core.worker_load import WorkerLoad
 from kv_transfer.events import (
@@ -105,6 +105,7 @@ class DecodeMachine:
     _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
     _pulls: dict[TransferId, _Pull] = field(default_factory=dict)  # in order of arrival
     _waiting_pulls: list[_Pull] = field(default_factory=list)  # without target blocks, in rank order
+    _blocked_by: tuple[Rank, int, int, Rank | None] | None = None  # at the last attempt that found too few blocks
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """Raises `TandemError` if it refuses a `DecodeArrived`."""
@@ -191,10 +192,11 @@ class DecodeMachine:
     def _start_pulls(self, now: float) -> list[DecodeAction]:
         """Reserve target blocks for waiting hand-offs, in rank order, until too few blocks are available."""
         actions: list[DecodeAction] = []
-        while self._waiting_pulls:
+        while self._waiting_pulls and self._blocked_by != self._what_decides():
             pull = self._waiting_pulls[0]
             targets = self._reserve_targets(pull.sequence)
             if targets is None:
+                self._blocked_by = self._what_decides()
                 break
             del self._waiting_pulls[0]
             pull.targets = targets
@@ -202,6 +204,12 @@ class DecodeMachine:
             started = self.transfers.start_pull(pull.transfer_id, targets, now, pull.sequence.num_tokens)
             actions += self._apply_results(started, now)
         return actions
+
+    def _what_decides(self) -> tuple[Rank, int, int, Rank | None]:
+        """Everything that decides whether the first waiting hand-off gets its blocks."""
+        scheduler = self.core.scheduler
+        first = scheduler.waiting[0].rank if scheduler.waiting else None
+        return self._waiting_pulls[0].sequence.rank, self.core.pool.num_changes, len(scheduler.running), first
 
     def _reserve_targets(self, sequence: Sequence) -> dict[int, int] | None:
         """Hold the cached prefix, and reserve a block for every other position. Returns None if `sequence` has to wait.

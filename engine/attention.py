@@ -128,21 +128,21 @@ class TorchAttention:
 
     def _prefill_part(self, batch: Batch, tables: StepTables, chunk: int) -> PrefillPart:
         start, num_tokens = int(batch.start[chunk]), int(batch.num_tokens[chunk])
-        mask = None
+        end, mask = start + num_tokens, None
         if start > 0:
-            positions = np.arange(start + num_tokens)
-            mask = self._additive(positions > positions[start:, None])
+            mask = self._additive(_places_from(np.arange(start + 1, end + 1), end), (num_tokens, end))
         key_rows = self._key_rows(tables.table[tables.rows[chunk], : tables.num_blocks[chunk]])
-        return PrefillPart(int(batch.first_row[chunk]), num_tokens, start + num_tokens, key_rows, mask)
+        return PrefillPart(int(batch.first_row[chunk]), num_tokens, end, key_rows, mask)
 
     def _decode_part(self, batch: Batch, tables: StepTables, group: np.ndarray) -> _DecodePart:
         width = int(tables.num_blocks[group].max())
-        unseen = np.arange(width * self.block_size, dtype=np.int32) > batch.start[group, None]
+        num_positions = width * self.block_size
+        unseen = _places_from(batch.start[group] + 1, num_positions)
         return _DecodePart(
             rows=self._on_device(batch.first_row[group].astype(np.int64)),
             key_rows=self._key_rows(tables.table[tables.rows[group], :width]),
-            mask=self._additive(unseen)[:, None, None, :],
-            unseen=self._on_device(np.flatnonzero(unseen)),
+            mask=self._additive(unseen, (len(group), 1, 1, num_positions)),
+            unseen=self._on_device(unseen),
         )
 
     def _key_rows(self, blocks: np.ndarray) -> torch.Tensor:
@@ -150,9 +150,10 @@ class TorchAttention:
         first_rows = blocks.ravel().astype(np.int64) * self.block_rows
         return self._on_device((first_rows + self.heads[:, None]).ravel())
 
-    def _additive(self, unseen: np.ndarray) -> torch.Tensor:
-        """An additive mask: -infinity if unseen, else 0. Made once per step; torch converts a bool mask per layer."""
-        bits = unseen * self.infinity_bits
+    def _additive(self, unseen: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
+        """An additive mask: -infinity in the unseen places, else 0. Torch converts a bool mask in every layer."""
+        bits = np.zeros(shape, self.infinity_bits.dtype)
+        bits.ravel()[unseen] = self.infinity_bits
         return self._on_device(bits).view(self.pool.tensor.dtype)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
@@ -164,6 +165,14 @@ def _groups_of_decodes(batch: Batch, tables: StepTables) -> list[np.ndarray]:
     decodes = np.flatnonzero(batch.num_tokens == 1)
     bit_lengths = np.frexp(tables.num_blocks[decodes])[1]
     return [decodes[bit_lengths == length] for length in np.unique(bit_lengths)]
+
+
+def _places_from(first: np.ndarray, width: int) -> np.ndarray:
+    """The places [first[i], width) of every row i, in an array of rows that is `width` wide. # int64"""
+    counts = width - first.astype(np.int64)
+    ends = np.cumsum(counts)  # of the rows' runs in the result
+    row_ends = np.arange(1, len(first) + 1) * width
+    return np.arange(ends[-1]) + np.repeat(row_ends - ends, counts)
 
 
 class TorchStepAttention:

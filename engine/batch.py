@@ -1,6 +1,8 @@
 """The chunks of a step as arrays.
 
-C chunks    T tokens of all chunks, in order
+    C chunks    T tokens of all chunks, in order: the rows of the step
+
+Made once per step, for the model and its attention.
 """
 
 from __future__ import annotations

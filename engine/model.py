@@ -23,7 +23,7 @@ from engine.batch import Batch
 from engine.linear import LinearMethod
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.ops import Ops
-from engine.rotary import Rotation
+from engine.rotary import RotaryTable
 
 
 class _Layer:
@@ -76,6 +76,7 @@ class Model:
         attention: AttentionBackend,
         linear_method: LinearMethod,
         ops: Ops,
+        max_positions: int,
     ) -> None:
         self.config = weights.config
         self.ops = ops
@@ -87,9 +88,8 @@ class Model:
         while weights.layers:
             self.layers.append(_Layer(weights.layers.pop(0), self, linear_method))
         self.head = linear_method.prepare_head(weights.head)
-        self.inverse_frequencies = torch.tensor(
-            self.config.inverse_frequencies(), dtype=torch.float32, device=self.device
-        )
+        frequencies = torch.tensor(self.config.inverse_frequencies(), dtype=torch.float32, device=self.device)
+        self.rotary_table = RotaryTable(frequencies, max_positions)
 
     def prepare(self, chunks: Sequence[ScheduledChunk]) -> ModelInputs:
         batch = Batch.of(chunks)
@@ -99,12 +99,11 @@ class Model:
             token_ids += (0,) if promised else view.token_ids[start : start + num_tokens]
             if samples:
                 sampling_rows.append(len(token_ids) - 1)
-        rotation = Rotation.of(batch.positions, self.inverse_frequencies)
         return ModelInputs(
             token_ids=np.array(token_ids, np.int64),
             promised_rows=batch.first_row[[chunk.promised for chunk in chunks]],
             sampling_rows=sampling_rows,
-            attention=self.attention.begin_step(batch, rotation),
+            attention=self.attention.begin_step(batch, self.rotary_table.rows(batch.positions)),
         )
 
     def forward(self, inputs: ModelInputs, promised: Sequence[int] = ()) -> torch.Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from core.scheduler import MAX_STEPS_IN_FLIGHT
 from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.runner import StepDropped
 
-MAX_STEPS = 2  # submitted and not collected
 Inputs = TypeVar("Inputs")
 PromisedTokens = Mapping[str, int]  # of a step's promised chunks, by sequence id, in the order of the chunks
 NO_TOKENS: PromisedTokens = {}
@@ -42,7 +42,7 @@ class StepQueue(Generic[Inputs]):
         self._sampled_before: Mapping[str, SampledToken] = {}  # by the step collected last
 
     def submit(self, step: StepPlan) -> None:
-        assert len(self._steps) < MAX_STEPS, f"{MAX_STEPS} steps are submitted already"
+        assert len(self._steps) < MAX_STEPS_IN_FLIGHT, f"{MAX_STEPS_IN_FLIGHT} steps are submitted already"
         promised = [chunk.sequence.sequence_id for chunk in step.chunks if chunk.promised]
         self._steps.append(_Submitted(step.step_id, promised, self._prepare(step)))
 

@@ -56,7 +56,8 @@ class TorchRunner:
         fill_weights(weights, source, on_progress, backend.dequantize)
         self._draw = backend.draw
         self._steps = StepQueue(self._prepare, self._compute)
-        self._model: Model | None = Model(weights, backend.attention, backend.linear_method, backend.ops)
+        max_positions = min(model_config.context_length, self.num_blocks * config.block_size)
+        self._model: Model | None = Model(weights, backend.attention, backend.linear_method, backend.ops, max_positions)
         if device.type == "cpu":
             keep_freed_memory()  # after loading, so malloc returns the loader's memory to the system
 

@@ -32,7 +32,7 @@ from core.worker_load import WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
 
-PLAN_AHEAD_S = 0.005  # for planning, building the batch, and an event loop that is busy with the tokens of a step
+PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
 # ---- events and actions of every worker
 

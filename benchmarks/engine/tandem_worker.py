@@ -162,7 +162,8 @@ class Worker:
 
     def _empty_core(self) -> WorkerCore:
         pool = BlockPool(self._runner.num_blocks)
-        return WorkerCore(Scheduler(SchedulerConfig(), pool, self._runner.layout.block_size, frozenset()), pool)
+        scheduler = Scheduler(SchedulerConfig(), pool, self._runner.layout.block_size, frozenset())
+        return WorkerCore(scheduler, pool, plans_ahead=False)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
         self._num_added += 1

@@ -125,9 +125,9 @@ class DrivenWorker:
     def sent(self, kind: type[A]) -> list[A]:
         return [action.message for action in self.of(SendMessage) if isinstance(action.message, kind)]
 
-    def chunks(self) -> list[tuple[str, int, int]]:
-        """(sequence, start, tokens) of the oldest step in flight."""
-        chunks = self.plans[0].chunks if self.plans else ()
+    def chunks(self, step: int = 0) -> list[tuple[str, int, int]]:
+        """(sequence, start, tokens) of a step in flight, by default of the oldest one."""
+        chunks = self.plans[step].chunks if len(self.plans) > step else ()
         return [(chunk.sequence.sequence_id, chunk.start, chunk.num_tokens) for chunk in chunks]
 
     @property

@@ -26,7 +26,7 @@ from engine.cpu.sampling import NativeDraw
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.linear import PlainLinear
 from engine.ops import TorchOps
-from engine.rotary import Rotation
+from engine.rotary import RotaryTable
 from engine.sampling import filtered_distribution
 from tests.unit.engine.cpu.quantized_cases import SeparateAllocations, quantized_differences, relative
 
@@ -67,7 +67,8 @@ class AttentionCase:
         self.num_rows = sum(chunk.num_tokens for chunk in self.chunks)
         self.heads = self._random(self.num_rows, self.num_heads + 2 * self.num_kv_heads, head_dim)
         self.batch = Batch.of(self.chunks)
-        self.rotation = Rotation.of(self.batch.positions, 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
+        frequencies = 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+        self.rotation = RotaryTable(frequencies, 1000).rows(self.batch.positions)
         self.contents = self._random(self.num_blocks, *self.layout.block_shape)
         for block in numbers:  # unused blocks: a kernel that reads one returns NaN
             self.contents[block] = float("nan")
