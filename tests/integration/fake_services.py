@@ -35,15 +35,18 @@ class FakeService:
         self.name = f"{role.value}-{placement.ordinal}"
 
     async def start(self) -> Endpoint:
-        port = int(self._placement.address.rpartition(":")[2] or 0)
-        self._server = await asyncio.start_server(self._break, "127.0.0.1", port, reuse_port=bool(port))
-        address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        host, _, port = self._placement.address.rpartition(":")
+        self._server = await asyncio.start_server(
+            self._break, host or "127.0.0.1", int(port or 0), reuse_port=bool(port)
+        )
+        address = f"{host or '127.0.0.1'}:{self._server.sockets[0].getsockname()[1]}"
         scale = self._placement.scale
         self._say(
             "started",
             wanted=None if scale is None else {role.value: size for role, size in (await scale({})).items()},
             address=address,
             host=self._placement.host,
+            shared=self._placement.address,
             num_threads=self._placement.num_threads,
             cores=self._placement.cores,
             omp=os.environ["OMP_NUM_THREADS"],
