@@ -67,7 +67,6 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_TIME_S * 1e3 / 2)),
-        ("grpc.so_reuseport", 0),  # else two servers could share one port
         ("grpc.max_metadata_size", 64 * 1024),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -128,12 +127,20 @@ class GrpcServer:
     """A grpc.aio server with health and reflection services, which need no token."""
 
     def __init__(
-        self, host: str, port: int, max_message_bytes: int, credentials: Credentials, rules: ServerRules
+        self,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        credentials: Credentials,
+        rules: ServerRules,
+        shares_port: bool = False,
     ) -> None:
+        """`shares_port`: other servers may listen on the port, which is claimed (runtime/shared_port.py)."""
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
         guards = [TokenGuard(credentials.token, rules.guarded)] if credentials.token else []
-        self._server = grpc.aio.server(interceptors=guards, options=channel_options(max_message_bytes))
+        options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
+        self._server = grpc.aio.server(interceptors=guards, options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names: list[str] = []
