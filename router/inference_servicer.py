@@ -17,7 +17,6 @@ from router.bounded_pool import BoundedPool
 from router.choice_stream import ChoiceStream, call_attributes
 from router.events import Fail
 from router.shell import RouterShell
-from router.write_turns import Turn, WriteTurns
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
@@ -35,7 +34,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
-        self._turns = WriteTurns()
 
     def _remaining_s(self, context: Context) -> float:
         return remaining_s(context, self._config.default_timeout_s)
@@ -62,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             attributes = call_attributes(operation, self._tokenizer.info.name, request_id)
             self._shell.refuse(error, headers, arrived_at, attributes)
             raise
-        turn = Turn(self._turns)
+        changed = asyncio.Event()
         streams = [
             ChoiceStream(
                 choice=choice,
@@ -73,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 arrived_at=arrived_at,
                 text=TextStream(self._tokenizer.detokenizer(), generation.stop_strings),
                 root=self._shell.telemetry.start_root(headers, arrived_at),
-                turn=turn,
+                changed=changed,
             )
             for choice, choice_request in enumerate(generation.choices)
         ]
@@ -81,7 +79,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._shell.open(streams, deadline)
             # WRITE_GRACE_S lets the machine end the request at the deadline first.
             async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
-                await self._write_all(streams, turn, request.min_interval_ms / 1e3, context)
+                await self._write_all(streams, changed, request.min_interval_ms / 1e3, context)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
         finally:
@@ -89,33 +87,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def _write_all(
-        self, streams: list[ChoiceStream], turn: Turn, min_interval_s: float, context: Context
+        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Context
     ) -> None:
         """Write the messages of all choices, to the end of the last one. Raises the error of the first that fails.
 
-        Tokens that arrive before the next turn go into the next message of their choice. So a message is as long as the
+        Tokens that arrive during a write go into the next message of their choice. So a message is as long as the
         client or a busy loop makes it.
         """
-        until = 0.0
         while streams:
-            await turn.wait(until)
-            streams = [stream for stream in streams if await self._write_news(stream, min_interval_s, context)]
-            until = min((stream.write_at for stream in streams if stream.write_at), default=0.0)
-
-    async def _write_news(self, stream: ChoiceStream, min_interval_s: float, context: Context) -> bool:
-        """Write what the choice has for its client. Returns False after the end of the choice."""
-        if stream.result is not None:
-            await self._write_end(stream, context)
-            return False
-        if stream.write_at:
-            if stream.write_at > self._shell.now():
-                return True
-            stream.write_at = 0.0
-        if stream.has_chunk:
-            await context.write(stream.take_chunk())
-            if min_interval_s:
-                stream.write_at = self._shell.now() + min_interval_s
-        return True
+            await changed.wait()
+            changed.clear()
+            for stream in streams:
+                if stream.is_due:
+                    if min_interval_s and stream.result is None:
+                        stream.rest(min_interval_s)
+                    await context.write(stream.take_chunk())
+            for stream in [stream for stream in streams if stream.result is not None]:
+                streams = [other for other in streams if other is not stream]
+                await self._write_end(stream, context)
 
     async def _write_end(self, stream: ChoiceStream, context: Context) -> None:
         if stream.has_chunk:
