@@ -70,7 +70,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._calls[request.request_id] = stream
         item: EmitTokens | DecodeDone | TandemError | None = None
         try:
-            self._driver.ask(DecodeArrived(request, source, deadline))
+            self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence)))
             while isinstance(item := await stream.get(), EmitTokens):
                 await context.write(worker_pb2.DecodeResponse(tokens=_encode_tokens(item)))
             if isinstance(item, TandemError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
 from core.lifecycle import FinishReason, RequestPath, Timeline
 from core.request import Request
@@ -11,7 +12,6 @@ from core.sequence import Sequence
 from core.step import SampledToken
 from router.events import DecodeResult, IndexedTokens, Outcome, PrefillResult
 from router.policy import Candidate
-from router.workers import PrefixHashes
 
 
 def dispatch_id_of(request_id: str, attempt: int) -> str:
@@ -41,7 +41,7 @@ class RoutedRequest:
     arrived_at: float
     deadline: float
     timeline: Timeline
-    hashes: PrefixHashes = field(default_factory=dict)  # of resumed(); computed at the first dispatch
+    hashes: PromptHashes | None = None  # of resumed(); None until the first attempt to dispatch it
     delivered: list[SampledToken] = field(default_factory=list)  # by output index
     early_tokens: dict[int, SampledToken] = field(default_factory=dict)  # by output index; an earlier index is missing
     dispatch: Dispatch | None = None  # the current attempt; None while queued
@@ -67,6 +67,8 @@ class RoutedRequest:
 
     def resumed(self) -> Request:
         """The request for the next worker: the prompt, then the delivered tokens."""
+        if not self.delivered:
+            return self.request
         delivered = tuple(token.token_id for token in self.delivered)
         return replace(self.request, token_ids=self.request.token_ids + delivered)
 
