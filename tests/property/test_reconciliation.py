@@ -36,7 +36,7 @@ class Router:
     ends: deque[str] = field(default_factory=deque)  # on the way back, by dispatch id
     reports: deque[tuple[WorkerLoad, int]] = field(default_factory=deque)  # with the last call that had arrived
     last_arrived: int = 0
-    heard: WorkerLoad = WorkerLoad(WorkerState.SERVING)
+    heard: WorkerLoad = field(default_factory=lambda: WorkerLoad(WorkerState.SERVING))
     num_tokens: dict[int, int] = field(default_factory=dict)  # of each call that was ever started
 
     @property
