@@ -232,25 +232,28 @@ def decode_call(wire: worker_pb2.SequenceRequest) -> CallId:
     return CallId(wire.router_id, wire.call)
 
 
-def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs | None:
-    if token.logprob is None:
-        return None
+def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
+    """`token` must have log-probabilities."""
     return inference_pb2.TokenLogprobs(
-        logprob=token.logprob,
+        logprob=token.logprob or 0.0,
         top=[inference_pb2.Logprob(token_id=token_id, logprob=value) for token_id, value in token.top_logprobs],
     )
 
 
 def encode_token(index: int, token: SampledToken) -> worker_pb2.SampledToken:
-    return worker_pb2.SampledToken(index=index, token_id=token.token_id, logprobs=encode_logprobs(token))
+    logprobs = None if token.logprob is None else encode_logprobs(token)
+    return worker_pb2.SampledToken(index=index, token_id=token.token_id, logprobs=logprobs)
 
 
 def decode_token(wire: worker_pb2.SampledToken) -> tuple[int, SampledToken]:
     """(index in the output, token)"""
     if not wire.HasField("logprobs"):
         return wire.index, SampledToken(wire.token_id)
-    top = tuple((entry.token_id, entry.logprob) for entry in wire.logprobs.top)
-    return wire.index, SampledToken(wire.token_id, wire.logprobs.logprob, top)
+    return wire.index, decode_logprobs(wire.token_id, wire.logprobs)
+
+
+def decode_logprobs(token_id: int, wire: inference_pb2.TokenLogprobs) -> SampledToken:
+    return SampledToken(token_id, wire.logprob, tuple((entry.token_id, entry.logprob) for entry in wire.top))
 
 
 def encode_ledger(ledger: Mapping[Column, int]) -> worker_pb2.Ledger:

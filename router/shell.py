@@ -133,6 +133,9 @@ class RouterShell:
 
     def _perform(self, action: RouterAction) -> None:
         match action:
+            case events.Deliver(request_id=request_id):  # first, because it is by far the most frequent
+                if self._streams[request_id].deliver(action):  # later: the machine has not finished this event
+                    asyncio.get_running_loop().call_soon(self.post, events.StopMatched(request_id))
             case events.StartPrefill():
                 self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
             case events.StartDecode():
@@ -142,12 +145,8 @@ class RouterShell:
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)
-            case events.Deliver(request_id=request_id):
-                stream = self._streams[request_id]
-                stream.results.put_nowait((stream, action))
             case events.Finish() | events.Fail():
-                stream = self._end(action)
-                stream.results.put_nowait((stream, action))
+                self._end(action).changed.set()
             case _:
                 assert_never(action)
 

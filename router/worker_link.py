@@ -1,7 +1,9 @@
-"""The router's connection to one worker: a channel, the report stream, and the open calls.
+"""The router's connection to one worker: a channel, the report stream, the token stream, and the open calls.
 
-The report stream shows that the worker is alive. When the stream breaks, the link subscribes again at once. If that
-fails, the link reports the worker lost and keeps trying until the supervisor removes the worker.
+The report stream shows that the worker is alive. When it breaks, the link subscribes again at once. If that fails, the
+link reports the worker lost and keeps trying until the supervisor removes the worker. The link subscribes to a decode
+worker only while a token stream is open. So the machine dispatches nothing to a worker without a token stream: its loss
+makes the worker suspect until the next snapshot.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import grpc
 import grpc.aio
 
 from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
+from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.service import Endpoint
 from core.worker_load import CallId, WorkerChanges, WorkerLoad
@@ -21,6 +24,7 @@ from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
 from protos.handoff_codec import encode_transfer_id
 from router import events
 from router.events import RouterEvent
+from router.token_stream import TokenStream
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.security import Credentials
 
@@ -59,6 +63,8 @@ class WorkerLink:
         self._updating_peers: asyncio.Task[None] | None = None
         self._failures = 0  # of the report stream, since the last report
         self._join_error = ""  # as logged last
+        self._time_limit: asyncio.Timeout | None = None  # of the Watch call
+        self._tokens = TokenStream(endpoint.service_id, router_id, post, self._on_stream_broken)
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
     def end_watch(self) -> None:
@@ -68,6 +74,7 @@ class WorkerLink:
     async def close(self) -> None:
         updating_peers = [] if self._updating_peers is None else [self._updating_peers]
         await cancel_and_wait([self._watching, *updating_peers, *self._calls.values()])
+        await self._tokens.close()
         await self._channel.close(None)
 
     # ---- reports
@@ -77,8 +84,10 @@ class WorkerLink:
         while True:
             await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
             try:
-                async with asyncio.timeout(None) as time_limit:
-                    await self._follow_reports(time_limit)
+                async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._time_limit:
+                    if self.endpoint.role is ServiceRole.DECODE:
+                        await self._tokens.open(self._decode, self._credentials.metadata)
+                    await self._follow_reports(self._time_limit)
                 self._failures = 0  # a report is missing, or the machine lost the worker: get a fresh snapshot
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 self._failures += 1
@@ -94,6 +103,8 @@ class WorkerLink:
                 self._join_error = str(error)
                 self._failures = len(RETRY_S)
                 self._report_loss(str(error))
+            finally:
+                self._time_limit = None
 
     async def _follow_reports(self, time_limit: asyncio.Timeout) -> None:
         """Post reports in order. Returns when the link has to subscribe again.
@@ -101,13 +112,14 @@ class WorkerLink:
         Raises `InvalidRequest` or `LayoutMismatch` if the worker cannot join.
         """
         loop = asyncio.get_running_loop()
-        time_limit.reschedule(loop.time() + CONNECT_TIMEOUT_S)
         request = worker_pb2.WatchRequest(router_id=self._router_id)
         reports = self._worker.Watch(request, metadata=self._credentials.metadata)
         expected: int | None = None  # number of the next report
         try:
             async for report in reports:
                 time_limit.reschedule(None)  # from now on the machine detects a silent worker
+                if not self._has_token_stream:
+                    return
                 event: RouterEvent
                 if expected is None and report.HasField("snapshot"):
                     event = self._joined(report)
@@ -121,6 +133,15 @@ class WorkerLink:
                 expected = report.sequence_number + 1
         finally:
             reports.cancel()
+
+    @property
+    def _has_token_stream(self) -> bool:
+        return self.endpoint.role is not ServiceRole.DECODE or self._tokens.stream_id != 0
+
+    def _on_stream_broken(self) -> None:
+        """End the Watch call: the worker joins again after the next token stream is open."""
+        if self._time_limit is not None and not self._time_limit.expired():  # else `_watch` pauses
+            self._time_limit.reschedule(asyncio.get_running_loop().time())
 
     def _changes(self, report: worker_pb2.WorkerReport) -> WorkerChanges:
         changes = report_codec.decode_changes(report)
@@ -212,21 +233,17 @@ class WorkerLink:
 
     async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
-        result: events.DecodeResult | TandemError = TandemError("the decode worker ended the stream without a result")
+        result: events.DecodeResult | TandemError
         try:
-            request = worker_pb2.DecodeRequest(
-                sequence=codec.encode_sequence(action.request, CallId(self._router_id, action.call))
-            )
+            if not self._tokens.stream_id:
+                raise WorkerUnavailable("the token stream of the worker is closed")
+            sequence = codec.encode_sequence(action.request, CallId(self._router_id, action.call))
+            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=self._tokens.stream_id)
             if action.source is not None:
                 transfer_id, agent = action.source
                 request.transfer_id = encode_transfer_id(transfer_id)
                 request.source.CopyFrom(codec.encode_agent(agent))
-            async for response in self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata):
-                if response.HasField("finished"):
-                    result = _decode_finished(response.finished)
-                else:
-                    tokens = tuple(codec.decode_token(token) for token in response.tokens.tokens)
-                    self._post(events.DecodeTokens(action.dispatch_id, tokens))
+            result = _decode_finished(await self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata))
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             result = _failure(error)
         self._post(events.DecodeReturned(action.dispatch_id, result))
@@ -236,6 +253,8 @@ def _failure(error: Exception) -> TandemError:
     """The typed error for the exception of a failed call."""
     if isinstance(error, grpc.RpcError):
         return error_from(error)
+    if isinstance(error, WorkerUnavailable):
+        return error
     if isinstance(error, InvalidRequest):  # the worker may run another version; another worker may not
         return WorkerUnavailable(f"the worker's answer cannot be read: {error}")
     logger.error("a call to a worker failed in the router", exc_info=error)
@@ -258,8 +277,11 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
     reason = codec.decode_finish_reason(wire.finish_reason)
     if reason is None:
         return TandemError("the decode worker finished without a finish_reason")
+    if not wire.num_tokens:
+        return TandemError("the decode worker finished without a token")
     return events.DecodeResult(
         finish_reason=reason,
+        num_tokens=wire.num_tokens,
         cached_tokens=wire.cached_tokens,
         queue_s=wire.queue_ms / 1e3,
         prefill_s=wire.prefill_ms / 1e3,

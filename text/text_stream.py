@@ -1,6 +1,7 @@
 """Converts the tokens of one choice to its text, in whole characters, up to the first stop string.
 
-Text that may begin a stop string is held back until later text decides.
+Text that may begin a stop string is held back until later text decides. Text and match do not depend on the division
+of the tokens into runs.
 """
 
 from __future__ import annotations
@@ -17,11 +18,31 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
         self._held = ""
+        self.has_stop_strings = bool(self._stop_strings)
         self.stop_match = ""
 
-    def push(self, token_id: int) -> str:
-        """The text that the client may see after `token_id`, beyond the text returned before."""
-        return self._release(self._detokenizer.push(token_id))
+    def push(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """The text that the client may see after these tokens, beyond the text returned before, and the number of the
+        tokens that belong to the output: the token that completes a stop string is the last one."""
+        if not self.has_stop_strings:
+            return self._detokenizer.push(token_ids), len(token_ids)
+        if self.stop_match:
+            return "", 0
+        before = self._detokenizer.save(), self._held
+        text = self._release(self._detokenizer.push(token_ids))
+        if not self.stop_match or len(token_ids) == 1:
+            return text, len(token_ids)
+        state, self._held = before
+        self._detokenizer.restore(state)
+        return self._push_one_by_one(token_ids)
+
+    def _push_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Find the token that completes a stop string. `token_ids` contain it."""
+        self.stop_match, text, num_used = "", "", 0
+        while not self.stop_match:
+            text += self._release(self._detokenizer.push(token_ids[num_used : num_used + 1]))
+            num_used += 1
+        return text, num_used
 
     def flush(self) -> str:
         """The rest of the text, after the last token."""
