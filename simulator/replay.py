@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from core.block_pool import Column
@@ -46,9 +46,11 @@ class ReplayConfig:
     step_cost: StepCost = H100_8B
     link: LinkCost = RDMA_400G
     message_delay_s: float = 0.0005  # of a message between router and worker; 0.5 to 2.5 times as long
-    worker: WorkerConfig = WorkerConfig()
-    router: RouterConfig = RouterConfig()
-    scheduler: SchedulerConfig = SchedulerConfig(max_batched_tokens=8192, max_running=256, max_waiting=4096)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    router: RouterConfig = field(default_factory=partial(RouterConfig, max_in_flight_per_worker=1024))
+    scheduler: SchedulerConfig = field(
+        default_factory=partial(SchedulerConfig, max_batched_tokens=8192, max_running=256, max_waiting=4096)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,11 @@ class Replay:
         self.world.after(self.config.check_every_s, partial(self._check_again, on_progress))
 
     def check(self) -> None:
-        for node in (*self.routers, *self.workers.values()):
-            node.machine.check()
+        """Every machine checks itself."""
+        for router in self.routers:
+            router.machine.check()
+        for worker in self.workers.values():
+            worker.machine.check()
 
     def _check_left_clean(self) -> None:
         for worker in self.workers.values():

@@ -29,7 +29,7 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from router import events
 from simulator.agent import SimulatedAgent
 from simulator.cost_model import LinkCost, StepCost
-from simulator.memory import WHOLE_BLOCK, Memory
+from simulator.memory import Memory
 from simulator.network import Network
 from simulator.node import TIMER_LATENESS_S
 from simulator.world import SimulationError, World
@@ -40,18 +40,15 @@ Answer = tuple[str, Any]  # (call id, tokens, result or error)
 
 
 class BlankMemory(Memory):
-    """Blocks without content."""
+    """Blocks without content. Reads copy nothing, and digests are off."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def digest(self, block: int, slots: slice = WHOLE_BLOCK) -> int:
-        return 1
-
-    def read(self, block: int, slots: slice = WHOLE_BLOCK) -> list[int]:
+    def read(self, *_: object) -> list[int]:
         return []
 
-    def write(self, block: int, content: list[int], slots: slice = WHOLE_BLOCK) -> None:
+    def write(self, *_: object) -> None:
         pass
 
 

@@ -1,9 +1,9 @@
 """Request traces in the format of Mooncake: arrival times, lengths and block ids instead of text.
 
-Each line of a trace is a JSON object: `timestamp` in ms, `input_length`, `output_length` and `hash_ids`. A hash id names
-the content of one block of 512 tokens and of all blocks before it; the last block of a prompt may be partial. Token i
-of block h becomes the token id 512 h + i. So two prompts have a common prefix of tokens exactly where they have a common
-prefix of hash ids.
+Each line of a trace is a JSON object: `timestamp` in ms, `input_length`, `output_length` and `hash_ids`. A hash id
+names the content of one block of 512 tokens and of all blocks before it; the last block of a prompt may be partial.
+Token i of block h becomes the token id 512 h + i. So two prompts have a common prefix of tokens exactly where they have
+a common prefix of hash ids.
 """
 
 from __future__ import annotations
