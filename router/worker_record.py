@@ -4,8 +4,12 @@ A report counts the calls of all routers that had arrived when its load was take
 number are on the way; the router adds them. So the view is the report plus what the report cannot have yet, and several
 routers see the same truth:
 
-    queued tokens = as reported + the tokens of calls on the way
+    queued tokens = as reported + the tokens of calls on the way x the routers with open calls
     sequences     = as reported - those of this router + the open calls of this router, which it knows exactly
+
+The calls of other routers on the way are unseen. The other routers see the same reports and choose alike, so each call
+of this router on the way stands for one of every router. Otherwise all routers choose the same worker between two
+reports.
 
 A call that never arrives ends at this router, like every other call, and then counts no more.
 """
@@ -32,6 +36,7 @@ class WorkerRecord:
     reported_at: float
     router_id: str  # of this router
     max_in_flight: int  # of all routers together
+    num_routers: int = 1  # with open calls on any worker; this router counts always
     paths: dict[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by peer
     suspect: bool = False  # a call failed; the router dispatches nothing to the worker until its next report
     dispatched: dict[str, int] = field(default_factory=dict)  # open dispatches of this router -> number of the call
@@ -68,7 +73,7 @@ class WorkerRecord:
         load, num_own = self.load, len(self.dispatched)
         num_reported_own = load.router_calls.get(self.router_id, _NO_CALLS).num_open
         num_sequences = max(0, load.num_calls - num_reported_own) + num_own
-        num_queued_tokens = load.num_queued_tokens + sum(self.on_the_way.values())
+        num_queued_tokens = load.num_queued_tokens + self.num_routers * sum(self.on_the_way.values())
         self.view = WorkerView(self.worker_id, num_queued_tokens, num_sequences, num_own)
         self.has_room = load.state is WorkerState.SERVING and not self.suspect and num_sequences < self.max_in_flight
 

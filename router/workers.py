@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 from core.block_hash import PromptHashes, root_hash
@@ -29,6 +30,8 @@ class WorkerTable:
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
         self._longest_request: int | None = None
+        self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
+        self._num_routers = 1  # with open calls; this router counts always
         self.index = PrefixIndex()
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self.room_changed = True
@@ -42,7 +45,12 @@ class WorkerTable:
         if known is not None:
             record.dispatched, record.on_the_way = known.dispatched, known.on_the_way
             record.take_load(record.load)
+            self._count_routers(known, -1)
+        self._count_routers(record, 1)
+        record.num_routers = self._num_routers
+        record.refresh()
         self._records[record.worker_id] = self._pools[record.role][record.worker_id] = record
+        self._set_num_routers()
         self.index.replace(record.worker_id, cached_blocks)
         self._update_pools(record.reported_at)
 
@@ -66,7 +74,10 @@ class WorkerTable:
         was_usable, last_state = self._usable(record, now), record.load.state
         record.reported_at, was_suspect, record.suspect = now, record.suspect, False
         if changes.load is not None:
+            self._count_routers(record, -1)
             record.take_load(changes.load)
+            self._count_routers(record, 1)
+            self._set_num_routers()
         elif was_suspect:
             record.refresh()
         for sequence_hashes, is_stored in changes.blocks:
@@ -85,10 +96,28 @@ class WorkerTable:
     def leave(self, worker_id: str, now: float) -> WorkerRecord | None:
         record = self._records.pop(worker_id, None)
         if record is not None:
+            self._count_routers(record, -1)
             self.index.forget(worker_id)
             del self._pools[record.role][worker_id]
+            self._set_num_routers()
             self._update_pools(now)
         return record
+
+    def _count_routers(self, record: WorkerRecord, change: int) -> None:
+        """Add (1) or remove (-1) the other routers in the load of a worker. Call `_set_num_routers` afterwards."""
+        for router_id in record.load.router_calls:
+            if router_id != record.router_id:
+                self._other_routers[router_id] += change
+                if not self._other_routers[router_id]:
+                    del self._other_routers[router_id]
+
+    def _set_num_routers(self) -> None:
+        """Tell every record how many routers have open calls, this one included."""
+        if self._num_routers != len(self._other_routers) + 1:
+            self._num_routers = len(self._other_routers) + 1
+            for record in self._records.values():
+                record.num_routers = self._num_routers
+                record.refresh()
 
     def _update_pools(self, now: float) -> None:
         """Compute what follows from the workers of both pools and from their states."""
@@ -202,6 +231,9 @@ class WorkerTable:
         self.index.check()
         assert (self.served_until == math.inf) == self.has_role(ServiceRole.DECODE)
         assert sum(map(len, self._pools.values())) == len(self._records)
+        routers = Counter(name for r in self._records.values() for name in r.load.router_calls if name != r.router_id)
+        assert routers == self._other_routers
+        assert all(r.num_routers == self._num_routers == len(routers) + 1 for r in self._records.values())
         for record in self._records.values():
             record.check()
             assert len(record.dispatched) <= self._config.max_in_flight_per_worker

@@ -159,11 +159,31 @@ def test_a_load_is_the_report_and_the_calls_that_had_not_arrived() -> None:
     assert view() == (50, 2)
     others = {"another": RouterCalls(70, 3)}
     router.report("D", num_queued_tokens=100, num_calls=4, router_calls=others | {"router": RouterCalls(1, 1)})  # type: ignore[arg-type]
-    assert view() == (130, 5), "call 2 was on the way"
+    assert view() == (160, 5), "call 2 was on the way, and stands for a call of the other router too"
     router.report("D", num_queued_tokens=90, num_calls=5, router_calls=others | {"router": RouterCalls(2, 2)})  # type: ignore[arg-type]
     assert view() == (90, 5)
     router.decode_fails(LOST, "b#1")  # the end is faster than the next report
     assert view() == (90, 4)
+
+
+def test_a_call_on_the_way_counts_once_for_each_router_with_open_calls() -> None:
+    """Every router sees the same reports and chooses alike; their calls on the way are unseen."""
+    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=99), prefill=(), decode=("D", "E"))
+
+    def queued() -> list[int]:
+        return [router.machine.workers.chosen(name).view.num_queued_tokens for name in ("D", "E")]
+
+    router.arrive(request("a", prompt=range(1, 21)))
+    assert queued() == [20, 0]
+    router.report("E", num_calls=2, router_calls={"second": RouterCalls(9, 1), "third": RouterCalls(5, 1)})  # type: ignore[arg-type]
+    assert queued() == [60, 0], "the routers on any worker count"
+    router.report("D", num_queued_tokens=7, num_calls=1, router_calls={"second": RouterCalls(8, 1)})  # type: ignore[arg-type]
+    assert queued() == [67, 0]
+    router.report("E")
+    assert queued() == [47, 0], "the second router has a call on D, the third none"
+    router.report("D", num_queued_tokens=20, num_calls=1, router_calls={"router": RouterCalls(1, 1)})  # type: ignore[arg-type]
+    assert queued() == [20, 0], "the call has arrived"
+    router.machine.workers.check()
 
 
 def test_a_call_that_never_arrives_counts_until_it_ends() -> None:
