@@ -9,16 +9,16 @@ from typing import Any, assert_never
 
 from core.config import RouterConfig
 from core.errors import TandemError
-from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.request import Request
+from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived
 from prefill_worker.machine import PrefillArrived
 from router import events
 from router.machine import RouterMachine
 from simulator.network import Network
 from simulator.node import TIMER_LATENESS_S
-from simulator.replay_worker import Answer, ReplayWorker
+from simulator.replay_worker import ReplayWorker
 from simulator.world import World
 
 
@@ -55,17 +55,16 @@ class ReplayRouter:
     ) -> None:
         """`on_end` is called at the end of each request."""
         self.name = name
-        self.machine = RouterMachine(config, lambda: world.random.getrandbits(128))
+        self.machine = RouterMachine(config, lambda: world.random.getrandbits(128), router_id=name)
         self._world, self._network, self._workers, self._config = world, network, workers, config
         self._on_end = on_end
         self._served: dict[str, Served] = {}  # by request id
         self._timer_at: float | None = None
-        self._answer_paths = {
-            worker.worker_id: partial(self._send, worker.worker_id, name, partial(self._on_answers, worker.spec.role))
-            for worker in workers.values()
+        self._paths = {
+            worker.worker_id: partial(self._send, worker.worker_id, name, self.post) for worker in workers.values()
         }
         for worker in workers.values():
-            worker.subscribe(partial(self._send, worker.worker_id, name, self.post))
+            worker.subscribe(self._paths[worker.worker_id])
 
     # ---- the driver
 
@@ -101,21 +100,23 @@ class ReplayRouter:
     def _perform(self, action: events.RouterAction) -> None:
         now = self._world.now
         match action:
-            case events.StartPrefill(_, worker_id, request, transfer_id, reader, timeout_s):
-                self._call(worker_id, PrefillArrived(request, transfer_id, reader, now + timeout_s))
-            case events.StartDecode(_, worker_id, request, source, timeout_s):
-                self._call(worker_id, DecodeArrived(request, source, now + timeout_s))
+            case events.StartPrefill(_, worker_id, request, transfer_id, reader, timeout_s, number):
+                call = CallId(self.name, number)
+                self._call(worker_id, PrefillArrived(request, transfer_id, reader, now + timeout_s, call))
+            case events.StartDecode(_, worker_id, request, source, timeout_s, number):
+                call = CallId(self.name, number)
+                self._call(worker_id, DecodeArrived(request, source, now + timeout_s, call))
             case events.CancelDispatch(dispatch_id):
                 for worker_id, worker in self._workers.items():
                     self._send(self.name, worker_id, worker.cancel, dispatch_id)
             case events.UpdatePeers(worker_id, changes):
                 for change in changes:
                     self._send(self.name, worker_id, self._workers[worker_id].post, change)
-            case events.Deliver(request_id, _, tokens):
+            case events.Deliver(request_id, _, token_ids, _):
                 served = self._served[request_id]
                 served.first_token_at = served.first_token_at or now
                 served.last_token_at = now
-                served.num_tokens += len(tokens)
+                served.num_tokens += len(token_ids)
             case events.Finish(request_id, outcome):
                 self._end(self._served.pop(request_id), outcome)
             case events.Fail(request_id, error, _):
@@ -128,19 +129,10 @@ class ReplayRouter:
         self._on_end()
 
     def _call(self, worker_id: str, arrived: PrefillArrived | DecodeArrived) -> None:
-        accept = partial(self._workers[worker_id].accept, caller=self._answer_paths[worker_id])
+        accept = partial(self._workers[worker_id].accept, caller=self._paths[worker_id])
         self._send(self.name, worker_id, accept, arrived)
 
     def _send(self, source: str, target: str, deliver: Any, message: Any) -> None:
         """Deliver a message after the delay of the network. The messages of a connection stay in order."""
         arrives_at = self._network.in_order((source, target), self._network.delay(source, target))
         self._world.at(arrives_at, partial(deliver, message))
-
-    def _on_answers(self, role: ServiceRole, answers: list[Answer]) -> None:
-        for call_id, answer in answers:
-            if isinstance(answer, tuple):
-                self.post(events.DecodeTokens(call_id, answer))
-            elif role is ServiceRole.PREFILL:
-                self.post(events.PrefillReturned(call_id, answer))
-            else:
-                self.post(events.DecodeReturned(call_id, answer))

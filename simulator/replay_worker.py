@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.block_pool import BlockPool, BlockStored
+from core.block_pool import BlockPool
 from core.config import SchedulerConfig, TransferConfig, WorkerConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress
@@ -21,7 +21,8 @@ from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
 from core.scheduler import Scheduler
-from core.step import SampledToken, StepOutput, StepPlan
+from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction, StartRead
 from kv_transfer.machine import TransferMachine
@@ -33,10 +34,11 @@ from simulator.memory import Memory
 from simulator.network import Network
 from simulator.node import TIMER_LATENESS_S
 from simulator.world import SimulationError, World
+from worker.changes import ChangeTracker
 from worker.core import RunStep, StepFinished, WorkerCore
 
 OUTPUT_TOKEN = SampledToken(2**32 - 1)  # in no prompt of a trace
-Answer = tuple[str, Any]  # (call id, tokens, result or error)
+Caller = Callable[[Any], None]  # takes the events of a router
 
 
 class BlankMemory(Memory):
@@ -81,6 +83,13 @@ class ReplayWorkerSpec:
     link: LinkCost
 
 
+@dataclass(slots=True)
+class _OpenCall:
+    caller: Caller
+    number: int
+    num_tokens: int = 0  # sent
+
+
 class ReplayWorker:
     def __init__(self, world: World, network: Network, spec: ReplayWorkerSpec) -> None:
         self.spec = spec
@@ -95,11 +104,11 @@ class ReplayWorker:
         self.busy_s = 0.0  # time in steps
         self.num_computed_tokens = 0
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
-        self._callers: dict[str, Callable[[list[Answer]], None]] = {}  # open calls, by id
-        self._answers: dict[Callable[[list[Answer]], None], list[Answer]] = {}  # of the event being handled
+        self._calls: dict[str, _OpenCall] = {}  # by id
         self._timer_at: float | None = None
         self._subscribers: list[Callable[[Any], None]] = []
         self._changed = False
+        self._tracker = ChangeTracker()
         self._next_report_at = 0.0
         world.after(spec.worker.idle_report_interval_s, self._report_idle)
 
@@ -117,7 +126,6 @@ class ReplayWorker:
     def post(self, event: Any) -> None:
         for action in self.machine.handle(event, self._world.now):
             self._perform(action)
-        self._send_answers()
         self._mark_changed()
         self._set_timer()
 
@@ -144,21 +152,19 @@ class ReplayWorker:
             self.agent.perform(action)
             return
         match action:
-            case RunStep(plan):
+            case RunStep(plan=plan):
                 self._steps.append(plan)
                 if len(self._steps) == 1:
                     self._start_step(plan)
+            case EmitTokens(tokens):
+                self._emit(tokens)
             case PrefillDone(request_id=call_id):
-                self._answer(call_id, _prefill_result(action))
-                self._callers.pop(call_id, None)
+                self._end_call(call_id, _prefill_result(action))
             case DecodeDone(request_id=call_id):
-                self._answer(call_id, _decode_result(action))
-                self._callers.pop(call_id, None)
+                call = self._calls.get(call_id)
+                self._end_call(call_id, _decode_result(action, 0 if call is None else call.num_tokens))
             case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
-                self._answer(call_id, error)
-                self._callers.pop(call_id, None)
-            case EmitTokens(call_id, index, tokens):
-                self._answer(call_id, tuple(enumerate(tokens, start=index)))
+                self._end_call(call_id, error)
             case _:
                 raise SimulationError(f"no code performs {action}")
 
@@ -173,44 +179,50 @@ class ReplayWorker:
         self._steps.popleft()
         if self._steps:
             self._start_step(self._steps[0])
-        sampled = {chunk.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
+        sampled = {chunk.sequence.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
         self.post(StepFinished(StepOutput(plan.step_id, sampled)))
 
     # ---- calls
 
-    def accept(self, arrived: PrefillArrived | DecodeArrived, caller: Callable[[list[Answer]], None]) -> None:
-        """Start a call. `caller` takes answers, all those of one event together."""
+    def accept(self, arrived: PrefillArrived | DecodeArrived, caller: Caller) -> None:
+        """Start a call. `caller` takes its tokens and its end."""
         call_id = arrived.request.request_id
-        self._callers[call_id] = caller
+        self._calls[call_id] = _OpenCall(caller, arrived.call.number)
         try:
             self.post(arrived)
         except TandemError as error:
-            self._answer(call_id, error)
-            del self._callers[call_id]
-            self._send_answers()
+            self._end_call(call_id, error)
 
     def cancel(self, call_id: str) -> None:
-        if self._callers.pop(call_id, None) is not None:
+        if self._calls.pop(call_id, None) is not None:
             is_prefill = self.spec.role is ServiceRole.PREFILL
             self.post(PrefillCancelled(call_id) if is_prefill else DecodeCancelled(call_id))
 
-    def _answer(self, call_id: str, answer: Any) -> None:
-        caller = self._callers.get(call_id)
-        if caller is not None:
-            self._answers.setdefault(caller, []).append((call_id, answer))
+    def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
+        """One message for each router."""
+        rows: dict[Caller, list[tuple[int, int, int]]] = {}
+        for event in tokens:
+            call = self._calls.get(event.sequence_id)
+            if call is not None:
+                call.num_tokens += 1
+                rows.setdefault(call.caller, []).append((call.number, event.index, event.token.token_id))
+        for caller, columns in rows.items():
+            numbers, indexes, token_ids = zip(*columns, strict=True)
+            caller(events.StepTokens(numbers, indexes, token_ids, logprobs={}))
 
-    def _send_answers(self) -> None:
-        answers, self._answers = self._answers, {}
-        for caller, rows in answers.items():
-            caller(rows)
+    def _end_call(self, call_id: str, result: Any) -> None:
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            is_prefill = self.spec.role is ServiceRole.PREFILL
+            call.caller((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
 
     # ---- reports
 
     def subscribe(self, subscriber: Callable[[Any], None]) -> None:
         """Send the snapshot now, and every report from now on."""
         self._publish()
-        blocks, load = tuple(self.pool.registered_hashes()), self.machine.load()
-        subscriber(events.WorkerJoined(self.worker_id, self.spec.role, self.address, blocks, load))
+        blocks, load, paths = tuple(self.pool.registered_hashes()), self.machine.load(), self.machine.transfers.paths
+        subscriber(events.WorkerJoined(self.worker_id, self.spec.role, self.address, blocks, load, paths))
         self._subscribers.append(subscriber)
 
     def _mark_changed(self) -> None:
@@ -224,16 +236,17 @@ class ReplayWorker:
 
     def _report_idle(self) -> None:
         if self._world.now >= self._next_report_at:
-            self._publish()
+            self._publish(unchanged=True)
         self._world.after(self.spec.worker.idle_report_interval_s, self._report_idle)
 
-    def _publish(self) -> None:
+    def _publish(self, *, unchanged: bool = False) -> None:
+        """Send what has changed; without changes, an empty report if `unchanged`."""
         self._changed = False
         self._next_report_at = self._world.now + self.spec.worker.report_interval_s
-        changes = tuple((event.sequence_hash, isinstance(event, BlockStored)) for event in self.pool.drain_events())
-        report = events.WorkerReported(self.worker_id, self.machine.load(), changes)
-        for subscriber in self._subscribers:
-            subscriber(report)
+        changes = self._tracker.take(self.machine.load(), self.pool.drain_events(), self.machine.transfers.paths)
+        if changes is not None or unchanged:
+            for subscriber in self._subscribers:
+                subscriber(events.WorkerReported(self.worker_id, changes or WorkerChanges()))
 
 
 def _prefill_result(done: PrefillDone) -> events.PrefillResult:
@@ -244,10 +257,11 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     )  # fmt: skip
 
 
-def _decode_result(done: DecodeDone) -> events.DecodeResult:
+def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
     timeline = done.timeline
     return events.DecodeResult(
         finish_reason=done.finish_reason,
+        num_tokens=num_tokens,
         cached_tokens=done.cached_tokens,
         queue_s=timeline.seconds_in(Stage.QUEUE),
         prefill_s=timeline.seconds_in(Stage.PREFILL),

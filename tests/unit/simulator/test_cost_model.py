@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.request import SamplingParams
-from core.step import ScheduledChunk, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from simulator.cost_model import H100_8B, layout_8b
 
 # (concurrency, prompt, output) -> measured gap between tokens in ms: Llama-3.1-8B-Instruct, one H100, TensorRT-LLM.
@@ -17,7 +17,8 @@ MEASURED_MS = {
 
 
 def chunk(start: int, num_tokens: int) -> ScheduledChunk:
-    return ScheduledChunk(f"{start}", (), 1, start, num_tokens, (), True, SamplingParams(max_tokens=1))
+    view = SequenceView("s", (), 1, (), SamplingParams(max_tokens=1))
+    return ScheduledChunk(view, start, num_tokens, samples=True, promised=False)
 
 
 def test_the_fit_is_within_8_percent_of_measured_gaps() -> None:
