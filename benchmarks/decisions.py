@@ -152,6 +152,7 @@ class _FleetWorker:
         self._number, self._role, self._busy, self._config = number, role, busy, config
         self._tracker = ChangeTracker()
         self._load = LOAD
+        self._is_watched = False
         self._next_hash = (number + 1) << 40
         self._paths = tuple(
             PathStatus(f"peer-{peer}", PathState.FINE, Lane.RDMA, 2e10, 2.5e10, 1e-5) for peer in range(REPORTED_PATHS)
@@ -171,11 +172,13 @@ class _FleetWorker:
         reporting = asyncio.create_task(self.feed.run())
         await asyncio.sleep(self._config.report_interval_s * self._number / NUM_WORKERS)
         while self._busy:
-            self.feed.mark_changed()
+            if self._is_watched:
+                self.feed.mark_changed()
             await asyncio.sleep(self._config.report_interval_s)
         await reporting
 
     def _snapshot(self) -> worker_pb2.WorkerReport:
+        self._is_watched = True
         report = report_codec.encode_changes(WorkerChanges(self._load, paths=self._paths))
         report.snapshot.worker_id, report.snapshot.role = self.worker_id, codec.ROLE_TO_WIRE[self._role]
         report.snapshot.agent.CopyFrom(codec.encode_agent(_agent(self._number)))
@@ -183,7 +186,7 @@ class _FleetWorker:
         return report
 
     def _changes(self) -> worker_pb2.WorkerReport | None:
-        block_events = self._work() if self._busy else []
+        block_events = self._work() if self._busy and self._is_watched else []
         changes = self._tracker.take(self._load, block_events, self._paths)
         return None if changes is None else report_codec.encode_changes(changes)
 
@@ -272,7 +275,7 @@ async def _follow_fleet(endpoints: list[Endpoint], seconds: float) -> ReportCost
     driver: Driver[Any, Any] = Driver(machine, lambda _: None, fail)
     links = [WorkerLink(endpoint, "router", post, is_known, OPEN) for endpoint in endpoints]
     try:
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60.0):
             await all_joined.wait()
         await asyncio.sleep(0.5)
         num_before, began, used = num_reports, time.monotonic(), time.process_time()
