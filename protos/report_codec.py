@@ -7,6 +7,7 @@ of reports a second, so `decode_load` and `decode_changes` convert only what a r
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from core.block_pool import Column
 from core.errors import InvalidRequest
@@ -21,8 +22,10 @@ _COUNTS = (
     "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions",
     "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks",
 )  # fmt: skip
-_COLUMNS = tuple((column, column.value) for column in Column)
-_TRANSFERS = tuple((state, state.value) for state in LIVE_STATES)
+_COLUMNS = tuple(Column)
+_read_counts = attrgetter(*_COUNTS)
+_read_ledger = attrgetter(*(column.value for column in Column))
+_read_transfers = attrgetter(*(state.value for state in LIVE_STATES))
 
 
 def encode_load(load: WorkerLoad, paths: Iterable[PathStatus] = ()) -> worker_pb2.LoadReport:
@@ -42,13 +45,12 @@ def encode_load(load: WorkerLoad, paths: Iterable[PathStatus] = ()) -> worker_pb
 def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
     if wire.state not in codec.STATE_FROM_WIRE:
         raise InvalidRequest("load.state", f"{wire.state} is not a WorkerState")
-    ledger, transfers = wire.ledger, wire.transfers
     return WorkerLoad(
         state=codec.STATE_FROM_WIRE[wire.state],
-        ledger={column: getattr(ledger, name) for column, name in _COLUMNS},
-        transfers={state: getattr(transfers, name) for state, name in _TRANSFERS},
+        ledger=dict(zip(_COLUMNS, _read_ledger(wire.ledger), strict=True)),
+        transfers=dict(zip(LIVE_STATES, _read_transfers(wire.transfers), strict=True)),
         router_calls={calls.router_id: RouterCalls(calls.last_call, calls.num_open) for calls in wire.router_calls},
-        **{name: getattr(wire, name) for name in _COUNTS},
+        **dict(zip(_COUNTS, _read_counts(wire), strict=True)),
     )
 
 

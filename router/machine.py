@@ -352,8 +352,7 @@ class RouterMachine:
         actions: list[RouterAction] = []
         for kind, name in self._deadlines.expire(now):
             if kind == "worker":
-                lost = events.WorkerLost(name, f"silent for {self._config.worker_lost_s:g} s")
-                actions += self._on_lost(lost, now)
+                actions += self._lose_silent(name, now)
                 continue
             if kind == "absent peers":
                 actions += self._drop_absent_peers(name, now)
@@ -413,9 +412,18 @@ class RouterMachine:
         return [*peer_discovery.drop_absent_peers(record, self.workers)]
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
-        if self.workers.take_report(event.worker_id, event.changes, now):
-            self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
+        self.workers.take_report(event.worker_id, event.changes, now)
         return []
+
+    def _lose_silent(self, worker_id: str, now: float) -> list[RouterAction]:
+        """Check a worker `worker_lost_s` after a report. Reports come by the thousand, so they move no deadline."""
+        record = self.workers.get(worker_id)
+        assert record is not None, "the deadline ends with the worker"
+        due = record.reported_at + self._config.worker_lost_s
+        if due > now:
+            self._deadlines.set(("worker", worker_id), due)
+            return []
+        return self._on_lost(events.WorkerLost(worker_id, f"silent for {self._config.worker_lost_s:g} s"), now)
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
         record = self.workers.leave(event.worker_id, now)
