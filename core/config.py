@@ -167,7 +167,7 @@ class RouterConfig:
     host: str = "127.0.0.1"  # address that the router listens on; 0.0.0.0 = every address of this machine
     port: int = 50051  # 0 = any free port
     max_queued: int = 1024  # requests waiting for a worker; more are refused with RESOURCE_EXHAUSTED
-    max_in_flight_per_worker: int = 64  # unfinished requests on one decode worker
+    max_in_flight_per_worker: int = 64  # unfinished requests on one worker, of all routers together
     default_timeout_s: float = 600.0  # time limit of a call without a deadline
     max_attempts: int = 3  # dispatches of one request in a row that deliver no token
     retry_pause_s: float = 0.05  # pause before the third of them, doubled for each later one; the second has none

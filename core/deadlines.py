@@ -18,6 +18,8 @@ class Deadlines(Generic[K]):
         self._order = 0  # orders equal deadlines, as keys need not be comparable
 
     def set(self, key: K, when: float) -> None:
+        if self._when.get(key) == when:
+            return  # a second entry would not be stale
         self._when[key] = when
         self._order += 1
         heapq.heappush(self._heap, (when, self._order, key))

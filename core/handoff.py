@@ -30,6 +30,9 @@ class OwnerState(Enum):
     EXPIRED = "expired"  # the puller sent nothing for a whole lease
     ABORTED = "aborted"
 
+    # Each decoded report hashes the states, and Enum.__hash__ is slow Python code.
+    __hash__ = object.__hash__
+
 
 class PullerState(Enum):
     RESERVED = "reserved"  # waits for target blocks; heartbeats renew the lease
@@ -39,6 +42,8 @@ class PullerState(Enum):
     COMPLETE = "complete"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+    __hash__ = object.__hash__
 
 
 OWNER_STEPS: dict[OwnerState, frozenset[OwnerState]] = {

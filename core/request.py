@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import xxhash
 
+from core.block_hash import pack_token_ids
 from core.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
@@ -109,6 +111,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0  # lower goes first
     cache_salt: str = ""
+    _packed: bytes | None = field(init=False, default=None, repr=False, compare=False)  # token_ids, once packed
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
@@ -124,6 +127,20 @@ class Request:
     def max_total_tokens(self) -> int:
         return self.num_prompt_tokens + self.sampling.max_tokens
 
+    def packed_token_ids(self) -> bytes:
+        """`token_ids` as little-endian u32. Computed at the first call: a long prompt takes a while."""
+        if self._packed is None:
+            object.__setattr__(self, "_packed", pack_token_ids(self.token_ids))
+        assert self._packed is not None
+        return self._packed
+
+    def derive(self, **changes: Any) -> Request:
+        """A copy with other fields, but the same tokens, which stay packed."""
+        assert "token_ids" not in changes
+        copy = replace(self, **changes)
+        object.__setattr__(copy, "_packed", self._packed)
+        return copy
+
     def validate_for(self, vocab_size: int, context_length: int) -> None:
         """Raise `InvalidRequest` if a model of these sizes cannot run this request."""
         if self.max_total_tokens > context_length:
@@ -137,9 +154,9 @@ class Request:
             ("stop_token_ids", self.sampling.stop_token_ids),
             ("logit_bias", self.sampling.logit_bias),
         ):
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise InvalidRequest(name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
+            if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+                token_id = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+                raise InvalidRequest(name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
 
 
 def uniform_draw(seed: int, position: int) -> float:

@@ -1,14 +1,34 @@
-"""The load that a worker reports to routers, as `LoadReport` of worker.proto."""
+"""What a worker reports to routers: its load, and the changes of load, prefix cache and paths (worker.proto)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.block_pool import Column
 from core.handoff import OwnerState, PullerState
 from core.lifecycle import WorkerState
 from core.paths import PathStatus
+
+BlockRun = tuple[Sequence[int], bool]  # sequence hashes in order; True = stored in the prefix cache, False = removed
+
+
+class CallId(NamedTuple):
+    """A call of a router to a worker. A router numbers its calls 1, 2, 3, ... in the order in which it starts them."""
+
+    router_id: str
+    number: int
+
+
+NO_CALL = CallId("", 0)  # of a sequence that no router has sent
+
+
+class RouterCalls(NamedTuple):
+    """The calls of one router that a worker has admitted."""
+
+    last_call: int = 0  # the highest number
+    num_open: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +38,8 @@ class WorkerLoad:
     state: WorkerState
     num_running: int = 0
     num_waiting: int = 0
+    num_calls: int = 0  # open, of all routers
+    router_calls: Mapping[str, RouterCalls] = field(default_factory=dict)  # by router id; only routers with open calls
     num_pulls_waiting: int = 0
     num_queued_tokens: int = 0  # tokens to compute before every sequence of the worker is in decode
     ledger: Mapping[Column, int] = field(default_factory=dict)
@@ -32,4 +54,13 @@ class WorkerLoad:
     num_malformed_messages: int = 0  # dropped notifications that could not be decoded
     num_dropped_messages: int = 0  # dropped messages: late, repeated, foreign, or of an unknown transfer
     num_corrupt_blocks: int = 0  # blocks read from peers with bytes that do not match the digest
-    paths: tuple[PathStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanges:
+    """The content of a report: what has changed since the report before."""
+
+    load: WorkerLoad | None = None  # None = unchanged
+    blocks: tuple[BlockRun, ...] = ()
+    paths: tuple[PathStatus, ...] = ()  # new and changed ones
+    removed_paths: tuple[str, ...] = ()  # names of peers

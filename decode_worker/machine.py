@@ -24,7 +24,7 @@ from core.machine import Tick
 from core.request import Request
 from core.sequence import Rank, Sequence
 from core.step import SampledToken, StepOutput, TokenEvent
-from core.worker_load import WorkerLoad
+from core.worker_load import NO_CALL, CallId, WorkerLoad
 from kv_transfer.events import (
     AgentAction,
     OfferEnded,
@@ -44,6 +44,7 @@ class DecodeArrived:
     request: Request
     source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
     deadline: float
+    call: CallId = NO_CALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class DecodeMachine:
     def _on_arrived(self, event: DecodeArrived, now: float) -> list[DecodeAction]:
         if self.core.draining:
             raise WorkerUnavailable("this decode worker is draining")
-        sequence = self.core.admit(event.request, event.deadline, now)
+        sequence = self.core.admit(event.request, event.deadline, now, call=event.call)
         try:
             actions = self._take_in(sequence, event.source, now)
         except TandemError:

@@ -113,7 +113,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         call = _Call(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         try:
-            self._driver.ask(DecodeArrived(request, source, deadline))
+            self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence)))
             end = await call.end
         finally:
             del self._calls[request.request_id]

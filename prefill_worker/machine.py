@@ -25,7 +25,7 @@ from core.machine import Tick
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken, ScheduledChunk, StepOutput
-from core.worker_load import WorkerLoad
+from core.worker_load import NO_CALL, CallId, WorkerLoad
 from kv_transfer.events import AgentAction, TransferAction, TransferEvent, TransferResult
 from kv_transfer.machine import TransferMachine
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
@@ -39,6 +39,7 @@ class PrefillArrived:
     transfer_id: TransferId
     reader: AgentAddress
     deadline: float
+    call: CallId = NO_CALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class PrefillMachine:
     def _on_arrived(self, event: PrefillArrived, now: float) -> list[PrefillAction]:
         if self.core.draining:
             raise WorkerUnavailable("this prefill worker is draining")
-        sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1)
+        sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
             self.core.scheduler.add(sequence)
             actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))

@@ -62,7 +62,8 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
     async def _compute(self, wire: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillDone:
         request = codec.decode_sequence(wire.sequence)
         transfer_id, reader = codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.reader)
-        arrived = PrefillArrived(request, transfer_id, reader, self._driver.now() + timeout_s)
+        deadline = self._driver.now() + timeout_s
+        arrived = PrefillArrived(request, transfer_id, reader, deadline, codec.decode_call(wire.sequence))
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         answer: asyncio.Future[PrefillDone] = asyncio.get_running_loop().create_future()

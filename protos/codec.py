@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from core.block_hash import unpack_token_ids
 from core.block_pool import Column
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
@@ -17,9 +18,8 @@ from core.lifecycle import FinishReason, RequestPath, ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams, check_num_logit_biases, check_num_stop_token_ids
 from core.step import SampledToken
-from core.worker_load import WorkerLoad
+from core.worker_load import NO_CALL, CallId
 from protos import handoff_codec, inference_pb2, worker_pb2
-from protos.path_codec import decode_path, encode_path
 
 ROLE_TO_WIRE = {
     ServiceRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -152,12 +152,11 @@ def decode_transfer_id(wire: bytes) -> TransferId:
         raise InvalidRequest("transfer_id", str(error)) from error
 
 
-def encode_sequence(request: Request, call: int) -> worker_pb2.SequenceRequest:
-    """`call` is the number of the call that carries the sequence."""
+def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.SequenceRequest:
     sampling = request.sampling
     return worker_pb2.SequenceRequest(
         request_id=request.request_id,
-        token_ids=request.token_ids,
+        packed_token_ids=request.packed_token_ids(),
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=inference_pb2.SamplingParams(
             temperature=sampling.temperature,
@@ -178,7 +177,8 @@ def encode_sequence(request: Request, call: int) -> worker_pb2.SequenceRequest:
         logprobs=sampling.num_logprobs,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        call=call,
+        call=call.number,
+        router_id=call.router_id,
     )
 
 
@@ -213,14 +213,23 @@ def decode_sampling(
 
 def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
     logprobs = wire.logprobs if wire.HasField("logprobs") else None
+    try:
+        token_ids = unpack_token_ids(wire.packed_token_ids)
+    except ValueError as error:
+        num_bytes = len(wire.packed_token_ids)
+        raise InvalidRequest("packed_token_ids", f"must have 4 bytes for each token, has {num_bytes} bytes") from error
     return Request(
         request_id=wire.request_id,
-        token_ids=tuple(wire.token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=wire.num_prompt_tokens,
         sampling=decode_sampling(wire.sampling, wire.stop, logprobs, {"max_tokens": 0}),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
     )
+
+
+def decode_call(wire: worker_pb2.SequenceRequest) -> CallId:
+    return CallId(wire.router_id, wire.call)
 
 
 def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
@@ -247,13 +256,6 @@ def decode_logprobs(token_id: int, wire: inference_pb2.TokenLogprobs) -> Sampled
     return SampledToken(token_id, wire.logprob, tuple((entry.token_id, entry.logprob) for entry in wire.top))
 
 
-_LOAD_COUNTS = (
-    "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "num_prefilled_tokens",
-    "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions",
-    "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks",
-)  # fmt: skip
-
-
 def encode_ledger(ledger: Mapping[Column, int]) -> worker_pb2.Ledger:
     return worker_pb2.Ledger(**{column.value: count for column, count in ledger.items()})
 
@@ -268,27 +270,4 @@ def encode_holder(holder: BlockHolder) -> worker_pb2.BlockHolder:
         num_counted=holder.num_counted,
         age_ms=holder.age_s * 1e3,
         peer=claim.peer,
-    )
-
-
-def encode_load(load: WorkerLoad, *, with_paths: bool = True) -> worker_pb2.LoadReport:
-    return worker_pb2.LoadReport(
-        state=STATE_TO_WIRE[load.state],
-        ledger=encode_ledger(load.ledger),
-        transfers=worker_pb2.TransferCounts(**{state.value: count for state, count in load.transfers.items()}),
-        paths=map(encode_path, load.paths if with_paths else ()),
-        has_paths=with_paths,
-        **{name: getattr(load, name) for name in _LOAD_COUNTS},
-    )
-
-
-def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
-    if wire.state not in STATE_FROM_WIRE:
-        raise InvalidRequest("load.state", f"{wire.state} is not a WorkerState")
-    return WorkerLoad(
-        state=STATE_FROM_WIRE[wire.state],
-        ledger={column: getattr(wire.ledger, column.value) for column in Column},
-        transfers={state: getattr(wire.transfers, state.value) for state in LIVE_STATES},
-        paths=tuple(map(decode_path, wire.paths)),
-        **{name: getattr(wire, name) for name in _LOAD_COUNTS},
     )

@@ -11,10 +11,10 @@ from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
 from core.service import SIZE_FIELDS, FleetRouter, PoolSizes, Scale
-from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2
+from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2, report_codec, worker_pb2
 from router import validation
 from router.bounded_pool import BoundedPool
-from router.policy import Candidate, choose, reason_for
+from router.policy import Candidate, reason_for
 from router.shell import RouterShell
 from router.worker_link import WorkerLink
 from runtime.grpc_server import abort, remaining_s
@@ -80,15 +80,17 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         record = self._shell.machine.workers.get(endpoint.service_id)
         age_s = self._shell.now() - link.reported_at if link.reported_at else 0.0
         if record is not None:
-            state = record.load.state
+            state, load = record.load.state, report_codec.encode_load(record.load, record.paths.values())
+        elif link.load is not None:
+            state, load = WorkerState.LOST, report_codec.encode_load(link.load)
         else:
-            state = WorkerState.LOST if link.reported_at else WorkerState.STARTING
+            state, load = WorkerState.STARTING, worker_pb2.LoadReport()
         return cluster_pb2.FleetWorker(
             worker_id=endpoint.service_id,
             role=codec.ROLE_TO_WIRE[endpoint.role],
             state=codec.STATE_TO_WIRE[state],
             address=endpoint.address,
-            load=link.load if record is None else codec.encode_load(record.load),
+            load=load,
             report_age_ms=age_s * 1e3,
             num_dispatched=0 if record is None else len(record.dispatched),
         )
@@ -101,11 +103,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
                 request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
             )  # fmt: skip
             found = machine.find_candidates(generation.choices[0], self._shell.now())
-            chosen = choose(found, {record.worker_id: len(record.dispatched) for record in machine.workers})
-            if chosen is None:
+            if not found:
                 raise WorkerUnavailable("no worker can take the request now; it would wait in the router's queue")
         except TandemError as error:
             await abort(context, error)
+        chosen = found[0]
         return cluster_pb2.ExplainResponse(
             prompt_tokens=generation.choices[0].num_prompt_tokens,
             candidates=[_encode_candidate(candidate, candidate is chosen) for candidate in found],

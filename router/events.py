@@ -14,10 +14,10 @@ from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, Timeline
 from core.machine import Tick
-from core.paths import PeerJoined, PeerLeft
+from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.request import Request
 from core.step import SampledToken
-from core.worker_load import WorkerLoad
+from core.worker_load import WorkerChanges, WorkerLoad
 from router.policy import Candidate
 
 # ---- events
@@ -55,13 +55,13 @@ class WorkerJoined:
     agent: AgentAddress
     cached_blocks: tuple[int, ...]
     load: WorkerLoad
+    paths: tuple[PathStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
     worker_id: str
-    load: WorkerLoad
-    block_changes: tuple[tuple[int, bool], ...] = ()  # (sequence hash, True = stored, False = removed), in order
+    changes: WorkerChanges
 
 
 @dataclass(frozen=True, slots=True)

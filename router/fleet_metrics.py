@@ -12,7 +12,8 @@ from core.paths import PathState
 from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
 from router.events import Fail, Finish
 from router.machine import RouterMachine
-from router.workers import WorkerRecord, WorkerTable
+from router.worker_record import WorkerRecord
+from router.workers import WorkerTable
 from runtime.metrics import REQUEST, Metric, Metrics, Reading
 
 # Phases of PhaseTimings. The time to the first token and the total have metrics of their own.
@@ -48,7 +49,7 @@ def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
 
 def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
     """The paths of a worker to peers that have not left."""
-    paths = [path for path in record.load.paths if workers.get(path.peer) is not None]
+    paths = [path for path in record.paths.values() if workers.get(path.peer) is not None]
     counts = Counter(path.state for path in paths)
     for state in PathState:
         yield Metric.PATHS, counts[state], {"worker": record.worker_id, "state": state.value}

@@ -14,9 +14,7 @@ Laws:
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
-from dataclasses import replace
 
 from core.config import RouterConfig
 from core.deadlines import Deadlines
@@ -27,32 +25,38 @@ from core.machine import Tick
 from core.request import Request
 from router import events, peer_discovery
 from router.events import RouterAction, RouterEvent
-from router.policy import Candidate, choose
+from router.policy import Candidate
+from router.request_queue import RequestQueue
 from router.routed_request import Dispatch, RoutedRequest, dispatch_id_of, workers_to_avoid
-from router.workers import WorkerRecord, WorkerTable
+from router.worker_record import WorkerRecord
+from router.workers import WorkerTable, hashes_of
 
 MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
 
 
 class RouterMachine:
     """`new_ticket` returns a random 128-bit transfer id. `eos_token_ids` are the end-of-sequence tokens of the model:
-    when a worker dies after it sent one, the machine finishes the request instead of resuming it."""
+    when a worker dies after it sent one, the machine finishes the request instead of resuming it. `router_id` names the
+    router in its calls and in the reports of the workers."""
 
     def __init__(
         self,
         config: RouterConfig,
         new_ticket: Callable[[], TransferId],
         eos_token_ids: frozenset[int] = frozenset(),
+        router_id: str = "router",
     ) -> None:
         self._config = config
         self._new_ticket = new_ticket
         self._eos_token_ids = eos_token_ids
+        self.router_id = router_id
         self.workers = WorkerTable(config)
         self._requests: dict[str, RoutedRequest] = {}
         self._by_dispatch: dict[str, RoutedRequest] = {}
         self._by_call: dict[int, RoutedRequest] = {}  # by number of the decode call
         self._num_calls = 0  # to all workers
-        self._queue: list[RoutedRequest] = []  # by rank
+        self._queue = RequestQueue()
+        self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         # keys: ("request" | "wait" | "retry" | "tokens", request id), ("worker" | "absent peers", worker id)
         self._num_arrived = 0
@@ -76,7 +80,7 @@ class RouterMachine:
         """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, and
         `InvalidRequest` when no pool can hold the request. `WorkerJoined` raises `LayoutMismatch`."""
         actions = self._handlers[type(event)](event, now)
-        if self._queue and not isinstance(event, events.StepTokens):
+        if self._queue:
             actions = actions + self._dispatch_queued(now)
         return actions
 
@@ -94,7 +98,7 @@ class RouterMachine:
 
     def find_candidates(self, request: Request, now: float) -> list[Candidate]:
         """The workers that could take `request` now, cheapest first. Changes nothing."""
-        return self.workers.candidates(request.num_prompt_tokens, self.workers.hashes(request), frozenset(), now)
+        return self.workers.candidates(hashes_of(request), frozenset(), now)
 
     # ---- requests arrive and wait
 
@@ -119,18 +123,22 @@ class RouterMachine:
         return routed
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
-        routed.hashes, routed.queued_at = {}, now
-        insort(self._queue, routed, key=lambda queued: queued.rank)
+        routed.hashes, routed.queued_at = None, now
+        self._queue.add(routed, now)
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
 
     def _dispatch_queued(self, now: float) -> list[RouterAction]:
-        """Dispatch queued requests in rank order until one finds no worker with room. Skip retries that still pause."""
+        """Dispatch queued requests in rank order until one finds no worker with room. Skip retries that still pause.
+
+        A request that found no room is priced again only after a change of room: events come by the thousand.
+        """
         actions: list[RouterAction] = []
-        while routed := next((queued for queued in self._queue if queued.not_before <= now), None):
-            num_tokens = len(routed.request.token_ids) + len(routed.delivered)
-            routed.hashes = routed.hashes or self.workers.hashes(routed.resumed())
-            found = self.workers.candidates(num_tokens, routed.hashes, routed.failed_workers, now)
-            candidate = choose(found, {r.worker_id: len(r.dispatched) for r in self.workers})
+        while (routed := self._queue.first(now)) is not None:
+            if routed is self._blocked and not self.workers.room_changed:
+                break
+            routed.hashes = routed.hashes or hashes_of(routed.resumed())
+            candidate = self.workers.choose(routed.hashes, routed.failed_workers, now)
+            self._blocked, self.workers.room_changed = (routed if candidate is None else None), False
             if candidate is None:
                 break
             self._queue.remove(routed)
@@ -149,17 +157,17 @@ class RouterMachine:
         routed.last_dispatch = routed.dispatch
         self._by_dispatch[dispatch_id] = self._by_call[call] = routed
         # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.
-        request = replace(routed.resumed(), request_id=dispatch_id)
+        request = routed.resumed().derive(request_id=dispatch_id)
         timeout_s = max(0.0, routed.deadline - now)
         decode = self.workers.chosen(candidate.decode_worker)
         if candidate.prefill_worker is None:
-            decode.dispatched[dispatch_id] = candidate.uncached_tokens
+            decode.add_call(dispatch_id, call, candidate.uncached_tokens)
             return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
         prefill = self.workers.chosen(candidate.prefill_worker)
-        decode.dispatched[dispatch_id] = 0
-        prefill.dispatched[dispatch_id] = candidate.uncached_tokens
+        decode.add_call(dispatch_id, call, 0)
         ticket = self._new_ticket()
         self._num_calls += 1
+        prefill.add_call(dispatch_id, self._num_calls, candidate.uncached_tokens)
         return [
             events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call),
             events.StartPrefill(
@@ -330,8 +338,9 @@ class RouterMachine:
     def _forget(self, routed: RoutedRequest, now: float) -> None:
         routed.timeline.enter(Stage.FINISHED, now)
         del self._requests[routed.request_id]
-        if routed in self._queue:
-            self._queue.remove(routed)
+        self._queue.remove(routed)
+        if self._blocked is routed:
+            self._blocked = None
         self._deadlines.cancel(("request", routed.request_id))
         self._deadlines.cancel(("wait", routed.request_id))
 
@@ -347,8 +356,7 @@ class RouterMachine:
         actions: list[RouterAction] = []
         for kind, name in self._deadlines.expire(now):
             if kind == "worker":
-                lost = events.WorkerLost(name, f"silent for {self._config.worker_lost_s:g} s")
-                actions += self._on_lost(lost, now)
+                actions += self._lose_silent(name, now)
                 continue
             if kind == "absent peers":
                 actions += self._drop_absent_peers(name, now)
@@ -385,7 +393,10 @@ class RouterMachine:
     # ---- workers join, report and leave
 
     def _on_joined(self, event: events.WorkerJoined, now: float) -> list[RouterAction]:
-        record = WorkerRecord(event.worker_id, event.role, event.agent, event.load, reported_at=now)
+        record = WorkerRecord(
+            event.worker_id, event.role, event.agent, event.load, reported_at=now, router_id=self.router_id,
+            max_in_flight=self._config.max_in_flight_per_worker, paths={path.peer: path for path in event.paths},
+        )  # fmt: skip
         self.workers.refuse_layout(record)
         known = self.workers.get(event.worker_id)
         actions: list[RouterAction] = []
@@ -405,9 +416,18 @@ class RouterMachine:
         return [*peer_discovery.drop_absent_peers(record, self.workers)]
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
-        if self.workers.take_report(event.worker_id, event.load, event.block_changes, now):
-            self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
+        self.workers.take_report(event.worker_id, event.changes, now)
         return []
+
+    def _lose_silent(self, worker_id: str, now: float) -> list[RouterAction]:
+        """Check a worker `worker_lost_s` after a report. Reports come by the thousand, so they move no deadline."""
+        record = self.workers.get(worker_id)
+        assert record is not None, "the deadline ends with the worker"
+        due = record.reported_at + self._config.worker_lost_s
+        if due > now:
+            self._deadlines.set(("worker", worker_id), due)
+            return []
+        return self._on_lost(events.WorkerLost(worker_id, f"silent for {self._config.worker_lost_s:g} s"), now)
 
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
         record = self.workers.leave(event.worker_id, now)
@@ -439,7 +459,7 @@ class RouterMachine:
         dispatched = [r.request_id for r in self._requests.values() if r.dispatch is not None]
         assert sorted(queued + held + dispatched) == sorted(self._requests)
         assert self.num_queued == len(queued) + len(held)
-        assert self._queue == sorted(self._queue, key=lambda routed: routed.rank)
+        self._queue.check()
         assert self._by_call.keys() == {r.dispatch.call for r in self._requests.values() if r.dispatch}
         assert self._by_dispatch.keys() == {r.dispatch.dispatch_id for r in self._requests.values() if r.dispatch}
         for record in self.workers:

@@ -18,7 +18,7 @@ import xxhash
 from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from router.events import UpdatePeers
-from router.workers import WorkerRecord
+from router.worker_record import WorkerRecord
 
 MAX_ANNOUNCED_PEERS = 8
 
@@ -40,7 +40,7 @@ def announce_leave(lost: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[
 
 def drop_absent_peers(worker: WorkerRecord, workers: Iterable[WorkerRecord]) -> list[UpdatePeers]:
     known = {other.agent.name for other in workers}
-    left = tuple(PeerLeft(path.peer) for path in worker.load.paths if path.peer not in known)
+    left = tuple(PeerLeft(peer) for peer in worker.paths if peer not in known)
     return [UpdatePeers(worker.worker_id, left)] if left else []
 
 

@@ -1,4 +1,4 @@
-"""The routing policy: the cost of every way that a request may take, computed from the reports of the workers.
+"""The routing policy: the cost of every way that a request may take, computed from the loads of the workers.
 
 The unit is one token of prefill work. For a pair (prefill worker P, decode worker D):
 
@@ -7,14 +7,19 @@ The unit is one token of prefill work. For a pair (prefill worker P, decode work
 
 For D alone: tokens queued on D + uncached prompt tokens on D + the price for each sequence on D. D alone is a candidate
 if at most `local_prefill_tokens` tokens are uncached there, if no prefill worker serves, or if every serving one has
-failed the request. The lowest cost wins.
+failed the request. The lowest cost wins; among equals, the workers with the fewest requests of this router.
+
+The cost of a pair is the sum of a term of P, a term of D and a constant. So the cheapest pair consists of the cheapest
+of each, and `choose` compares workers, not pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import product
+from typing import NamedTuple
 
 from core.config import RouterConfig
 from core.lifecycle import RequestPath
@@ -23,17 +28,30 @@ from core.lifecycle import RequestPath
 TOKENS_PER_MISSING_BLOCK = 1.0
 TOKENS_PER_DECODING_SEQUENCE = 8.0
 TOKENS_PER_DISPATCH = 32.0
-MAX_WORKERS_COMPARED = 16  # of each role: those with the lowest cost of their own; bounds the number of pairs
+MAX_WORKERS_COMPARED = 16  # of each role: those with the lowest cost of their own; bounds the number of candidates
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker, as the policy compares it for one request."""
+    """One worker, as the policy compares it for all requests."""
 
     worker_id: str
-    num_queued_tokens: int  # the larger one of the worker's report and the router's own count
+    num_queued_tokens: int  # as the worker reports, and those of calls that the report does not have yet
     num_sequences: int  # likewise
-    cached_tokens: int  # of the prompt of this request
+    num_dispatched: int  # requests of this router
+
+
+Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
+
+
+class _Term(NamedTuple):
+    """The part of a worker in a cost. Compares by cost, then by requests of this router, then by name."""
+
+    cost: float
+    num_dispatched: int
+    worker_id: str
+    view: WorkerView
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,47 +64,106 @@ class Candidate:
     decode_load: int
     transfer_blocks: int
     cost: float
+    num_dispatched: int  # requests of this router on the workers
 
     @property
     def path(self) -> RequestPath:
         return RequestPath.LOCAL if self.prefill_worker is None else RequestPath.DISAGGREGATED
 
+    @property
+    def order(self) -> tuple[float, int, str, str]:
+        return self.cost, self.num_dispatched, self.prefill_worker or "", self.decode_worker
 
-def candidates(
-    num_tokens: int,
-    prefill: Sequence[WorkerView],
-    decode: Sequence[WorkerView],
-    prefill_alive: bool,
-    config: RouterConfig,
-    block_size: int,
-) -> list[Candidate]:
-    """Every candidate for a request, cheapest first; empty if the request has to wait for a worker with room.
+
+class Policy:
+    """The candidates for one request of `num_tokens`.
 
     `prefill` and `decode` are the workers with room. `prefill_alive` is True if a prefill worker serves, with room or
     without, that has not failed the request. A request with a long uncached prompt then waits for that worker.
+    `block_size` is that of the decode workers.
     """
-    best_prefill = sorted(prefill, key=lambda w: (_compute_cost(w, num_tokens), w.worker_id))[:MAX_WORKERS_COMPARED]
-    best_decode = sorted(decode, key=lambda w: (_decode_cost(w, num_tokens, block_size), w.worker_id))
-    best_decode = best_decode[:MAX_WORKERS_COMPARED]
-    found = [_pair(p, d, num_tokens, block_size) for p, d in product(best_prefill, best_decode)]
-    found += [
-        _local(worker, num_tokens)
-        for worker in best_decode
-        if not prefill_alive or _uncached(worker, num_tokens) <= config.local_prefill_tokens
-    ]
-    return sorted(found, key=lambda c: (c.cost, c.prefill_worker or "", c.decode_worker))
+
+    def __init__(
+        self,
+        num_tokens: int,
+        prefill: Sequence[Option],
+        decode: Sequence[Option],
+        prefill_alive: bool,
+        config: RouterConfig,
+        block_size: int,
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._block_size = block_size
+        self._num_blocks = -(-num_tokens // block_size)
+        most_uncached = config.local_prefill_tokens if prefill_alive else num_tokens
+        self._prefill = [_term(self._compute_cost(*option), option) for option in prefill]
+        self._decode = [_term(self._decode_cost(*option), option) for option in decode] if prefill else []
+        self._local = [
+            _term(self._compute_cost(*option) + TOKENS_PER_DECODING_SEQUENCE * option[0].num_sequences, option)
+            for option in decode
+            if self._uncached(option[1]) <= most_uncached
+        ]
+
+    def choose(self) -> Candidate | None:
+        """The first of `candidates()`; None if there is none, and the request has to wait for a worker with room."""
+        found = [self._alone(min(self._local))] if self._local else []
+        if self._prefill and self._decode:
+            found.append(self._pair(min(self._prefill), min(self._decode)))
+        return min(found, key=lambda candidate: candidate.order, default=None)
+
+    def candidates(self) -> list[Candidate]:
+        """The candidates of the cheapest workers, cheapest first."""
+        prefill, decode = nsmallest(MAX_WORKERS_COMPARED, self._prefill), nsmallest(MAX_WORKERS_COMPARED, self._decode)
+        found = [self._pair(p, d) for p, d in product(prefill, decode)]
+        found += [self._alone(term) for term in nsmallest(MAX_WORKERS_COMPARED, self._local)]
+        return sorted(found, key=lambda candidate: candidate.order)
+
+    # ---- costs
+
+    def _uncached(self, cached_tokens: int) -> int:
+        # The last prompt token is always computed: the first output token is drawn from its logits.
+        return max(1, self._num_tokens - cached_tokens)
+
+    def _compute_cost(self, worker: WorkerView, cached_tokens: int) -> float:
+        return worker.num_queued_tokens + self._uncached(cached_tokens)
+
+    def _missing_blocks(self, cached_tokens: int) -> int:
+        return self._num_blocks - cached_tokens // self._block_size
+
+    def _decode_cost(self, worker: WorkerView, cached_tokens: int) -> float:
+        moved = TOKENS_PER_MISSING_BLOCK * self._missing_blocks(cached_tokens)
+        return moved + TOKENS_PER_DECODING_SEQUENCE * worker.num_sequences
+
+    def _pair(self, prefill: _Term, decode: _Term) -> Candidate:
+        return Candidate(
+            prefill_worker=prefill.worker_id,
+            decode_worker=decode.worker_id,
+            cached_tokens=self._num_tokens - self._uncached(prefill.cached_tokens),
+            uncached_tokens=self._uncached(prefill.cached_tokens),
+            queued_tokens=prefill.view.num_queued_tokens,
+            decode_load=decode.view.num_sequences,
+            transfer_blocks=self._missing_blocks(decode.cached_tokens),
+            cost=prefill.cost + decode.cost + TOKENS_PER_DISPATCH,
+            num_dispatched=prefill.num_dispatched + decode.num_dispatched,
+        )
+
+    def _alone(self, decode: _Term) -> Candidate:
+        return Candidate(
+            prefill_worker=None,
+            decode_worker=decode.worker_id,
+            cached_tokens=self._num_tokens - self._uncached(decode.cached_tokens),
+            uncached_tokens=self._uncached(decode.cached_tokens),
+            queued_tokens=decode.view.num_queued_tokens,
+            decode_load=decode.view.num_sequences,
+            transfer_blocks=0,
+            cost=decode.cost,
+            num_dispatched=decode.num_dispatched,
+        )
 
 
-def choose(found: Sequence[Candidate], num_dispatched: Mapping[str, int]) -> Candidate | None:
-    """The cheapest candidate; among equals, the one whose workers have the fewest requests of this router."""
-    if not found:
-        return None
-    equals = [candidate for candidate in found if candidate.cost == found[0].cost]
-
-    def num_on_workers(candidate: Candidate) -> int:
-        return num_dispatched.get(candidate.prefill_worker or "", 0) + num_dispatched.get(candidate.decode_worker, 0)
-
-    return min(equals, key=num_on_workers)
+def _term(cost: float, option: Option) -> _Term:
+    view, cached_tokens = option
+    return _Term(cost, view.num_dispatched, view.worker_id, view, cached_tokens)
 
 
 def reason_for(candidate: Candidate, has_prefill_workers: bool) -> str:
@@ -96,40 +173,3 @@ def reason_for(candidate: Candidate, has_prefill_workers: bool) -> str:
     if not has_prefill_workers:
         return "no prefill worker serves: the decode worker computes the prompt"
     return f"only {candidate.uncached_tokens} uncached tokens: the decode worker computes the prompt"
-
-
-def _uncached(worker: WorkerView, num_tokens: int) -> int:
-    # The last prompt token is always computed: the first output token is drawn from its logits.
-    return max(1, num_tokens - worker.cached_tokens)
-
-
-def _compute_cost(worker: WorkerView, num_tokens: int) -> float:
-    return worker.num_queued_tokens + _uncached(worker, num_tokens)
-
-
-def _missing_blocks(worker: WorkerView, num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size) - worker.cached_tokens // block_size
-
-
-def _decode_cost(worker: WorkerView, num_tokens: int, block_size: int) -> float:
-    moved = TOKENS_PER_MISSING_BLOCK * _missing_blocks(worker, num_tokens, block_size)
-    return moved + TOKENS_PER_DECODING_SEQUENCE * worker.num_sequences
-
-
-def _pair(prefill: WorkerView, decode: WorkerView, num_tokens: int, block_size: int) -> Candidate:
-    return Candidate(
-        prefill_worker=prefill.worker_id,
-        decode_worker=decode.worker_id,
-        cached_tokens=num_tokens - _uncached(prefill, num_tokens),
-        uncached_tokens=_uncached(prefill, num_tokens),
-        queued_tokens=prefill.num_queued_tokens,
-        decode_load=decode.num_sequences,
-        transfer_blocks=_missing_blocks(decode, num_tokens, block_size),
-        cost=_compute_cost(prefill, num_tokens) + _decode_cost(decode, num_tokens, block_size) + TOKENS_PER_DISPATCH,
-    )
-
-
-def _local(decode: WorkerView, num_tokens: int) -> Candidate:
-    paired = _pair(decode, decode, num_tokens, 1)
-    cost = _compute_cost(decode, num_tokens) + TOKENS_PER_DECODING_SEQUENCE * decode.num_sequences
-    return replace(paired, prefill_worker=None, transfer_blocks=0, cost=cost)

@@ -3,57 +3,89 @@
 A worker *holds* a set of sequence hashes. A prefix of a request is *reachable* on a worker if the worker holds every
 block of it, from the root on. The score of a worker is the length of the longest reachable prefix. Memory is bounded by
 the pools of the workers: a worker holds at most one hash for each block.
+
+Each worker has a bit. The holders of a hash are one int with their bits: one AND finds the workers that reach a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 
 class PrefixIndex:
     def __init__(self) -> None:
-        self._workers_of: dict[int, set[str]] = {}
+        self._holders: dict[int, int] = {}  # sequence hash -> bits of the workers
         self._held: dict[str, set[int]] = {}
+        self._bit_of: dict[str, int] = {}
+        self._worker_of: dict[int, str] = {}  # by bit
+        self._free_bits: list[int] = []
 
-    def store(self, worker_id: str, sequence_hash: int) -> None:
-        self._held.setdefault(worker_id, set()).add(sequence_hash)
-        self._workers_of.setdefault(sequence_hash, set()).add(worker_id)
+    def store(self, worker_id: str, sequence_hashes: Collection[int]) -> None:
+        bit = self._bit_of.get(worker_id) or self._assign_bit(worker_id)
+        self._held[worker_id].update(sequence_hashes)
+        holders = self._holders
+        for sequence_hash in sequence_hashes:
+            bits = holders.get(sequence_hash)
+            holders[sequence_hash] = bit if bits is None else bits | bit
 
-    def remove(self, worker_id: str, sequence_hash: int) -> None:
+    def remove(self, worker_id: str, sequence_hashes: Iterable[int]) -> None:
         """Ignores an unknown hash: a router may start while workers run."""
-        self._held.get(worker_id, set()).discard(sequence_hash)
-        workers = self._workers_of.get(sequence_hash)
-        if workers is not None:
-            workers.discard(worker_id)
-            if not workers:
-                del self._workers_of[sequence_hash]
+        held, others = self._held.get(worker_id, set()), ~self._bit_of.get(worker_id, 0)
+        holders = self._holders
+        for sequence_hash in sequence_hashes:
+            if sequence_hash in held:
+                held.discard(sequence_hash)
+                bits = holders[sequence_hash] & others
+                if bits:
+                    holders[sequence_hash] = bits
+                else:
+                    del holders[sequence_hash]
 
-    def replace(self, worker_id: str, sequence_hashes: Iterable[int]) -> None:
+    def replace(self, worker_id: str, sequence_hashes: Collection[int]) -> None:
         """Replace everything known of a worker by its snapshot."""
         self.forget(worker_id)
-        for sequence_hash in sequence_hashes:
-            self.store(worker_id, sequence_hash)
+        self.store(worker_id, sequence_hashes)
 
     def forget(self, worker_id: str) -> None:
-        for sequence_hash in list(self._held.get(worker_id, ())):
-            self.remove(worker_id, sequence_hash)
+        self.remove(worker_id, self.held(worker_id))
         self._held.pop(worker_id, None)
+        bit = self._bit_of.pop(worker_id, None)
+        if bit is not None:
+            del self._worker_of[bit]
+            self._free_bits.append(bit)
 
-    def match(self, sequence_hashes: Sequence[int]) -> dict[str, int]:
-        """Worker id -> blocks of the longest reachable prefix, for workers with at least one block."""
+    def match(self, sequence_hashes: Iterable[int]) -> dict[str, int]:
+        """Worker id -> blocks of the longest reachable prefix, for workers with at least one block.
+
+        Takes no hash behind the first one that no worker reaches.
+        """
         matched: dict[str, int] = {}
-        reaching: set[str] | None = None
-        for depth, sequence_hash in enumerate(sequence_hashes):
-            holders = self._workers_of.get(sequence_hash, set())
-            still_reaching = holders if reaching is None else reaching & holders
-            for worker_id in (reaching or set()) - still_reaching:
-                matched[worker_id] = depth
-            reaching = set(still_reaching)
-            if not reaching:
-                return matched
-        for worker_id in reaching or ():
-            matched[worker_id] = len(sequence_hashes)
+        holders = self._holders
+        depth, reaching = 0, -1  # every bit
+        for sequence_hash in sequence_hashes:
+            still_reaching = holders.get(sequence_hash, 0) & reaching
+            if still_reaching != reaching:
+                if depth:
+                    self._note(matched, reaching & ~still_reaching, depth)
+                if not still_reaching:
+                    return matched
+                reaching = still_reaching
+            depth += 1
+        if depth:
+            self._note(matched, reaching, depth)
         return matched
+
+    def _note(self, matched: dict[str, int], bits: int, depth: int) -> None:
+        while bits:
+            bit = bits & -bits
+            matched[self._worker_of[bit]] = depth
+            bits ^= bit
+
+    def _assign_bit(self, worker_id: str) -> int:
+        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._bit_of)
+        self._bit_of[worker_id], self._worker_of[bit] = bit, worker_id
+        self._held[worker_id] = set()
+        return bit
 
     def held(self, worker_id: str) -> frozenset[int]:
         """The sequence hashes that a worker holds."""
@@ -63,8 +95,13 @@ class PrefixIndex:
         return len(self._held.get(worker_id, ()))
 
     def check(self) -> None:
-        """The two mappings hold the same pairs."""
+        """The two mappings hold the same pairs, and each worker has a bit of its own."""
         from_workers = {(worker, h) for worker, held in self._held.items() for h in held}
-        from_hashes = {(worker, h) for h, workers in self._workers_of.items() for worker in workers}
+        from_hashes = {
+            (worker, h) for h, bits in self._holders.items() for bit, worker in self._worker_of.items() if bits & bit
+        }
         assert from_workers == from_hashes
-        assert all(self._workers_of.values()), "a hash is listed that no worker holds"
+        assert all(self._holders.values()), "a hash is listed that no worker holds"
+        assert self._held.keys() == self._bit_of.keys()
+        assert {bit: worker for worker, bit in self._bit_of.items()} == self._worker_of
+        assert not set(self._free_bits) & self._worker_of.keys()

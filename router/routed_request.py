@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
 from core.lifecycle import FinishReason, RequestPath, Timeline
 from core.request import Request
@@ -11,7 +12,6 @@ from core.sequence import Sequence
 from core.step import SampledToken
 from router.events import DecodeResult, Deliver, Outcome, PrefillResult
 from router.policy import Candidate
-from router.workers import PrefixHashes
 
 EarlyToken = tuple[int, SampledToken | None]  # id, and the token with its log-probabilities if the request has them
 
@@ -45,7 +45,7 @@ class RoutedRequest:
     arrived_at: float
     deadline: float
     timeline: Timeline
-    hashes: PrefixHashes = field(default_factory=dict)  # of resumed(); computed at the first dispatch
+    hashes: PromptHashes | None = None  # of resumed(); None until the first attempt to dispatch it
     delivered: list[int] = field(default_factory=list)  # token ids, by output index
     num_taken: int = 0  # of `delivered`, in a Deliver
     new_logprobs: list[SampledToken] = field(default_factory=list)  # of delivered[num_taken:], if the request has them
@@ -77,6 +77,8 @@ class RoutedRequest:
 
     def resumed(self) -> Request:
         """The request for the next worker: the prompt, then the delivered tokens."""
+        if not self.delivered:
+            return self.request
         return replace(self.request, token_ids=self.request.token_ids + tuple(self.delivered))
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:

@@ -69,9 +69,9 @@ def prepare(
     )
     first = Request(f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt)
     first.validate_for(info.vocab_size, info.context_length)
+    first.packed_token_ids()  # here, in a thread, and not on the router's loop
     choices = tuple(
-        replace(
-            first,
+        first.derive(
             request_id=f"{unique_id}.{choice}",
             sampling=replace(sampling, seed=(sampling.seed + choice) % (MAX_SEED + 1)),
         )

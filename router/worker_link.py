@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
 
 import grpc
 import grpc.aio
 
 from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.paths import PathStatus, PeerJoined, PeerLeft
+from core.paths import PeerJoined, PeerLeft
 from core.service import Endpoint
-from protos import codec, worker_pb2, worker_pb2_grpc
+from core.worker_load import CallId, WorkerChanges, WorkerLoad
+from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
 from protos.handoff_codec import encode_transfer_id
 from router import events
 from router.events import RouterEvent
@@ -51,7 +51,7 @@ class WorkerLink:
         credentials: Credentials,
     ) -> None:
         self.endpoint = endpoint
-        self.load = worker_pb2.LoadReport()  # of the newest report
+        self.load: WorkerLoad | None = None  # as last reported
         self.reported_at = 0.0
         self._router_id = router_id
         self._post = post
@@ -64,7 +64,6 @@ class WorkerLink:
         self._calls: dict[str, asyncio.Task[None]] = {}  # by dispatch id
         self._peer_changes: list[PeerJoined | PeerLeft] = []  # not sent yet
         self._updating_peers: asyncio.Task[None] | None = None
-        self._paths: tuple[PathStatus, ...] = ()  # as last reported
         self._failures = 0  # of the report stream, since the last report
         self._join_error = ""  # as logged last
         self._time_limit: asyncio.Timeout | None = None  # of the Watch call
@@ -118,18 +117,23 @@ class WorkerLink:
         loop = asyncio.get_running_loop()
         request = worker_pb2.WatchRequest(router_id=self._router_id)
         reports = self._worker.Watch(request, metadata=self._credentials.metadata)
-        expected = 0
+        expected: int | None = None  # number of the next report
         try:
             async for report in reports:
                 time_limit.reschedule(None)  # from now on the machine detects a silent worker
-                if report.sequence_number != expected or not self._has_token_stream:
+                if not self._has_token_stream:
                     return
-                if expected > 0 and not self._is_known(self.endpoint.service_id):
+                event: RouterEvent
+                if expected is None and report.HasField("snapshot"):
+                    event = self._joined(report)
+                elif report.sequence_number == expected and self._is_known(self.endpoint.service_id):
+                    event = events.WorkerReported(self.endpoint.service_id, self._changes(report))
+                else:
                     return
-                self.load, self.reported_at = report.load, loop.time()
-                self._post(self._event_of(report, first=expected == 0))
+                self.reported_at = loop.time()
+                self._post(event)
                 self._failures = 0
-                expected += 1
+                expected = report.sequence_number + 1
         finally:
             reports.cancel()
 
@@ -142,27 +146,25 @@ class WorkerLink:
         if self._time_limit is not None and not self._time_limit.expired():  # else `_watch` pauses
             self._time_limit.reschedule(asyncio.get_running_loop().time())
 
-    def _event_of(self, report: worker_pb2.WorkerReport, *, first: bool) -> RouterEvent:
-        load = codec.decode_load(report.load)
-        if report.load.has_paths:
-            self._paths = load.paths
-        load = replace(load, paths=self._paths)
-        if first:
-            snapshot = report.snapshot
-            if snapshot.worker_id != self.endpoint.service_id:  # another worker listens on this port now
-                raise InvalidRequest("worker_id", f"{self.endpoint.address} answers as {snapshot.worker_id!r}")
-            return events.WorkerJoined(
-                worker_id=self.endpoint.service_id,
-                role=codec.decode_role(snapshot.role),
-                agent=codec.decode_agent(snapshot.agent),
-                cached_blocks=tuple(snapshot.cached_blocks),
-                load=load,
-            )
-        changes = tuple(
-            (event.stored, True) if event.HasField("stored") else (event.removed, False)
-            for event in report.block_events
+    def _changes(self, report: worker_pb2.WorkerReport) -> WorkerChanges:
+        changes = report_codec.decode_changes(report)
+        self.load = changes.load or self.load
+        return changes
+
+    def _joined(self, report: worker_pb2.WorkerReport) -> events.WorkerJoined:
+        snapshot, changes = report.snapshot, self._changes(report)
+        if snapshot.worker_id != self.endpoint.service_id:  # another worker listens on this port now
+            raise InvalidRequest("worker_id", f"{self.endpoint.address} answers as {snapshot.worker_id!r}")
+        if changes.load is None:
+            raise InvalidRequest("load", "must be set beside a snapshot")
+        return events.WorkerJoined(
+            worker_id=self.endpoint.service_id,
+            role=codec.decode_role(snapshot.role),
+            agent=codec.decode_agent(snapshot.agent),
+            cached_blocks=tuple(snapshot.cached_blocks),
+            load=changes.load,
+            paths=changes.paths,
         )
-        return events.WorkerReported(self.endpoint.service_id, load, changes)
 
     def _report_loss(self, detail: str) -> None:
         if self._is_known(self.endpoint.service_id):
@@ -222,7 +224,7 @@ class WorkerLink:
         result: events.PrefillResult | TandemError
         try:
             request = worker_pb2.PrefillRequest(
-                sequence=codec.encode_sequence(action.request, action.call),
+                sequence=codec.encode_sequence(action.request, CallId(self._router_id, action.call)),
                 transfer_id=encode_transfer_id(action.transfer_id),
                 reader=codec.encode_agent(action.reader),
             )
@@ -238,7 +240,7 @@ class WorkerLink:
         try:
             if not self._tokens.stream_id:
                 raise WorkerUnavailable("the token stream of the worker is closed")
-            sequence = codec.encode_sequence(action.request, action.call)
+            sequence = codec.encode_sequence(action.request, CallId(self._router_id, action.call))
             request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=self._tokens.stream_id)
             if action.source is not None:
                 transfer_id, agent = action.source

@@ -3,52 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator
 
-from core.block_hash import root_hash, sequence_hashes
+from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
-from core.handoff import AgentAddress
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
-from core.worker_load import WorkerLoad
-from router.policy import Candidate, WorkerView, candidates
+from core.worker_load import WorkerChanges
+from router.policy import Candidate, Option, Policy
 from router.prefix_index import PrefixIndex
-
-PrefixHashes = Mapping[int, Sequence[int]]  # block size of a pool -> sequence hashes of a request's full blocks
-
-
-@dataclass(slots=True)
-class WorkerRecord:
-    worker_id: str
-    role: ServiceRole
-    agent: AgentAddress
-    load: WorkerLoad
-    reported_at: float
-    suspect: bool = False  # a call failed; the router dispatches nothing to the worker until its next report
-    # Dispatches of this router that are open on the worker -> prompt tokens that the worker computes for each.
-    dispatched: dict[str, int] = field(default_factory=dict)
+from router.worker_record import WorkerRecord
 
 
 class WorkerTable:
-    """The workers by id, and the prefix index. A worker without a report for `report_stale_s` gets no request."""
+    """The workers by id, and the prefix index. A worker without a report for `report_stale_s` gets no request.
+
+    `room_changed` is True if a worker may have room that it did not have when the flag was last cleared, or if other
+    workers serve than then. The owner of the table clears the flag.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._records: dict[str, WorkerRecord] = {}
+        self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
+        self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
+        self._longest_request: int | None = None
+        self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
+        self._num_routers = 1  # with open calls; this router counts always
         self.index = PrefixIndex()
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
+        self.room_changed = True
 
-    def join(self, record: WorkerRecord, cached_blocks: Iterable[int]) -> None:
+    # ---- workers join, report and leave
+
+    def join(self, record: WorkerRecord, cached_blocks: Collection[int]) -> None:
         """Add a worker, or replace its record by a new snapshot. Raises `LayoutMismatch`, as `refuse_layout` does."""
         self.refuse_layout(record)
         known = self._records.get(record.worker_id)
         if known is not None:
-            record.dispatched = known.dispatched
-        self._records[record.worker_id] = record
+            record.dispatched, record.on_the_way = known.dispatched, known.on_the_way
+            record.take_load(record.load)
+            self._count_routers(known, -1)
+        self._count_routers(record, 1)
+        record.num_routers = self._num_routers
+        record.refresh()
+        self._records[record.worker_id] = self._pools[record.role][record.worker_id] = record
+        self._set_num_routers()
         self.index.replace(record.worker_id, cached_blocks)
-        self._update_served_until(record.reported_at)
+        self._update_pools(record.reported_at)
 
     def refuse_layout(self, record: WorkerRecord) -> None:
         """Raise `LayoutMismatch` if the layout differs from that of another worker. Only the block sizes of the two
@@ -62,33 +66,75 @@ class WorkerTable:
             if differences and other.worker_id != record.worker_id:
                 raise LayoutMismatch(differences)
 
-    def take_report(
-        self, worker_id: str, load: WorkerLoad, block_changes: Iterable[tuple[int, bool]], now: float
-    ) -> bool:
-        """False if the worker has not joined. `block_changes`: (sequence hash, True = stored, False = removed)."""
+    def take_report(self, worker_id: str, changes: WorkerChanges, now: float) -> bool:
+        """False if the worker has not joined."""
         record = self._records.get(worker_id)
         if record is None:
             return False
-        record.load, record.reported_at, record.suspect = load, now, False
-        for sequence_hash, is_stored in block_changes:
+        was_usable, last_state = self._usable(record, now), record.load.state
+        record.reported_at, was_suspect, record.suspect = now, record.suspect, False
+        if changes.load is not None:
+            self._count_routers(record, -1)
+            record.take_load(changes.load)
+            self._count_routers(record, 1)
+            self._set_num_routers()
+        elif was_suspect:
+            record.refresh()
+        for sequence_hashes, is_stored in changes.blocks:
             if is_stored:
-                self.index.store(worker_id, sequence_hash)
+                self.index.store(worker_id, sequence_hashes)
             else:
-                self.index.remove(worker_id, sequence_hash)
-        self._update_served_until(now)
+                self.index.remove(worker_id, sequence_hashes)
+        record.paths |= {path.peer: path for path in changes.paths}
+        for peer in changes.removed_paths:
+            record.paths.pop(peer, None)
+        if record.load.state is not last_state:
+            self._update_pools(now)
+        self.room_changed = self.room_changed or (record.has_room and not was_usable)
         return True
 
     def leave(self, worker_id: str, now: float) -> WorkerRecord | None:
-        self.index.forget(worker_id)
         record = self._records.pop(worker_id, None)
-        self._update_served_until(now)
+        if record is not None:
+            self._count_routers(record, -1)
+            self.index.forget(worker_id)
+            del self._pools[record.role][worker_id]
+            self._set_num_routers()
+            self._update_pools(now)
         return record
 
-    def _update_served_until(self, now: float) -> None:
+    def _count_routers(self, record: WorkerRecord, change: int) -> None:
+        """Add (1) or remove (-1) the other routers in the load of a worker. Call `_set_num_routers` afterwards."""
+        for router_id in record.load.router_calls:
+            if router_id != record.router_id:
+                self._other_routers[router_id] += change
+                if not self._other_routers[router_id]:
+                    del self._other_routers[router_id]
+
+    def _set_num_routers(self) -> None:
+        """Tell every record how many routers have open calls, this one included."""
+        if self._num_routers != len(self._other_routers) + 1:
+            self._num_routers = len(self._other_routers) + 1
+            for record in self._records.values():
+                record.num_routers = self._num_routers
+                record.refresh()
+
+    def _update_pools(self, now: float) -> None:
+        """Compute what follows from the workers of both pools and from their states."""
+        self._block_sizes = {
+            role: next(iter(pool.values())).agent.layout.block_size for role, pool in self._pools.items() if pool
+        }
+        decode = self._pools[ServiceRole.DECODE].values()
+        # The last token is sampled but never computed, so it needs no slot in the pool.
+        longest = [record.agent.num_blocks * record.agent.layout.block_size + 1 for record in decode]
+        self._longest_request = max(longest, default=None)
         if self.has_role(ServiceRole.DECODE):
             self.served_until = math.inf
         elif self.served_until == math.inf:
             self.served_until = now
+        self.room_changed = True
+
+    # ---- queries
 
     def get(self, worker_id: str) -> WorkerRecord | None:
         return self._records.get(worker_id)
@@ -96,39 +142,11 @@ class WorkerTable:
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self._records.values())
 
-    def block_size(self, role: ServiceRole) -> int | None:
-        """Tokens per block, the same for all workers of a role; None while no worker of the role has joined."""
-        return next((r.agent.layout.block_size for r in self._records.values() if r.role is role), None)
-
     def has_role(self, role: ServiceRole, avoid: frozenset[str] = frozenset()) -> bool:
         """True if a worker of this role serves that is not one of `avoid`."""
         return any(
-            record.role is role and record.load.state is WorkerState.SERVING and record.worker_id not in avoid
-            for record in self._records.values()
-        )
-
-    def views(self, role: ServiceRole, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[WorkerView]:
-        """Workers of this role that can take a request now. Those in `avoid` only if there are no others."""
-        matched = self.index.match(hashes.get(self.block_size(role) or 0, ()))
-        usable = [record for record in self._records.values() if record.role is role and self._usable(record, now)]
-        preferred = [record for record in usable if record.worker_id not in avoid]
-        return [self._view(record, matched.get(record.worker_id, 0)) for record in preferred or usable]
-
-    def _usable(self, record: WorkerRecord, now: float) -> bool:
-        return (
-            record.load.state is WorkerState.SERVING
-            and not record.suspect
-            and now - record.reported_at <= self._config.report_stale_s
-            and len(record.dispatched) < self._config.max_in_flight_per_worker
-        )
-
-    def _view(self, record: WorkerRecord, matched_blocks: int) -> WorkerView:
-        # A new dispatch is not in the report yet, and the report includes requests of other routers: take the larger.
-        return WorkerView(
-            worker_id=record.worker_id,
-            num_queued_tokens=max(record.load.num_queued_tokens, sum(record.dispatched.values())),
-            num_sequences=max(record.load.num_running + record.load.num_waiting, len(record.dispatched)),
-            cached_tokens=matched_blocks * record.agent.layout.block_size,
+            record.load.state is WorkerState.SERVING and record.worker_id not in avoid
+            for record in self._pools[role].values()
         )
 
     def refuse_oversized(self, request: Request) -> None:
@@ -143,26 +161,51 @@ class WorkerTable:
 
     def longest_request(self) -> int | None:
         """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
-        pools = [r.agent.num_blocks for r in self._records.values() if r.role is ServiceRole.DECODE]
-        # The last token is sampled but never computed, so it needs no slot in the pool.
-        return max(pools) * (self.block_size(ServiceRole.DECODE) or 1) + 1 if pools else None
+        return self._longest_request
 
-    def hashes(self, request: Request) -> PrefixHashes:
-        """Hashes of the full blocks of a request, for each block size; empty while no worker has joined."""
-        sizes = sorted({record.agent.layout.block_size for record in self._records.values()})
-        root = root_hash(request.cache_salt)
-        return {size: sequence_hashes(request.token_ids, size, root) for size in sizes}
+    def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Candidate | None:
+        """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room."""
+        policy = self._policy(prompt, avoid, now)
+        return None if policy is None else policy.choose()
 
-    def candidates(self, num_tokens: int, hashes: PrefixHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
-        """The candidates for a request of `num_tokens` now, cheapest first."""
-        block_size = self.block_size(ServiceRole.DECODE)
-        if block_size is None:
-            return []
-        decode = self.views(ServiceRole.DECODE, hashes, avoid, now)
+    def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
+        """The candidates for a prompt now, cheapest first."""
+        policy = self._policy(prompt, avoid, now)
+        return [] if policy is None else policy.candidates()
+
+    def _policy(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Policy | None:
+        """None if no decode worker has room. Then no block of the prompt is hashed."""
+        decode = self._with_room(ServiceRole.DECODE, avoid, now)
+        if not decode:
+            return None
         prefill_alive = self.has_role(ServiceRole.PREFILL, avoid)
         # If every prefill worker has failed the request, the decode worker prefills, whatever the others have cached.
-        prefill = self.views(ServiceRole.PREFILL, hashes, avoid, now) if prefill_alive else []
-        return candidates(num_tokens, prefill, decode, prefill_alive, self._config, block_size)
+        prefill = self._with_room(ServiceRole.PREFILL, avoid, now) if prefill_alive else []
+        block_size = self._block_sizes[ServiceRole.DECODE]
+        matched = self.index.match(prompt.chain(block_size))
+        decode_options = _options(decode, matched, block_size)
+        if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
+            block_size = self._block_sizes[ServiceRole.PREFILL]
+            matched = self.index.match(prompt.chain(block_size))
+        return Policy(
+            prompt.num_tokens,
+            _options(prefill, matched, block_size),
+            decode_options,
+            prefill_alive,
+            self._config,
+            self._block_sizes[ServiceRole.DECODE],
+        )
+
+    def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float) -> list[WorkerRecord]:
+        """Workers of this role that can take a request now. Those in `avoid` only if there are no others."""
+        oldest = now - self._config.report_stale_s
+        usable = [record for record in self._pools[role].values() if record.has_room and record.reported_at >= oldest]
+        return [record for record in usable if record.worker_id not in avoid] or usable if avoid else usable
+
+    def _usable(self, record: WorkerRecord, now: float) -> bool:
+        return record.has_room and record.reported_at >= now - self._config.report_stale_s
+
+    # ---- the calls of this router
 
     def chosen(self, worker_id: str) -> WorkerRecord:
         record = self._records.get(worker_id)
@@ -173,16 +216,32 @@ class WorkerTable:
         """Forget a call that has ended. Does nothing after the worker has left."""
         record = self._records.get(worker_id)
         if record is not None:
-            record.dispatched.pop(dispatch_id, None)
+            had_room = record.has_room
+            record.remove_call(dispatch_id)
+            self.room_changed = self.room_changed or (record.has_room and not had_room)
 
     def suspect(self, worker_id: str) -> None:
         """Dispatch nothing to this worker until its next report, because a call to it failed."""
         record = self._records.get(worker_id)
         if record is not None:
             record.suspect = True
+            record.refresh()
 
     def check(self) -> None:
         self.index.check()
         assert (self.served_until == math.inf) == self.has_role(ServiceRole.DECODE)
+        assert sum(map(len, self._pools.values())) == len(self._records)
+        routers = Counter(name for r in self._records.values() for name in r.load.router_calls if name != r.router_id)
+        assert routers == self._other_routers
+        assert all(r.num_routers == self._num_routers == len(routers) + 1 for r in self._records.values())
         for record in self._records.values():
+            record.check()
             assert len(record.dispatched) <= self._config.max_in_flight_per_worker
+
+
+def hashes_of(request: Request) -> PromptHashes:
+    return PromptHashes(request.packed_token_ids(), root_hash(request.cache_salt))
+
+
+def _options(records: list[WorkerRecord], matched: dict[str, int], block_size: int) -> list[Option]:
+    return [(record.view, matched.get(record.worker_id, 0) * block_size) for record in records]

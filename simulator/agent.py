@@ -160,9 +160,13 @@ class SimulatedAgent:
             probed = PathProbed(probe.peer, probe.num_bytes, duration, Lane.UNKNOWN)
             world.after(duration, lambda: self._report(probed))
 
+    def read_seconds(self, read: StartRead) -> float:
+        """The time of a read without faults."""
+        return self._faults.seconds_per_block * len(read.pairs) * self._world.random.uniform(0.5, 3.0)
+
     def _start_read(self, read: StartRead) -> None:
         world, faults = self._world, self._faults
-        duration = faults.seconds_per_block * len(read.pairs) * world.random.uniform(0.5, 3.0)
+        duration = self.read_seconds(read)
         if world.chance(faults.slow):
             world.counts["slow read"] += 1
             world.trouble(self.name, read.peer, until=world.now + 6.0 * read.timeout_s)

@@ -217,7 +217,7 @@ def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
     """Without faults, every decode worker has a fine path to every prefill worker."""
     nodes = list(nodes)
     for reader in (node for node in nodes if node.spec.role is ServiceRole.DECODE):
-        fine = {path.peer for path in reader.machine.load().paths if path.state is PathState.FINE}
+        fine = {path.peer for path in reader.machine.transfers.paths if path.state is PathState.FINE}
         owners = {node.agent.name for node in nodes if node.spec.role is ServiceRole.PREFILL}
         if fine != owners:
             raise SimulationError(f"seed {seed}: {reader.agent.name} has fine paths to {fine}, not to {owners}")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.block_pool import BlockPool, BlockStored, Column
+from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.handoff import AgentAddress, Location
@@ -23,6 +23,7 @@ from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import StepOutput, StepPlan, TokenEvent
+from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction
 from kv_transfer.machine import TransferMachine
@@ -32,6 +33,7 @@ from simulator.agent import MEMORY_BYTES_PER_S, SimulatedAgent
 from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
+from worker.changes import ChangeTracker
 from worker.core import DrainRequested, Planned, RunStep, StepFailed, StepFinished, WorkerCore
 
 TIMER_LATENESS_S = 1e-6  # like an event loop; rounding between two clocks never makes a timer early
@@ -73,6 +75,7 @@ class WorkerNode:
         self._inbox: list[Any] | None = None  # while stopped
         self._timer_at: float | None = None
         self._changed = False
+        self._tracker = ChangeTracker()
         self._steps: deque[StepPlan] = deque()  # in flight, oldest first
         self._step_failed = False  # the newest step failed or was dropped
         self.pool = BlockPool(spec.num_blocks)
@@ -285,14 +288,15 @@ class WorkerNode:
     def snapshot(self) -> events.WorkerJoined:
         """The first message of a report stream, with all changes so far."""
         self._publish()
-        return events.WorkerJoined(
-            self.spec.worker_id, self.spec.role, self.address, tuple(self.pool.registered_hashes()), self.machine.load()
-        )
+        cached = tuple(self.pool.registered_hashes())
+        load, paths = self.machine.load(), self.machine.transfers.paths
+        return events.WorkerJoined(self.spec.worker_id, self.spec.role, self.address, cached, load, paths)
 
-    def _publish(self) -> None:
-        changes = tuple((event.sequence_hash, isinstance(event, BlockStored)) for event in self.pool.drain_events())
-        if self.subscriber is not None:
-            self.subscriber(events.WorkerReported(self.spec.worker_id, self.machine.load(), changes))
+    def _publish(self, *, unchanged: bool = False) -> None:
+        """Send what has changed; without changes, an empty report if `unchanged`."""
+        changes = self._tracker.take(self.machine.load(), self.pool.drain_events(), self.machine.transfers.paths)
+        if self.subscriber is not None and (changes is not None or unchanged):
+            self.subscriber(events.WorkerReported(self.spec.worker_id, changes or WorkerChanges()))
 
     def _report_changes(self) -> None:
         if self.alive:
@@ -304,7 +308,7 @@ class WorkerNode:
     def _report_idle(self) -> None:
         if self.alive:
             if self._inbox is None:
-                self._publish()
+                self._publish(unchanged=True)
             self._world.after(self.spec.idle_report_interval_s, self._report_idle)
 
     # ---- faults

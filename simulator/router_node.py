@@ -20,6 +20,7 @@ from core.errors import TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
+from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived
 from prefill_worker.machine import PrefillArrived
 from router import events
@@ -49,6 +50,7 @@ class RouterNode:
     ) -> None:
         self._world, self._network, self._oracle, self._fleet = world, network, oracle, fleet
         self._config = config
+        self._num_starts = 0
         self.start()
         self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
         self._streams: dict[str, _ReportStream] = {}  # by worker id
@@ -57,7 +59,11 @@ class RouterNode:
 
     def start(self) -> None:
         """A process that knows nothing of an earlier one."""
-        self.machine = RouterMachine(self._config, lambda: self._world.random.getrandbits(128), EOS_TOKEN_IDS)
+        self._num_starts += 1
+        router_id = f"{ROUTER}-{self._num_starts}"
+        self.machine = RouterMachine(
+            self._config, lambda: self._world.random.getrandbits(128), EOS_TOKEN_IDS, router_id
+        )
         self.alive = True
         self._timer_at: float | None = None
 
@@ -130,21 +136,23 @@ class RouterNode:
 
     def _perform(self, action: events.RouterAction) -> None:
         match action:
-            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s, _):
+            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s, number):
+                call_id = CallId(self.machine.router_id, number)
                 self._world.note(f"router: prefill {dispatch_id} on {worker_id}")
                 self._oracle.dispatched(dispatch_id, worker_id)
                 self._call(
                     Call(dispatch_id, worker_id),
-                    lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s),
+                    lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s, call_id),
                 )
             case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number):
+                call_id = CallId(self.machine.router_id, number)
                 self._world.note(f"router: decode {dispatch_id} on {worker_id}{'' if source else ', prefilled there'}")
                 self._oracle.dispatched(dispatch_id, worker_id)
                 tokens = self._token_streams.get(worker_id)
                 if tokens is None:
                     raise SimulationError(f"{dispatch_id} was sent to {worker_id}, which has no token stream")
                 call = Call(dispatch_id, worker_id, number=number, tokens=tokens)
-                self._call(call, lambda clock: DecodeArrived(request, source, clock + timeout_s))
+                self._call(call, lambda clock: DecodeArrived(request, source, clock + timeout_s, call_id))
             case events.UpdatePeers(worker_id, changes):
                 self._update_peers(self._fleet[worker_id], changes)
             case events.CancelDispatch(dispatch_id):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import xxhash
 
-MAX_EVENTS = 60_000  # of one world; a healthy world needs far fewer
+MAX_EVENTS = 60_000  # of a world with faults; a healthy one needs far fewer
 
 
 class SimulationError(AssertionError):
@@ -22,9 +22,12 @@ class SimulationError(AssertionError):
 
 
 class World:
-    def __init__(self, seed: int, print_line: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, seed: int, print_line: Callable[[str], None] | None = None, max_events: int = MAX_EVENTS
+    ) -> None:
         """`print_line` receives every line of the log."""
         self.seed = seed
+        self.max_events = max_events
         self.now = 0.0  # seconds
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()  # of events, by name; tests check that faults took effect
@@ -49,8 +52,8 @@ class World:
         while self._heap and self._heap[0][0] <= end and not done():
             self.now, _, action = heapq.heappop(self._heap)
             self.num_events += 1
-            if self.num_events > MAX_EVENTS:
-                raise SimulationError(f"seed {self.seed}: no end after {MAX_EVENTS} events")
+            if self.num_events > self.max_events:
+                raise SimulationError(f"seed {self.seed}: no end after {self.max_events} events")
             action()
         if not done():
             self.now = max(self.now, end)

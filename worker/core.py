@@ -28,7 +28,7 @@ from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Rank, Sequence
 from core.step import StepOutput, StepPlan, TokenEvent
-from core.worker_load import WorkerLoad
+from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
 
@@ -101,6 +101,8 @@ class WorkerCore:
     draining: bool = False
     deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
     timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
+    calls: dict[str, CallId] = field(default_factory=dict)  # by request id
+    router_calls: dict[str, RouterCalls] = field(default_factory=dict)  # by router id; only routers with open calls
     num_arrived: int = 0
     num_sampled_tokens: int = 0
     step_started_at: float = 0.0  # of the oldest step in flight
@@ -111,7 +113,9 @@ class WorkerCore:
     _step_ended: bool = False  # by the event that is being handled
     _prefilling: dict[str, Timeline] = field(default_factory=dict)  # the timelines in stage PREFILL
 
-    def admit(self, request: Request, deadline: float, now: float, sample_limit: int | None = None) -> Sequence:
+    def admit(
+        self, request: Request, deadline: float, now: float, sample_limit: int | None = None, call: CallId = NO_CALL
+    ) -> Sequence:
         """A new sequence with its deadline and timeline. The caller adds the sequence to the scheduler.
 
         Raises `InvalidRequest` if the worker has a sequence with this id.
@@ -122,13 +126,24 @@ class WorkerCore:
         self.num_arrived += 1
         self.timelines[request.request_id] = Timeline(Stage.QUEUE, now)
         self.deadlines.set(request.request_id, deadline)
+        self._note_call(request.request_id, call)
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
 
     def dismiss(self, request_id: str) -> None:
-        """Remove the deadline and the timeline of a sequence that has ended."""
+        """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         self.deadlines.cancel(request_id)
+        call = self.calls.pop(request_id, None)
+        if call is not None:
+            last_call, num_open = self.router_calls.pop(call.router_id)
+            if num_open > 1:
+                self.router_calls[call.router_id] = RouterCalls(last_call, num_open - 1)
+
+    def _note_call(self, request_id: str, call: CallId) -> None:
+        last_call, num_open = self.router_calls.get(call.router_id, RouterCalls())
+        self.calls[request_id] = call
+        self.router_calls[call.router_id] = RouterCalls(max(last_call, call.number), num_open + 1)
 
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
@@ -206,6 +221,8 @@ class WorkerCore:
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
+            num_calls=len(self.calls),
+            router_calls=dict(self.router_calls),
             num_pulls_waiting=num_pulls_waiting,
             num_queued_tokens=self.scheduler.num_waiting_tokens,
             ledger=self.pool.ledger(),
@@ -219,7 +236,6 @@ class WorkerCore:
             num_expired_leases=counters.offers[OwnerState.EXPIRED.value],
             num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
             num_corrupt_blocks=counters.num_digest_mismatches,
-            paths=transfers.paths,
         )
 
     def claims(self) -> list[Claim]:
@@ -233,6 +249,8 @@ class WorkerCore:
         self.pool.check()
         self.scheduler.check()
         assert len(self.deadlines) == len(self.timelines)
+        assert self.calls.keys() == self.timelines.keys()
+        assert len(self.calls) == sum(calls.num_open for calls in self.router_calls.values())
         in_prefill = {name for name, timeline in self.timelines.items() if timeline.stage is Stage.PREFILL}
         assert self._prefilling.keys() == in_prefill
 

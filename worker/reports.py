@@ -1,4 +1,8 @@
-"""The reports of a worker to its routers: a snapshot, then numbered changes of cache and load, at a bounded rate.
+"""The reports of a worker to its routers: a snapshot, then the changes of load, cache and paths, at a bounded rate.
+
+A report has only what changed, and all routers get the same report, built once. Without changes, the worker sends its
+next number every `idle_report_interval_s`: routers see that the worker is alive. A report gets its number before it
+enters the queue of any router, so a router notices the loss of a report as a gap.
 
 If a router reads too slowly, the worker ends its stream rather than skip a report. The router subscribes again and gets
 a new snapshot. So the view of each router is either up to date or known to be stale.
@@ -25,16 +29,16 @@ MAX_HOLDERS = 1024  # in one response of DescribeLedger
 class ReportFeed(worker_pb2_grpc.WorkerServicer):
     """The `tandem.v1.Worker` service.
 
-    `snapshot()` returns the worker, its whole cache and its load. `changes()` returns the load, and the block events
-    since the last call. `holders()` lists the holders of blocks. `update_peer(change)` takes a join or leave of a peer.
-    The feed calls them on the loop's thread.
+    `snapshot()` returns the worker, its whole cache, its load and its paths. `changes()` returns what has changed since
+    the last call; None if nothing has. `holders()` lists the holders of blocks. `update_peer(change)` takes a join or
+    leave of a peer. The feed calls them on the loop's thread.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
         snapshot: Callable[[], worker_pb2.WorkerReport],
-        changes: Callable[[], worker_pb2.WorkerReport],
+        changes: Callable[[], worker_pb2.WorkerReport | None],
         holders: Callable[[], worker_pb2.DescribeLedgerResponse],
         update_peer: Callable[[PeerJoined | PeerLeft], None],
     ) -> None:
@@ -45,32 +49,46 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         self._update_peer = update_peer
         self._subscribers: set[asyncio.Queue[worker_pb2.WorkerReport | None]] = set()
         self._changed = asyncio.Event()
+        self._number = 0  # of the last report
         self._closed = False
 
     def mark_changed(self) -> None:
-        """Send a report within `report_interval_s`."""
+        """Look for changes, and report them, within `report_interval_s`."""
         self._changed.set()
 
     async def run(self) -> None:
         """Send reports until cancelled."""
+        loop = asyncio.get_running_loop()
+        next_sign_of_life = loop.time() + self._config.idle_report_interval_s
         while True:
             try:
-                async with asyncio.timeout(self._config.idle_report_interval_s):
+                async with asyncio.timeout_at(next_sign_of_life):
                     await self._changed.wait()
             except TimeoutError:
-                pass  # report without a change, so that routers see that the worker lives
+                pass
             self._changed.clear()
-            self._publish()
+            if self._publish(unchanged=loop.time() >= next_sign_of_life):
+                next_sign_of_life = loop.time() + self._config.idle_report_interval_s
             await asyncio.sleep(self._config.report_interval_s)  # the rate limit
 
-    def _publish(self) -> None:
-        """Queue the changes for every router. End the stream of a router that is too far behind."""
+    def _publish(self, *, unchanged: bool = False) -> bool:
+        """Queue the changes for every router; without changes, only if `unchanged`. Returns True if there is a report.
+
+        Ends the stream of a router that is too far behind.
+        """
         report = self._changes()
+        if report is None:
+            if not unchanged:
+                return False
+            report = worker_pb2.WorkerReport()
+        self._number += 1
+        report.sequence_number = self._number
         for queue in list(self._subscribers):
             if queue.qsize() >= MAX_REPORTS_BEHIND:
                 self._cut_off(queue)
             else:
                 queue.put_nowait(report)
+        return True
 
     def _cut_off(self, queue: asyncio.Queue[worker_pb2.WorkerReport | None]) -> None:
         self._subscribers.discard(queue)
@@ -89,15 +107,12 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
         # The snapshot contains all changes so far, and `changes()` returns each only once: publish them first.
         self._publish()
         first = self._snapshot()
+        first.sequence_number = self._number
         self._subscribers.add(queue)
         try:
             await context.write(first)
-            number = 1
             while (report := await queue.get()) is not None:
-                numbered = worker_pb2.WorkerReport(sequence_number=number)
-                numbered.MergeFrom(report)
-                await context.write(numbered)
-                number += 1
+                await context.write(report)
         finally:
             self._subscribers.discard(queue)
         await abort(context, WorkerUnavailable(f"{request.router_id} read too slowly, or this worker is stopping"))

@@ -15,21 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from core.block_pool import BlockEvent, BlockStored
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.ledger import Claim, count_once
 from core.lifecycle import ServiceRole
-from core.paths import PathStatus
 from core.service import Endpoint
 from core.step import StepOutput
-from core.worker_load import WorkerLoad
+from core.worker_load import WorkerChanges, WorkerLoad
 from kv_transfer.agent import TransferAgent
-from protos import codec, worker_pb2, worker_pb2_grpc
+from kv_transfer.machine import TransferMachine
+from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.security import OPEN, WORKER_RULES, Credentials
 from runtime.telemetry import Telemetry
+from worker.changes import ChangeTracker
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.executor import StepExecutor
 from worker.reports import ReportFeed
@@ -43,6 +43,7 @@ class WorkerMachine(Protocol):
     """prefill_worker.machine.PrefillMachine or decode_worker.machine.DecodeMachine"""
 
     core: WorkerCore
+    transfers: TransferMachine
 
     def handle(self, event: Any, now: float) -> list[Any]: ...
 
@@ -118,7 +119,7 @@ class WorkerService:
         self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
-        self._reported_paths: tuple[PathStatus, ...] = ()
+        self._tracker = ChangeTracker()
 
     async def start(self) -> Endpoint:
         self._loop = asyncio.get_running_loop()
@@ -248,16 +249,15 @@ class WorkerService:
             agent=codec.encode_agent(parts.agent.address),
             cached_blocks=parts.machine.core.pool.registered_hashes(),
         )
-        return worker_pb2.WorkerReport(snapshot=snapshot, load=codec.encode_load(self._load()))
+        report = report_codec.encode_changes(WorkerChanges(self._load(), paths=parts.machine.transfers.paths))
+        report.snapshot.CopyFrom(snapshot)
+        return report
 
-    def _changes(self) -> worker_pb2.WorkerReport:
+    def _changes(self) -> worker_pb2.WorkerReport | None:
         assert self._parts is not None
-        load, events = self._load(), self._parts.machine.core.pool.drain_events()
-        with_paths, self._reported_paths = load.paths != self._reported_paths, load.paths
-        return worker_pb2.WorkerReport(
-            load=codec.encode_load(load, with_paths=with_paths),
-            block_events=[_encode_block_event(event) for event in events],
-        )
+        machine = self._parts.machine
+        changes = self._tracker.take(self._load(), machine.core.pool.drain_events(), machine.transfers.paths)
+        return None if changes is None else report_codec.encode_changes(changes)
 
     def _load(self) -> WorkerLoad:
         assert self._parts is not None
@@ -271,12 +271,6 @@ class WorkerService:
             ledger=codec.encode_ledger(machine.core.pool.ledger()),
             holders=map(codec.encode_holder, count_once(machine.claims(), machine.core.pool, now)),
         )
-
-
-def _encode_block_event(event: BlockEvent) -> worker_pb2.BlockEvent:
-    if isinstance(event, BlockStored):
-        return worker_pb2.BlockEvent(stored=event.sequence_hash)
-    return worker_pb2.BlockEvent(removed=event.sequence_hash)
 
 
 def _step_error(error: Exception) -> TandemError:

@@ -41,6 +41,7 @@ from benchmarks.engine.programs import (
 from benchmarks.report import Report
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
+from core.worker_load import CallId
 from model_files.model_source import load_config, resolve_model
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
@@ -125,7 +126,9 @@ async def ask(address: str, batch: int, context: int) -> None:
         prompt = tuple(numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(context))
         sampling = SamplingParams(max_tokens=2 * batch + MIN_STEPS, temperature=0.0, ignore_eos=True)
         request = Request(f"r{index}", prompt, context, sampling)
-        wire = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(request, index + 1), stream_id=1)
+        wire = worker_pb2.DecodeRequest(
+            sequence=codec.encode_sequence(request, CallId("benchmark", index + 1)), stream_id=1
+        )
         await stub.Decode(wire, timeout=TIMEOUT_S)
 
     reading = asyncio.create_task(read_tokens())

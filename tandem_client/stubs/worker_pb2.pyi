@@ -173,9 +173,8 @@ class UpdatePeersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call")
+    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
@@ -183,8 +182,9 @@ class SequenceRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: _inference_pb2.SamplingParams
     stop: _inference_pb2.StopConditions
@@ -192,7 +192,9 @@ class SequenceRequest(_message.Message):
     cache_salt: str
     priority: int
     call: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
+    router_id: str
+    packed_token_ids: bytes
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "transfer_id", "reader")
@@ -337,7 +339,7 @@ class PathReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "has_paths")
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -356,7 +358,8 @@ class LoadReport(_message.Message):
     TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PATHS_FIELD_NUMBER: _ClassVar[int]
     NUM_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    HAS_PATHS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_CALLS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -375,28 +378,37 @@ class LoadReport(_message.Message):
     transfer_seconds: float
     paths: _containers.RepeatedCompositeFieldContainer[PathReport]
     num_corrupt_blocks: int
-    has_paths: bool
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., has_paths: _Optional[bool] = ...) -> None: ...
+    num_calls: int
+    router_calls: _containers.RepeatedCompositeFieldContainer[RouterCalls]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ...) -> None: ...
+
+class RouterCalls(_message.Message):
+    __slots__ = ("router_id", "last_call", "num_open")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_CALL_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    last_call: int
+    num_open: int
+    def __init__(self, router_id: _Optional[str] = ..., last_call: _Optional[int] = ..., num_open: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("sequence_number", "snapshot", "load", "block_events")
+    __slots__ = ("sequence_number", "snapshot", "load", "block_changes", "block_runs", "paths", "removed_paths")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_RUNS_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_PATHS_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     snapshot: WorkerSnapshot
     load: LoadReport
-    block_events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
-    def __init__(self, sequence_number: _Optional[int] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., block_events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
-
-class BlockEvent(_message.Message):
-    __slots__ = ("stored", "removed")
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
-    stored: int
-    removed: int
-    def __init__(self, stored: _Optional[int] = ..., removed: _Optional[int] = ...) -> None: ...
+    block_changes: _containers.RepeatedScalarFieldContainer[int]
+    block_runs: _containers.RepeatedScalarFieldContainer[int]
+    paths: _containers.RepeatedCompositeFieldContainer[PathReport]
+    removed_paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sequence_number: _Optional[int] = ..., snapshot: _Optional[_Union[WorkerSnapshot, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., block_changes: _Optional[_Iterable[int]] = ..., block_runs: _Optional[_Iterable[int]] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., removed_paths: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerSnapshot(_message.Message):
     __slots__ = ("worker_id", "role", "agent", "cached_blocks")

@@ -33,7 +33,7 @@ def run_benchmark(directory: Path, module: str, *options: str) -> subprocess.Com
 def modules_to_start() -> list[str]:
     """The modules that the Makefile's targets run, without those that a test below runs."""
     modules = re.findall(r"python -m ((?:benchmarks|tests\.support)\.\S+)", (ROOT / "Makefile").read_text())
-    return sorted(set(modules) - {"benchmarks.transfer", "benchmarks.quantization"})
+    return sorted(set(modules) - {"benchmarks.transfer", "benchmarks.quantization", "benchmarks.routers"})
 
 
 @pytest.mark.parametrize("module", modules_to_start())
@@ -78,6 +78,32 @@ def test_quantized_products_are_timed_beside_bfloat16(tmp_path: Path) -> None:
     lines = json.loads((tmp_path / "build/bench/quantization.json").read_text())["lines"]
     assert [line["measure"] for line in lines] == ["1 rows, bfloat16", "1 rows, int8", "1 rows, int4"]
     assert lines[1]["ratio"] == pytest.approx(lines[0]["value"] / lines[1]["value"])
+
+
+def test_several_routers_are_compared_with_one(tmp_path: Path) -> None:
+    """A trace of conversations that have two turns each."""
+    trace = tmp_path / "trace.jsonl"
+    requests = [
+        {"timestamp": 100 * number, "input_length": 600, "output_length": 8, "hash_ids": [0, 1 + number % 20]}
+        for number in range(40)
+    ]
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
+    options = ["--trace", str(trace), "--quick", "--requests", "40", "--processes", "1"]
+    done = run_benchmark(tmp_path, "benchmarks.routers", *options)
+    assert done.returncode == 0, done.stderr
+    lines = {line["measure"]: line for line in json.loads((tmp_path / "build/bench/routers.json").read_text())["lines"]}
+    for routers in ("1 router", "2 routers", "4 routers"):
+        assert lines[f"4 + 4 workers, {routers}: hit ratio"]["value"] > 0.2
+        assert lines[f"4 + 4 workers, {routers}: TTFT p99"]["value"] > 0
+    assert lines["4 + 4 workers, 4 routers: TTFT p50"]["holds"] is not None
+    assert "0 requests failed" in done.stdout
+
+
+def test_a_missing_trace_is_named(tmp_path: Path) -> None:
+    done = run_benchmark(tmp_path, "benchmarks.routers", "--trace", "nowhere.jsonl")
+    assert done.returncode == 1
+    assert "nowhere.jsonl" in done.stderr
+    assert "kvcache-ai/Mooncake" in done.stderr
 
 
 def test_less_time_is_faster_and_more_tokens_are_faster() -> None:

@@ -12,6 +12,7 @@ from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken, TokenEvent
+from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec, worker_pb2
@@ -71,7 +72,7 @@ class Scene:
         return stream
 
     async def decode(self, name: str, call: int, stream_id: int) -> asyncio.Task[worker_pb2.DecodeFinished]:
-        sequence = codec.encode_sequence(Request(name, (1, 2, 3), 3, SamplingParams(max_tokens=8)), call)
+        sequence = codec.encode_sequence(Request(name, (1, 2, 3), 3, SamplingParams(max_tokens=8)), CallId("r", call))
         wire = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id)
         task = asyncio.create_task(self.servicer._decode(wire, cast(Any, Context())))
         self.tasks.append(task)

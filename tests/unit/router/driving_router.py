@@ -14,7 +14,7 @@ from core.lifecycle import FinishReason, ServiceRole, WorkerState
 from core.machine import Tick
 from core.request import Request, SamplingParams
 from core.step import SampledToken
-from core.worker_load import WorkerLoad
+from core.worker_load import WorkerChanges, WorkerLoad
 from router import events
 from router.events import RouterAction, RouterEvent
 from router.machine import RouterMachine
@@ -76,7 +76,12 @@ class DrivenRouter:
         return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
 
     def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: int) -> list[RouterAction]:
-        return self.post(events.WorkerReported(name, replace(SERVING, state=state, **load)))  # type: ignore[arg-type]
+        reported = replace(SERVING, state=state, **load)  # type: ignore[arg-type]
+        return self.post(events.WorkerReported(name, WorkerChanges(reported)))
+
+    def store(self, name: str, *sequence_hashes: int) -> list[RouterAction]:
+        """A worker reports new blocks in its prefix cache."""
+        return self.post(events.WorkerReported(name, WorkerChanges(blocks=((sequence_hashes, True),))))
 
     def arrive(
         self, arriving: Request | None = None, timeout_s: float = 60.0, others: Sequence[Request] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from core.block_hash import sequence_hashes
 from core.errors import QueueFull, TransferFailed, WorkerUnavailable
 from core.lifecycle import ServiceRole, Stage, WorkerState
 from core.step import SampledToken
@@ -64,12 +65,10 @@ def test_a_retry_is_routed_by_the_prompt_and_its_delivered_tokens() -> None:
     router.arrive(request(prompt=range(1, 9), max_tokens=20))
     router.first_token(9)
     router.tokens(1, 10, 11, 12)
-    whole = router.machine.workers.hashes(request(prompt=range(1, 13)))[LAYOUT.block_size]
+    whole = sequence_hashes(range(1, 13), LAYOUT.block_size)
     assert len(whole) == 3
-    for block in whole:
-        router.post(events.WorkerReported("P2", router.machine.workers.chosen("P2").load, ((block, True),)))
-        if block is not whole[2]:
-            router.post(events.WorkerReported("P1", router.machine.workers.chosen("P1").load, ((block, True),)))
+    router.store("P2", *whole)
+    router.store("P1", *whole[:2])
     router.decode_fails(QueueFull("no room"))
     assert router.dispatches()[-1][1] == "P2"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from core.block_hash import sequence_hashes
 from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, QueueFull, RequestCancelled, WorkerUnavailable
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, Stage, WorkerState
 from core.step import SampledToken
@@ -155,8 +156,7 @@ def test_a_short_prompt_is_computed_on_the_decode_worker() -> None:
 def test_a_long_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -> None:
     router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
     prompt = request(prompt=range(1, 18))
-    hashes = router.machine.workers.hashes(prompt)[LAYOUT.block_size]
-    router.post(events.WorkerReported("D", router.machine.workers.chosen("D").load, tuple((h, True) for h in hashes)))
+    router.store("D", *sequence_hashes(prompt.token_ids, LAYOUT.block_size))
     router.arrive(prompt)
     assert router.dispatches() == [("r#1", None, "D")]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
+from core.worker_load import WorkerChanges
 from router.events import UpdatePeers, WorkerLost, WorkerReported
 from router.peer_discovery import MAX_ANNOUNCED_PEERS
-from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, agent
+from tests.unit.router.driving_router import CONFIG, DrivenRouter, agent
 
 
 def owner(name: str) -> PeerJoined:
@@ -72,8 +72,10 @@ def test_a_worker_lost_by_silence_is_announced_again_after_its_next_snapshot() -
 
 
 def report_paths(router: DrivenRouter, worker: str, *peers: str) -> None:
-    paths = tuple(PathStatus(agent(peer).name, PathState.FINE) for peer in peers)
-    router.post(WorkerReported(worker, replace(SERVING, paths=paths)))
+    known = router.machine.workers.chosen(worker).paths
+    changed = tuple(PathStatus(agent(peer).name, PathState.FINE) for peer in peers if agent(peer).name not in known)
+    removed = tuple(known.keys() - {agent(peer).name for peer in peers})
+    router.post(WorkerReported(worker, WorkerChanges(paths=changed, removed_paths=removed)))
 
 
 def report_for(router: DrivenRouter, seconds: int, **paths: tuple[str, ...]) -> None:

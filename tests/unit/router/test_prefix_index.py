@@ -17,15 +17,14 @@ def held_and_reachable(index: PrefixIndex, prefix: list[int], worker: str = "w")
 
 
 def store(index: PrefixIndex, *blocks: int, worker: str = "w") -> None:
-    for block in blocks:
-        index.store(worker, block)
+    index.store(worker, blocks)
 
 
 def test_a_missing_block_makes_later_blocks_unreachable_until_it_is_stored() -> None:
     index = PrefixIndex()
     store(index, 1, 2, 3, 4)
     assert held_and_reachable(index, [1, 2, 3, 4]) == (4, 4)
-    index.remove("w", 2)
+    index.remove("w", [2])
     assert held_and_reachable(index, [1, 2, 3, 4]) == (3, 1)
     store(index, 2)
     assert held_and_reachable(index, [1, 2, 3, 4]) == (4, 4)
@@ -36,10 +35,10 @@ def test_a_missing_block_makes_later_blocks_unreachable_until_it_is_stored() -> 
 def test_two_prefixes_with_a_common_parent_become_unreachable_with_the_parent() -> None:
     index = PrefixIndex()
     store(index, 1, 2, 3, 13)
-    index.remove("w", 3)
+    index.remove("w", [3])
     assert held_and_reachable(index, [1, 2, 13]) == (3, 3)
     assert held_and_reachable(index, [1, 2, 3]) == (2, 2)
-    index.remove("w", 1)
+    index.remove("w", [1])
     assert held_and_reachable(index, [1, 2, 13]) == (2, 0)
 
 
@@ -78,9 +77,9 @@ def test_a_forgotten_worker_leaves_nothing_behind() -> None:
 
 def test_removing_an_unknown_block_and_storing_a_block_twice_change_nothing() -> None:
     index = PrefixIndex()
-    index.remove("w", 9)
+    index.remove("w", [9])
     store(index, 1, 1)
-    index.remove("w", 1)
+    index.remove("w", [1])
     assert held_and_reachable(index, [1]) == (0, 0)
 
 

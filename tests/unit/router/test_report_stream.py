@@ -71,7 +71,8 @@ def report(number: int) -> worker_pb2.WorkerReport:
     return worker_pb2.WorkerReport(
         sequence_number=number,
         load=worker_pb2.LoadReport(state=worker_pb2.WORKER_STATE_SERVING),
-        block_events=[worker_pb2.BlockEvent(stored=number)],
+        block_changes=[number],
+        block_runs=[1],
     )
 
 
@@ -93,7 +94,7 @@ async def test_after_a_gap_nothing_is_used_before_the_next_snapshot(worker: Work
     worker.is_followed(out_of_step, stream_of(snapshot("w"), report(1)))
     events = [await worker.next_event() for _ in range(4)]
     assert [type(event) for event in events] == [WorkerJoined, WorkerReported, WorkerJoined, WorkerReported]
-    assert events[1].block_changes == events[3].block_changes == ((1, True),)
+    assert events[1].changes.blocks == events[3].changes.blocks == (([1], True),)
     assert worker.num_calls == 2
     assert worker.posted.empty()
 

@@ -14,13 +14,22 @@ import pytest_asyncio
 
 from core.block_pool import Column
 from core.errors import WorkerUnavailable
+from core.handoff import LIVE_STATES
 from core.lifecycle import ServiceRole, WorkerState
-from core.paths import PathState, PathStatus, PeerLeft
+from core.paths import PeerLeft
 from core.request import Request, SamplingParams
 from core.service import Endpoint
-from core.worker_load import WorkerLoad
-from protos import codec, worker_pb2
-from router.events import DecodeReturned, PrefillReturned, StartDecode, StartPrefill, WorkerJoined, WorkerLost
+from core.worker_load import WorkerChanges, WorkerLoad
+from protos import report_codec, worker_pb2
+from router.events import (
+    DecodeReturned,
+    PrefillReturned,
+    StartDecode,
+    StartPrefill,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReported,
+)
 from router.worker_link import WorkerLink
 from runtime.security import OPEN
 from tests.support.driven_worker import address
@@ -166,7 +175,7 @@ async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its
     monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
     worker.reports.put(snapshot("w"))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
-        broken.setattr("protos.codec.decode_load", lambda _: 1 // 0)
+        broken.setattr("protos.report_codec.decode_load", lambda _: 1 // 0)
         async with asyncio.timeout(5):
             assert isinstance(await worker.posted.get(), WorkerLost)
     assert "Traceback" in caplog.text
@@ -175,16 +184,25 @@ async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its
         assert isinstance(await worker.posted.get(), WorkerJoined)
 
 
-async def test_a_report_without_paths_keeps_the_last_paths(worker: Worker) -> None:
-    slow = PathStatus("p", PathState.SLOW, detail="a probe failed")
-    fine = replace(slow, state=PathState.FINE, detail="")
-    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), paths=(slow,))
+async def test_a_report_without_a_load_keeps_the_load_that_the_link_shows(worker: Worker) -> None:
+    assert worker.link is not None
+    load = WorkerLoad(WorkerState.SERVING, num_running=3, ledger=dict.fromkeys(Column, 0))
+    load = replace(load, transfers=dict.fromkeys(LIVE_STATES, 0))
     first = snapshot("w")
-    first.load.CopyFrom(codec.encode_load(load))
+    first.load.CopyFrom(report_codec.encode_load(load))
     worker.reports.put(first)
-    for number, paths in enumerate((None, (fine,), None), start=1):
-        changed = codec.encode_load(replace(load, paths=paths or ()), with_paths=paths is not None)
-        worker.reports.put(worker_pb2.WorkerReport(sequence_number=number, load=changed))
+    worker.reports.put(worker_pb2.WorkerReport(sequence_number=1))
     async with asyncio.timeout(5):
-        events = [await worker.posted.get() for _ in range(4)]
-    assert [event.load.paths for event in events] == [(slow,), (slow,), (fine,), (fine,)]
+        joined, reported = await worker.posted.get(), await worker.posted.get()
+    assert joined.load == load
+    assert reported == WorkerReported("w", WorkerChanges())
+    assert worker.link.load == load
+
+
+async def test_a_snapshot_without_a_load_is_refused(worker: Worker) -> None:
+    first = snapshot("w")
+    first.ClearField("load")
+    worker.reports.put(first)
+    async with asyncio.timeout(5):
+        lost = await worker.posted.get()
+    assert "load: must be set beside a snapshot" in lost.detail

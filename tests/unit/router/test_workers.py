@@ -6,19 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from core.block_hash import sequence_hashes
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import ServiceRole, WorkerState
+from core.request import Request
 from core.sequence import Sequence
 from core.worker_load import WorkerLoad
-from router.workers import WorkerRecord, WorkerTable
+from router.policy import Candidate, WorkerView
+from router.worker_record import WorkerRecord
+from router.workers import WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
 
 
 def record(name: str, role: ServiceRole = ServiceRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
-    return WorkerRecord(name, role, agent(name), load, reported_at=0.0)
+    return WorkerRecord(name, role, agent(name), load, 0.0, "router", CONFIG.max_in_flight_per_worker)
 
 
 def table(*records: WorkerRecord) -> WorkerTable:
@@ -30,7 +34,16 @@ def table(*records: WorkerRecord) -> WorkerTable:
 
 
 def usable(workers: WorkerTable, now: float = 0.0, avoid: frozenset[str] = frozenset()) -> list[str]:
-    return [view.worker_id for view in workers.views(ServiceRole.DECODE, {}, avoid, now)]
+    """The decode workers that can take a request."""
+    found = workers.candidates(hashes_of(request()), avoid, now)
+    return sorted({candidate.decode_worker for candidate in found})
+
+
+def cached(workers: WorkerTable, prompt: Request) -> tuple[int, int]:
+    """(cached tokens, blocks to transfer) of the cheapest candidate."""
+    found = workers.choose(hashes_of(prompt), frozenset(), 0.0)
+    assert found is not None
+    return found.cached_tokens, found.transfer_blocks
 
 
 def test_a_worker_is_usable_while_its_report_is_fresh() -> None:
@@ -48,7 +61,8 @@ def test_a_suspect_full_draining_or_prefill_worker_is_not_usable_for_decode() ->
         record("fine"),
     )
     workers.suspect("suspect")
-    workers.chosen("full").dispatched = {"x#1": 1, "y#1": 1}
+    workers.chosen("full").add_call("x#1", 1, 1)
+    workers.chosen("full").add_call("y#1", 2, 1)
     assert usable(workers) == ["fine"]
 
 
@@ -58,32 +72,20 @@ def test_workers_to_avoid_are_usable_only_if_there_are_no_others() -> None:
     assert usable(workers, avoid=frozenset({"d1", "d2"})) == ["d1", "d2"]
 
 
-def test_load_is_the_larger_of_the_report_and_the_router_s_own_count() -> None:
-    workers = table(record("d", load=replace(SERVING, num_queued_tokens=40, num_running=1)))
-    (view,) = workers.views(ServiceRole.DECODE, {}, frozenset(), 0.0)
-    assert (view.num_queued_tokens, view.num_sequences) == (40, 1)
-    workers.chosen("d").dispatched = {"x#1": 60}
-    (view,) = workers.views(ServiceRole.DECODE, {}, frozenset(), 0.0)
-    assert (view.num_queued_tokens, view.num_sequences) == (60, 1)
-
-
 def test_cached_tokens_follow_the_snapshot() -> None:
     workers = WorkerTable(CONFIG)
-    joining = record("d")
-    workers.join(joining, ())
-    hashes = workers.hashes(request(prompt=range(1, 13)))
-    workers.join(joining, hashes[LAYOUT.block_size][:2])
-    (view,) = workers.views(ServiceRole.DECODE, hashes, frozenset(), 0.0)
-    assert view.cached_tokens == 8
+    prompt = request(prompt=range(1, 13))
+    workers.join(record("d"), sequence_hashes(prompt.token_ids, LAYOUT.block_size)[:2])
+    assert cached(workers, prompt) == (8, 0)
 
 
 def test_a_fresh_snapshot_keeps_the_dispatches_and_ends_the_suspicion() -> None:
     workers = table(record("d"))
-    workers.chosen("d").dispatched["x#1"] = 5
+    workers.chosen("d").add_call("x#1", 1, 5)
     workers.suspect("d")
     workers.join(record("d"), ())
     assert usable(workers) == ["d"]
-    assert workers.chosen("d").dispatched == {"x#1": 5}
+    assert workers.chosen("d").view == WorkerView("d", num_queued_tokens=5, num_sequences=1, num_dispatched=1)
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("quantization", "int8")])
@@ -105,12 +107,22 @@ def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
     assert workers.leave("d", 0.0) is None
 
 
-def test_there_are_no_hashes_until_a_worker_with_a_block_size_has_joined() -> None:
+def test_nothing_of_a_prompt_is_hashed_while_no_decode_worker_has_room() -> None:
     workers = WorkerTable(CONFIG)
-    assert workers.hashes(request()) == {}
-    assert workers.candidates(8, {}, frozenset(), 0.0) == []
+    prompt = hashes_of(request(prompt=range(1, 10)))
+    assert workers.candidates(prompt, frozenset(), 0.0) == []
     workers.join(record("d"), ())
-    assert len(workers.hashes(request(prompt=range(1, 10)))[LAYOUT.block_size]) == 2
+    workers.suspect("d")
+    assert workers.choose(prompt, frozenset(), 0.0) is None
+    assert prompt.chain(LAYOUT.block_size).num_computed == 0
+
+
+def test_a_prompt_is_hashed_to_the_first_block_that_no_worker_has() -> None:
+    workers = WorkerTable(CONFIG)
+    prompt = hashes_of(request(prompt=range(1, 41)))
+    workers.join(record("d"), sequence_hashes(range(1, 41), LAYOUT.block_size)[:3])
+    assert workers.choose(prompt, frozenset(), 0.0) is not None
+    assert prompt.chain(LAYOUT.block_size).num_computed == 4
 
 
 def test_has_role_needs_a_serving_worker_that_is_not_avoided() -> None:
@@ -130,27 +142,27 @@ def wide_prefill(**fields: object) -> WorkerRecord:
 def test_each_worker_is_matched_by_the_block_size_of_its_pool() -> None:
     workers = table(record("d"))
     workers.join(wide_prefill(), ())
-    hashes = workers.hashes(request(prompt=range(1, 14)))  # 13 tokens
-    assert {size: len(found) for size, found in hashes.items()} == {4: 3, 8: 1}
-    workers.join(record("d"), hashes[4])
-    workers.join(wide_prefill(), hashes[8])
-    (decode,) = workers.views(ServiceRole.DECODE, hashes, frozenset(), 0.0)
-    (prefill,) = workers.views(ServiceRole.PREFILL, hashes, frozenset(), 0.0)
-    assert (decode.cached_tokens, prefill.cached_tokens) == (12, 8)
-    (pair,) = [found for found in workers.candidates(13, hashes, frozenset(), 0.0) if found.prefill_worker == "p"]
-    assert (pair.cached_tokens, pair.transfer_blocks) == (8, 1), "the decode worker lacks the last of its four blocks"
-    workers.join(record("d"), hashes[4][:1])
-    (pair,) = [found for found in workers.candidates(13, hashes, frozenset(), 0.0) if found.prefill_worker == "p"]
-    assert pair.transfer_blocks == 3, "counted in the decode worker's blocks of 4 tokens"
+    prompt = request(prompt=range(1, 14))  # 13 tokens
+    narrow, wide = sequence_hashes(prompt.token_ids, 4), sequence_hashes(prompt.token_ids, 8)
+    assert (len(narrow), len(wide)) == (3, 1)
+    workers.join(record("d"), narrow)
+    workers.join(wide_prefill(), wide)
+
+    def pair() -> Candidate:
+        (found,) = [c for c in workers.candidates(hashes_of(prompt), frozenset(), 0.0) if c.prefill_worker == "p"]
+        return found
+
+    assert (pair().cached_tokens, pair().transfer_blocks) == (8, 1), "the decode worker lacks its last block of four"
+    workers.join(record("d"), narrow[:1])
+    assert pair().transfer_blocks == 3, "counted in the decode worker's blocks of 4 tokens"
 
 
 def test_a_request_only_matches_blocks_with_its_salt() -> None:
-    workers = table(record("d"))
     plain = request(prompt=range(1, 10))
     salted = replace(plain, cache_salt="mine")
-    (found,) = workers.hashes(salted).values()
+    found = list(hashes_of(salted).chain(LAYOUT.block_size))
     assert found == [block.sequence_hash for block in Sequence(salted, arrival=0).full_blocks(LAYOUT.block_size)]
-    assert not set(found) & set(workers.hashes(plain)[LAYOUT.block_size])
+    assert not set(found) & set(hashes_of(plain).chain(LAYOUT.block_size))
 
 
 def test_block_sizes_must_be_equal_in_a_pool_and_multiples_between_pools() -> None:

@@ -13,6 +13,8 @@ from core.config import WorkerConfig
 from protos import worker_pb2
 from worker.reports import MAX_REPORTS_BEHIND, ReportFeed
 
+CONFIG = WorkerConfig()
+
 
 class Refused(Exception):
     pass
@@ -41,25 +43,25 @@ class Context:
     def stored(self) -> list[int]:
         """Sequence hashes, those of the snapshot first."""
         known = list(self.written[0].snapshot.cached_blocks)
-        return known + [event.stored for report in self.written[1:] for event in report.block_events]
+        return known + [stored for report in self.written[1:] for stored in report.block_changes]
 
 
 class Worker:
     """A cache that only grows; `feed` reports what is new in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: WorkerConfig = CONFIG) -> None:
         self.cached: list[int] = []
         self._num_told = 0
         no_holders = worker_pb2.DescribeLedgerResponse
-        self.feed = ReportFeed(WorkerConfig(), self._snapshot, self._changes, no_holders, lambda _news: None)
+        self.feed = ReportFeed(config, self._snapshot, self._changes, no_holders, lambda _news: None)
         self._calls: set[asyncio.Task[None]] = set()
 
     def _snapshot(self) -> worker_pb2.WorkerReport:
         return worker_pb2.WorkerReport(snapshot=worker_pb2.WorkerSnapshot(worker_id="w", cached_blocks=self.cached))
 
-    def _changes(self) -> worker_pb2.WorkerReport:
+    def _changes(self) -> worker_pb2.WorkerReport | None:
         new, self._num_told = self.cached[self._num_told :], len(self.cached)
-        return worker_pb2.WorkerReport(block_events=[worker_pb2.BlockEvent(stored=stored) for stored in new])
+        return worker_pb2.WorkerReport(block_changes=new, block_runs=[len(new)]) if new else None
 
     async def watch(self, router_id: str, context: Context) -> asyncio.Task[None]:
         call: Any = self.feed.Watch(worker_pb2.WatchRequest(router_id=router_id), context)  # type: ignore[arg-type]
@@ -81,7 +83,7 @@ class Worker:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
 
-async def test_two_routers_each_get_every_change_once_under_numbers_of_their_own() -> None:
+async def test_two_routers_each_get_every_change_once_under_the_same_numbers() -> None:
     worker, early, late = Worker(), Context(), Context()
     await worker.store(1)
     await worker.watch("early", early)
@@ -92,8 +94,9 @@ async def test_two_routers_each_get_every_change_once_under_numbers_of_their_own
     assert early.stored == [1, 2, 3, 4]
     assert late.stored == [1, 2, 3, 4]
     assert list(late.written[0].snapshot.cached_blocks) == [1, 2, 3]
-    assert early.numbers == [0, 1, 2, 3]
-    assert late.numbers == [0, 1]
+    assert early.numbers == [1, 2, 3, 4]
+    assert late.numbers == [3, 4], "a snapshot repeats the number of the report before it"
+    assert early.written[-1] is late.written[-1], "a report is built once for all routers"
     await worker.end()
 
 
@@ -121,8 +124,54 @@ async def test_a_router_that_is_too_far_behind_is_cut_off_and_starts_again_with_
     again = Context()
     await worker.watch("slow", again)
     await worker.store(9999)
-    assert again.numbers == [0, 1]
+    assert again.numbers == [last + 499, last + 500]
     assert again.stored == bystander.stored == worker.cached
+    await worker.end()
+
+
+async def test_a_report_that_is_lost_in_the_queue_of_a_router_leaves_a_gap() -> None:
+    worker, context = Worker(), Context()
+    await worker.watch("r", context)
+    await worker.store(1)
+    context.reads.clear()
+    await worker.store(2)  # waits in `write`
+    await worker.store(3)
+    (queue,) = worker.feed._subscribers
+    queue.get_nowait()
+    context.reads.set()
+    await worker.store(4)
+    assert context.numbers == [0, 1, 2, 4]
+    await worker.end()
+
+
+async def test_an_idle_worker_sends_its_next_number_and_nothing_else() -> None:
+    worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=0.01)), Context()
+    await worker.watch("r", context)
+    running = asyncio.create_task(worker.feed.run())
+    async with asyncio.timeout(5):
+        while len(context.written) < 4:
+            await asyncio.sleep(0.001)
+    for number, report in enumerate(context.written[1:], start=1):
+        assert report == worker_pb2.WorkerReport(sequence_number=number)
+    running.cancel()
+    await worker.end()
+
+
+async def test_an_event_that_changes_nothing_sends_no_report_before_the_next_sign_of_life() -> None:
+    worker, context = Worker(WorkerConfig(report_interval_s=0.001, idle_report_interval_s=1000.0)), Context()
+    await worker.watch("r", context)
+    running = asyncio.create_task(worker.feed.run())
+    for _ in range(5):
+        worker.feed.mark_changed()
+        await asyncio.sleep(0.003)
+    assert context.numbers == [0]
+    worker.cached.append(7)
+    worker.feed.mark_changed()
+    async with asyncio.timeout(5):
+        while len(context.written) < 2:
+            await asyncio.sleep(0.001)
+    assert context.stored == [7]
+    running.cancel()
     await worker.end()
 
 

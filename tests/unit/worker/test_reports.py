@@ -17,9 +17,9 @@ from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, L
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
 from core.lifecycle import ServiceRole, WorkerState
-from core.paths import Lane, PathState, PathStatus, PeerJoined, PeerLeft
-from core.worker_load import WorkerLoad
-from protos import codec, worker_pb2
+from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
+from core.worker_load import RouterCalls, WorkerLoad
+from protos import codec, report_codec, worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
 from worker.service import WorkerService
 
@@ -58,10 +58,9 @@ def test_a_load_report_counts_transfers_in_every_live_state_and_in_no_ended_stat
     load = WorkerLoad(
         WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), transfers=counts, num_malformed_messages=8,
         num_dropped_messages=9,
-        num_corrupt_blocks=10,
-        paths=(PathStatus("p", PathState.SLOW, Lane.TCP, 1e6, 1e9, 0.25, "why"), PathStatus("q", PathState.CONNECTING)),
+        num_corrupt_blocks=10, num_calls=11, router_calls={"r": RouterCalls(2**40, 7), "q": RouterCalls(3, 4)},
     )  # fmt: skip
-    assert codec.decode_load(codec.encode_load(load)) == load
+    assert report_codec.decode_load(report_codec.encode_load(load)) == load
 
 
 def test_the_kind_of_a_holder_follows_from_its_state() -> None:
@@ -116,19 +115,30 @@ async def test_a_closed_feed_ends_its_streams_and_refuses_new_ones() -> None:
     assert context.written.empty()
 
 
-def test_a_worker_reports_its_paths_in_a_snapshot_and_when_one_of_them_has_changed() -> None:
-    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0), paths=(PathStatus("p", PathState.FINE),))
-    machine = SimpleNamespace(load=lambda: load, core=SimpleNamespace(pool=BlockPool(4)))
+def test_a_snapshot_has_the_load_and_every_path_and_a_later_report_what_has_changed() -> None:
+    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0))
+    paths = (PathStatus("p", PathState.FINE), PathStatus("q", PathState.FINE))
+    transfers = SimpleNamespace(paths=paths)
+    machine = SimpleNamespace(load=lambda: load, core=SimpleNamespace(pool=BlockPool(4)), transfers=transfers)
     service = WorkerService(ServiceRole.DECODE, WorkerConfig(), NOBODY, NOBODY, NOBODY)
     parts: Any = SimpleNamespace(
         worker_id="w", machine=machine, agent=SimpleNamespace(num_malformed=0, address=agent("w"))
     )
     service._parts = parts
-    assert service._snapshot().load.has_paths
-    assert [service._changes().load.has_paths for _ in range(2)] == [True, False]
-    load = replace(load, paths=(PathStatus("p", PathState.SLOW),))
-    assert [service._changes().load.has_paths for _ in range(2)] == [True, False]
-    assert len(service._snapshot().load.paths) == 1
+    assert service._changes() is not None, "everything, the first time"
+    assert service._changes() is None
+    transfers.paths = (PathStatus("q", PathState.SLOW),)
+    changed = service._changes()
+    assert changed is not None
+    assert [path.peer for path in changed.paths] == ["q"]
+    assert list(changed.removed_paths) == ["p"]
+    assert not changed.HasField("load")
+    load = replace(load, num_running=1)
+    changed = service._changes()
+    assert changed is not None
+    assert (changed.load.num_running, len(changed.paths)) == (1, 0)
+    snapshot = service._snapshot()
+    assert (snapshot.load.num_running, len(snapshot.paths)) == (1, 1)
 
 
 def agent(name: str) -> AgentAddress:

@@ -1,0 +1,204 @@
+"""Several routers beside one, on a trace of conversations in virtual time: `make bench-routers`.
+
+The machines of routers and workers are the production ones; the time of steps and transfers comes from a cost model
+(`simulator/replay.py`). Each shape is replayed with 1, 2 and 4 routers and several seeds. A seed decides arrivals, the
+router of each request, and network delays. The lines are medians over the seeds; the spread of one router between seeds
+shows which differences mean nothing.
+
+The trace is `FAST25-release/traces/conversation_trace.jsonl` of kvcache-ai/Mooncake (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.report import Line, Report
+from simulator.replay import Replay, ReplayConfig, ReplayResult, imbalance, percentile
+from simulator.trace import read_trace
+
+TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
+NUM_ROUTERS = (1, 2, 4)
+WITHIN = 0.05  # of one router
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    name: str
+    num_workers: int  # of each role
+    divisor: int = 1  # of prompts and pools
+    block_size: int = 64
+    sticky: bool = False
+
+
+SHAPES = {
+    "4": Shape("4 + 4 workers", 4),
+    "4-sticky": Shape("4 + 4 workers, a router for each conversation", 4, sticky=True),
+    "8": Shape("8 + 8 workers", 8),
+    "4-short": Shape("4 + 4 workers, prompts / 32", 4, divisor=32, block_size=16),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    shape: Shape
+    num_routers: int
+    seed: int
+    arguments: argparse.Namespace = field(compare=False)
+
+    def run(self) -> ReplayResult:
+        shape, options = self.shape, self.arguments
+        trace = read_trace(options.trace, options.requests, shape.divisor, options.output_divisor)
+        config = ReplayConfig(
+            num_routers=self.num_routers,
+            num_prefill=shape.num_workers,
+            num_decode=shape.num_workers,
+            prefill_pool_tokens=options.pool_tokens // shape.divisor,
+            block_size=shape.block_size,
+            load=options.load,
+            sticky=shape.sticky,
+            seed=self.seed,
+        )
+        num_counted = 0
+
+        def count(num_ended: int) -> None:
+            nonlocal num_counted
+            with _num_ended.get_lock():
+                _num_ended.value += num_ended - num_counted
+            num_counted = num_ended
+
+        result = Replay(trace, config).run(count)
+        count(len(trace))
+        return result
+
+
+_num_ended: Synchronized[int]  # requests of all processes
+
+
+def _share(num_ended: Synchronized[int]) -> None:
+    global _num_ended
+    _num_ended = num_ended
+
+
+def run_all(tasks: list[Task], num_processes: int, on_progress: Callable[[int], None]) -> dict[Task, ReplayResult]:
+    """`on_progress` gets the number of ended requests of all tasks, twice a second."""
+    num_ended = multiprocessing.Value("q", 0)
+    results: dict[Task, ReplayResult] = {}
+    with ProcessPoolExecutor(num_processes, initializer=_share, initargs=(num_ended,)) as pool:
+        futures: dict[Future[ReplayResult], Task] = {pool.submit(task.run): task for task in tasks}
+        while futures:
+            done, _ = wait(futures, POLL_S, FIRST_COMPLETED)
+            for future in done:
+                results[futures.pop(future)] = future.result()
+            on_progress(num_ended.value)
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    name: str
+    unit: str
+    of: Callable[[ReplayResult], float]
+    is_goal: bool = False
+
+
+MEASURES = (
+    Measure("hit ratio", "", lambda result: result.hit_ratio, is_goal=True),
+    Measure("share of an infinite cache's hit ratio", "", lambda result: result.hit_share),
+    Measure("TTFT p50", "ms", lambda result: percentile(result.ttft_s, 50) * 1e3, is_goal=True),
+    Measure("TTFT p90", "ms", lambda result: percentile(result.ttft_s, 90) * 1e3, is_goal=True),
+    Measure("TTFT p99", "ms", lambda result: percentile(result.ttft_s, 99) * 1e3, is_goal=True),
+    Measure("TPOT p50", "ms", lambda result: percentile(result.tpot_s, 50) * 1e3),
+    Measure("TPOT p90", "ms", lambda result: percentile(result.tpot_s, 90) * 1e3),
+    Measure("queue of the prefill workers, p50", "ms", lambda result: percentile(result.prefill_queue_s, 50) * 1e3),
+    Measure("queue of the prefill workers, p90", "ms", lambda result: percentile(result.prefill_queue_s, 90) * 1e3),
+    Measure("queue of the routers, p99", "ms", lambda result: percentile(result.router_queue_s, 99) * 1e3),
+    Measure("busiest prefill worker, beside the mean", "", lambda result: imbalance(result.prefill_busy)),
+    Measure("busiest decode worker, beside the mean", "", lambda result: imbalance(result.decode_busy)),
+)
+
+
+def report_shape(report: Report, shape: Shape, results: dict[int, list[ReplayResult]]) -> list[Line]:
+    """Print the lines of a shape. Returns those with a goal. `results`: by number of routers, one for each seed."""
+    one = results[1]
+    first = one[0]
+    report.say(
+        f"\n{shape.name}: {first.num_requests} requests in {first.duration_s:.0f} s, an infinite cache would hit "
+        f"{first.infinite_hit_ratio:.4f}, prefill workers busy {statistics.fmean(first.prefill_busy):.0%}, "
+        f"{sum(r.num_failed for found in results.values() for r in found)} requests failed in all runs"
+    )
+    goals = []
+    for measure in MEASURES:
+        values = {count: [measure.of(result) for result in found] for count, found in results.items()}
+        medians = {count: statistics.median(found) for count, found in values.items()}
+        for count, median in medians.items():
+            name = f"{shape.name}, {count} router{'s' * (count > 1)}: {measure.name}"
+            if count == 1:
+                report.add(Line(name, median, measure.unit))
+                continue
+            least = round(1 - WITHIN if measure.unit == "" else 1 / (1 + WITHIN), 3) if measure.is_goal else None
+            line = Line(name, median, measure.unit, "one router", medians[1], least_ratio=least)
+            report.add(line)
+            goals += [line] * measure.is_goal
+        if measure.is_goal and len(one) > 1:
+            name = f"{shape.name}, 1 router: {measure.name}, seeds apart by"
+            report.add(Line(name, (max(values[1]) - min(values[1])) / medians[1] * 100, "%"))
+    return goals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=TRACE, help="a trace in the format of Mooncake")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--requests", type=int, default=2000, help="of the trace, from its start")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output-divisor", type=int, default=4, help="of the lengths of outputs")
+    parser.add_argument("--load", type=float, default=0.8, help="share of prefill time without a cache")
+    parser.add_argument("--pool-tokens", type=int, default=3_000_000, help="of each prefill worker, with tiers")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--quick", action="store_true", help="one shape, 300 requests, 2 seeds")
+    options = parser.parse_args()
+    if options.quick:
+        options.shapes, options.requests, options.seeds = options.shapes[:1], min(options.requests, 300), 2
+    if not options.trace.is_file():
+        sys.exit(f"no trace at {options.trace}: {(__doc__ or '').splitlines()[-1]}")
+    report = Report("routers")
+    report.say(f"{options.requests} requests, prefill load {options.load:g} without a cache, {options.seeds} seeds")
+    tasks = [
+        Task(SHAPES[name], count, seed, options)
+        for name in options.shapes
+        for seed in range(options.seeds)
+        for count in NUM_ROUTERS
+    ]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=report.console, disable=not report.console.is_terminal) as progress:
+        bar = progress.add_task("requests", total=len(tasks) * options.requests)
+        results = run_all(tasks, options.processes, lambda done: progress.update(bar, completed=done))
+    goals: list[Line] = []
+    for name in options.shapes:
+        by_count: defaultdict[int, list[ReplayResult]] = defaultdict(list)
+        for task in tasks:
+            if task.shape is SHAPES[name]:
+                by_count[task.num_routers].append(results[task])
+        goals += report_shape(report, SHAPES[name], by_count)
+    missed = [line for line in goals if not line.holds]
+    report.say(f"\nWithin {WITHIN:.0%} of one router: {len(goals) - len(missed)} of {len(goals)} figures")
+    for line in missed:
+        report.say(f"  not {line.measure}: {line.ratio:.3f} x the speed of one router")
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""A worker in a replay: the production machine of its role, with a cost model in place of a model and of KV bytes.
+
+    calls, notifications, finished steps --post--> machine --actions--> agent, step, answers
+
+Unlike `simulator/node.py`, no fault happens, the KV has no content, and any number of routers call the worker and hear
+its reports. Reports follow worker/reports.py: at once after a change, then at most one per `report_interval_s`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from core.block_pool import BlockPool
+from core.config import SchedulerConfig, TransferConfig, WorkerConfig
+from core.errors import TandemError
+from core.handoff import AgentAddress
+from core.kv_layout import KVLayout
+from core.lifecycle import ServiceRole, Stage
+from core.machine import Tick
+from core.scheduler import Scheduler
+from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from core.worker_load import WorkerChanges
+from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
+from kv_transfer.events import AgentAction, StartRead
+from kv_transfer.machine import TransferMachine
+from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
+from router import events
+from simulator.agent import SimulatedAgent
+from simulator.cost_model import LinkCost, StepCost
+from simulator.memory import Memory
+from simulator.network import Network
+from simulator.node import TIMER_LATENESS_S
+from simulator.world import SimulationError, World
+from worker.changes import ChangeTracker
+from worker.core import RunStep, StepFinished, WorkerCore
+
+OUTPUT_TOKEN = SampledToken(2**32 - 1)  # in no prompt of a trace
+Caller = Callable[[Any], None]  # takes the events of a router
+
+
+class BlankMemory(Memory):
+    """Blocks without content. Reads copy nothing, and digests are off."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def read(self, *_: object) -> list[int]:
+        return []
+
+    def write(self, *_: object) -> None:
+        pass
+
+
+class ReplayAgent(SimulatedAgent):
+    """A simulated agent whose reads take the time of a link. A read waits for earlier reads of its two agents."""
+
+    link: LinkCost
+    block_bytes: int
+    busy_until = 0.0
+
+    def read_seconds(self, read: StartRead) -> float:
+        owner = self._directory[read.peer]
+        assert isinstance(owner, ReplayAgent)
+        begins_at = max(self._world.now, self.busy_until, owner.busy_until)
+        ends_at = begins_at + len(read.targets) * self.block_bytes / self.link.bytes_per_s
+        self.busy_until = owner.busy_until = ends_at
+        return ends_at - self._world.now + self.link.latency_s
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayWorkerSpec:
+    worker_id: str
+    role: ServiceRole
+    num_blocks: int
+    layout: KVLayout
+    scheduler: SchedulerConfig
+    transfer: TransferConfig
+    worker: WorkerConfig
+    step_cost: StepCost
+    link: LinkCost
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    caller: Caller
+    number: int
+    num_tokens: int = 0  # sent
+
+
+class ReplayWorker:
+    def __init__(self, world: World, network: Network, spec: ReplayWorkerSpec) -> None:
+        self.spec = spec
+        self.worker_id = spec.worker_id
+        self._world, self._network = world, network
+        self.pool = BlockPool(spec.num_blocks)
+        name = f"{spec.worker_id}@0001"
+        self.agent = ReplayAgent(name, self.pool, BlankMemory(spec.layout.block_size), spec.transfer, self.post)
+        self.agent.link, self.agent.block_bytes = spec.link, spec.layout.block_bytes
+        self.address = AgentAddress(name, 1, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s)
+        self.machine = self._build_machine()
+        self.busy_s = 0.0  # time in steps
+        self.num_computed_tokens = 0
+        self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
+        self._calls: dict[str, _OpenCall] = {}  # by id
+        self._timer_at: float | None = None
+        self._subscribers: list[Callable[[Any], None]] = []
+        self._changed = False
+        self._tracker = ChangeTracker()
+        self._next_report_at = 0.0
+        world.after(spec.worker.idle_report_interval_s, self._report_idle)
+
+    def _build_machine(self) -> PrefillMachine | DecodeMachine:
+        spec = self.spec
+        scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, frozenset())
+        core = WorkerCore(scheduler, self.pool)
+        transfers = TransferMachine(spec.transfer, self.pool, self.address)
+        if spec.role is ServiceRole.PREFILL:
+            return PrefillMachine(core, transfers)
+        return DecodeMachine(core, transfers, spec.worker.max_pulls_waiting)
+
+    # ---- the driver
+
+    def post(self, event: Any) -> None:
+        for action in self.machine.handle(event, self._world.now):
+            self._perform(action)
+        self._mark_changed()
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.next_deadline()
+        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+            self._timer_at = deadline
+            self._world.at(deadline + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
+
+    def _on_timer(self, planned: float) -> None:
+        if planned != self._timer_at:
+            return
+        self._timer_at = None
+        deadline = self.machine.next_deadline()
+        if deadline is not None and deadline <= self._world.now:
+            self.post(Tick())
+        else:
+            self._set_timer()
+
+    # ---- acting
+
+    def _perform(self, action: Any) -> None:
+        if isinstance(action, AgentAction):
+            self.agent.perform(action)
+            return
+        match action:
+            case RunStep(plan=plan):
+                self._steps.append(plan)
+                if len(self._steps) == 1:
+                    self._start_step(plan)
+            case EmitTokens(tokens):
+                self._emit(tokens)
+            case PrefillDone(request_id=call_id):
+                self._end_call(call_id, _prefill_result(action))
+            case DecodeDone(request_id=call_id):
+                call = self._calls.get(call_id)
+                self._end_call(call_id, _decode_result(action, 0 if call is None else call.num_tokens))
+            case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
+                self._end_call(call_id, error)
+            case _:
+                raise SimulationError(f"no code performs {action}")
+
+    def _start_step(self, plan: StepPlan) -> None:
+        seconds = self.spec.step_cost.seconds(plan)
+        self.busy_s += seconds
+        self.num_computed_tokens += plan.num_tokens
+        self._world.after(seconds, lambda: self._end_step(plan))
+
+    def _end_step(self, plan: StepPlan) -> None:
+        """The next submitted step begins before the machine takes the output."""
+        self._steps.popleft()
+        if self._steps:
+            self._start_step(self._steps[0])
+        sampled = {chunk.sequence.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
+        self.post(StepFinished(StepOutput(plan.step_id, sampled)))
+
+    # ---- calls
+
+    def accept(self, arrived: PrefillArrived | DecodeArrived, caller: Caller) -> None:
+        """Start a call. `caller` takes its tokens and its end."""
+        call_id = arrived.request.request_id
+        self._calls[call_id] = _OpenCall(caller, arrived.call.number)
+        try:
+            self.post(arrived)
+        except TandemError as error:
+            self._end_call(call_id, error)
+
+    def cancel(self, call_id: str) -> None:
+        if self._calls.pop(call_id, None) is not None:
+            is_prefill = self.spec.role is ServiceRole.PREFILL
+            self.post(PrefillCancelled(call_id) if is_prefill else DecodeCancelled(call_id))
+
+    def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
+        """One message for each router."""
+        rows: dict[Caller, list[tuple[int, int, int]]] = {}
+        for event in tokens:
+            call = self._calls.get(event.sequence_id)
+            if call is not None:
+                call.num_tokens += 1
+                rows.setdefault(call.caller, []).append((call.number, event.index, event.token.token_id))
+        for caller, columns in rows.items():
+            numbers, indexes, token_ids = zip(*columns, strict=True)
+            caller(events.StepTokens(numbers, indexes, token_ids, logprobs={}))
+
+    def _end_call(self, call_id: str, result: Any) -> None:
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            is_prefill = self.spec.role is ServiceRole.PREFILL
+            call.caller((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
+
+    # ---- reports
+
+    def subscribe(self, subscriber: Callable[[Any], None]) -> None:
+        """Send the snapshot now, and every report from now on."""
+        self._publish()
+        blocks, load, paths = tuple(self.pool.registered_hashes()), self.machine.load(), self.machine.transfers.paths
+        subscriber(events.WorkerJoined(self.worker_id, self.spec.role, self.address, blocks, load, paths))
+        self._subscribers.append(subscriber)
+
+    def _mark_changed(self) -> None:
+        if not self._changed:
+            self._changed = True
+            self._world.at(self._next_report_at, self._report_change)
+
+    def _report_change(self) -> None:
+        if self._changed:
+            self._publish()
+
+    def _report_idle(self) -> None:
+        if self._world.now >= self._next_report_at:
+            self._publish(unchanged=True)
+        self._world.after(self.spec.worker.idle_report_interval_s, self._report_idle)
+
+    def _publish(self, *, unchanged: bool = False) -> None:
+        """Send what has changed; without changes, an empty report if `unchanged`."""
+        self._changed = False
+        self._next_report_at = self._world.now + self.spec.worker.report_interval_s
+        changes = self._tracker.take(self.machine.load(), self.pool.drain_events(), self.machine.transfers.paths)
+        if changes is not None or unchanged:
+            for subscriber in self._subscribers:
+                subscriber(events.WorkerReported(self.worker_id, changes or WorkerChanges()))
+
+
+def _prefill_result(done: PrefillDone) -> events.PrefillResult:
+    timeline = done.timeline
+    return events.PrefillResult(
+        done.index, done.token, done.finish_reason, done.cached_tokens,
+        timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL),
+    )  # fmt: skip
+
+
+def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
+    timeline = done.timeline
+    return events.DecodeResult(
+        finish_reason=done.finish_reason,
+        num_tokens=num_tokens,
+        cached_tokens=done.cached_tokens,
+        queue_s=timeline.seconds_in(Stage.QUEUE),
+        prefill_s=timeline.seconds_in(Stage.PREFILL),
+        transfer_s=timeline.seconds_in(Stage.TRANSFER),
+        transfer_exposed_s=0.0 if done.pull is None else done.pull.exposed_s,
+        transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
+    )

@@ -1,0 +1,129 @@
+"""Traces replayed in virtual time: every request completes, nothing leaks, a seed decides everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from prefill_worker.machine import PrefillMachine
+from simulator.replay import Replay, ReplayConfig, ReplayResult, imbalance, percentile
+from simulator.trace import TraceRequest
+from simulator.world import SimulationError
+
+SMALL = ReplayConfig(
+    num_prefill=2, num_decode=2, prefill_pool_tokens=65_536, decode_pool_tokens=65_536, check_every_s=0.5
+)
+ONE_OF_EACH = replace(SMALL, num_prefill=1, num_decode=1, load=0.01)
+
+
+def turns(num_conversations: int, num_turns: int, seed: int = 0) -> list[TraceRequest]:
+    """Conversations that grow by two blocks in each turn; all of them begin with block 0."""
+    chance = random.Random(seed)
+    starts = [(chance.uniform(0, 60), number) for number in range(num_conversations)]
+    requests = [
+        TraceRequest(
+            arrives_at=start + 10 * turn,
+            hash_ids=(0, *range(1000 * (number + 1), 1000 * (number + 1) + 2 * turn + 2)),
+            num_tokens=512 * (2 * turn + 2) + chance.randint(1, 512),
+            num_output_tokens=chance.randint(1, 12),
+        )
+        for start, number in starts
+        for turn in range(num_turns)
+    ]
+    return sorted(requests, key=lambda request: request.arrives_at)
+
+
+def replayed(trace: Sequence[TraceRequest], config: ReplayConfig) -> ReplayResult:
+    return Replay(trace, config).run()
+
+
+@pytest.mark.parametrize("num_routers", [1, 3])
+@pytest.mark.parametrize("sticky", [False, True])
+def test_every_request_completes_with_all_its_tokens(num_routers: int, sticky: bool) -> None:
+    replay = Replay(turns(12, 4), replace(SMALL, num_routers=num_routers, sticky=sticky))
+    result = replay.run()
+    assert (result.num_requests, result.num_failed, result.num_retried) == (48, 0, 0)
+    assert [served.num_tokens for served in replay.served] == [
+        served.request.sampling.max_tokens for served in replay.served
+    ]
+    assert all(served.arrived_at < served.first_token_at <= served.last_token_at for served in replay.served)
+    assert sum(result.requests_by_router) == 48
+    assert min(result.requests_by_router) > 0
+
+
+def test_requests_complete_when_the_pools_hold_a_few_prompts_only() -> None:
+    tight = replace(SMALL, prefill_pool_tokens=8192, decode_pool_tokens=8192, num_routers=2, load=3.0)
+    replay = Replay(turns(12, 4), tight)
+    result = replay.run()
+    assert result.num_failed == 0
+    assert percentile(result.ttft_s, 90) > percentile(replayed(turns(12, 4), SMALL).ttft_s, 90)
+
+
+def test_a_seed_decides_every_figure() -> None:
+    config = replace(SMALL, num_routers=2, seed=7)
+    assert replayed(turns(12, 4), config) == replayed(turns(12, 4), config)
+    assert replayed(turns(12, 4), config).ttft_s != replayed(turns(12, 4), replace(config, seed=8)).ttft_s
+
+
+def test_every_number_of_routers_gets_the_same_arrivals() -> None:
+    arrivals = [
+        [request.arrives_at for request in Replay(turns(5, 2), replace(SMALL, num_routers=count)).trace]
+        for count in (1, 4)
+    ]
+    assert arrivals[0] == arrivals[1]
+
+
+def test_one_worker_hits_every_full_block_of_earlier_turns() -> None:
+    """Three prompts of 1,000, 1,500 and 1,024 tokens; the last two begin with the first 1,000 tokens."""
+    trace = [
+        TraceRequest(0.0, (1, 2), 1000, 2),
+        TraceRequest(60.0, (1, 2, 3), 1500, 2),
+        TraceRequest(120.0, (1, 2), 1024, 2),
+    ]
+    result = replayed(trace, ONE_OF_EACH)
+    # 960 = 15 blocks of 64 tokens; of 1,024 tokens the last is computed, so 15 blocks of 64 are cached again
+    assert result.hit_ratio == pytest.approx((0 + 960 + 960) / (1000 + 1500 + 1024))
+    assert result.hit_share == pytest.approx(1.0)
+
+
+def test_pools_without_room_for_a_second_prompt_hits_nothing() -> None:
+    trace = [TraceRequest(60.0 * number, (1 + number % 2, 3 + number % 2), 1024, 2) for number in range(6)]
+    assert replayed(trace, ONE_OF_EACH).hit_ratio > 0.6
+    assert replayed(trace, replace(ONE_OF_EACH, prefill_pool_tokens=1024, decode_pool_tokens=1088)).hit_ratio == 0.0
+
+
+def test_a_first_token_takes_the_steps_of_its_prompt() -> None:
+    trace = [TraceRequest(0.0, tuple(range(40)), 20_000, 3)]
+    result = replayed(trace, ONE_OF_EACH)
+    cost, chunks = ONE_OF_EACH.step_cost, 3  # of at most 8,192 tokens
+    computing_s = cost.prefill_seconds(20_000) + chunks * cost.step_s
+    assert computing_s < result.ttft_s[0] < computing_s + 0.01
+    context_s = 20_002 * cost.context_s
+    assert result.tpot_s[0] > cost.step_s + context_s
+    assert result.prefill_busy[0] * result.duration_s == pytest.approx(computing_s)
+
+
+def test_a_worker_that_keeps_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holds one block at the first arrival, and hides it from the checks of the machine."""
+    on_arrived = PrefillMachine._on_arrived
+
+    def leak(self: PrefillMachine, event: object, now: float) -> object:
+        if not self.core.num_arrived:
+            self.core.pool.allocate(1)
+        return on_arrived(self, event, now)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrefillMachine, "_on_arrived", leak)
+    monkeypatch.setattr(PrefillMachine, "check", lambda _self: None)
+    with pytest.raises(SimulationError, match="keeps"):
+        replayed(turns(2, 2), SMALL)
+
+
+def test_percentiles_and_imbalance_of_known_values() -> None:
+    rising = tuple(float(value) for value in range(100))
+    assert (percentile(rising, 50), percentile(rising, 99), percentile((), 50)) == (50.0, 99.0, 0.0)
+    assert imbalance((0.5, 0.5)) == 1.0
+    assert imbalance((1.0, 0.0)) == 2.0
+    assert imbalance((0.0, 0.0)) == 1.0

@@ -1,0 +1,106 @@
+"""Traces in the format of Mooncake: token ids that share prefixes as the hash ids do, rates, an infinite cache."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens, read_trace
+
+LINE = {"timestamp": 3000, "input_length": 1000, "output_length": 9, "hash_ids": [7, 8]}
+
+
+def written(directory: Path, *lines: object) -> Path:
+    path = directory / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def test_a_line_becomes_a_request(tmp_path: Path) -> None:
+    assert read_trace(written(tmp_path, LINE)) == [TraceRequest(3.0, (7, 8), 1000, 9)]
+
+
+def test_divided_prompts_keep_their_hash_ids(tmp_path: Path) -> None:
+    (request,) = read_trace(written(tmp_path, LINE), divisor=32, output_divisor=4)
+    assert request == TraceRequest(3.0, (7, 8), 31, 2, tokens_per_hash_id=16)
+    assert request.token_ids() == (*range(7 * 16, 8 * 16), *range(8 * 16, 8 * 16 + 15))
+
+
+def test_a_limit_takes_the_first_lines(tmp_path: Path) -> None:
+    path = written(tmp_path, *(LINE | {"timestamp": at} for at in (0, 1000, 2000)))
+    assert [request.arrives_at for request in read_trace(path, limit=2)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hash_ids": [7]}, "too few"),
+        ({"hash_ids": "7"}, "list of integers"),
+        ({"hash_ids": [], "input_length": 0}, "too few"),
+        ({"input_length": "many"}, "many"),
+        ({"timestamp": None}, "None"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"line 2: .*{message}"):
+        read_trace(written(tmp_path, LINE, LINE | changed))
+
+
+@pytest.mark.parametrize("divisor", [0, 3, 1024])
+def test_a_divisor_must_divide_a_block(tmp_path: Path, divisor: int) -> None:
+    with pytest.raises(ValueError, match="divisor must divide 512"):
+        read_trace(written(tmp_path, LINE), divisor=divisor)
+
+
+def test_prompts_share_the_tokens_of_their_common_hash_ids() -> None:
+    first, second = TraceRequest(0.0, (1, 2, 3), 1200, 1), TraceRequest(0.0, (1, 2, 4), 1500, 1)
+    assert common_prefix(first.token_ids(), second.token_ids()) == 1024
+    assert len(first.token_ids()) == 1200
+    assert max(second.token_ids()) < 2**32
+
+
+def test_the_turns_of_a_conversation_are_known_by_their_second_block() -> None:
+    assert TraceRequest(0.0, (0, 5, 6), 1200, 1).conversation == TraceRequest(0.0, (0, 5), 900, 1).conversation
+    assert TraceRequest(0.0, (0,), 100, 1).conversation == 0
+
+
+def test_a_trace_is_spread_over_the_asked_duration() -> None:
+    trace = [TraceRequest(3.0 * (number // 4), (number,), 100, 1) for number in range(40)]
+    moved = at_rate(trace, 10.0, 3.0, random.Random(0))
+    times = [request.arrives_at for request in moved]
+    assert times[0] == 0.0
+    assert times[-1] == pytest.approx(10.0)
+    assert all(earlier < later for earlier, later in pairwise(times))
+    assert {request.hash_ids for request in moved} == {request.hash_ids for request in trace}
+
+
+prompts = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.integers(1, 8)), min_size=1, max_size=8
+)
+
+
+@given(prompts, st.sampled_from([2, 4, 8]))
+def test_an_infinite_cache_hits_what_a_comparison_of_all_tokens_finds(
+    drawn: list[tuple[list[int], int]], block_size: int
+) -> None:
+    """Hash ids name all blocks before them, so each path of small numbers becomes one id."""
+    requests = []
+    for path, num_last in drawn:
+        hash_ids = tuple(int("".join(map(str, path[: depth + 1])), 3) + 81 * depth for depth in range(len(path)))
+        requests.append(TraceRequest(0.0, hash_ids, 8 * (len(path) - 1) + num_last, 1, tokens_per_hash_id=8))
+    expected = 0
+    for number, request in enumerate(requests):
+        tokens = request.token_ids()
+        longest = max((common_prefix(tokens, other.token_ids()) for other in requests[:number]), default=0)
+        expected += min(longest, len(tokens) - 1) // block_size * block_size
+    assert infinite_cache_tokens(requests, block_size) == expected

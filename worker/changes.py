@@ -1,0 +1,36 @@
+"""What has changed on a worker since its last report. Pure: a shell and the simulator ask for the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from core.block_pool import BlockEvent, BlockStored
+from core.paths import PathStatus
+from core.worker_load import WorkerChanges, WorkerLoad
+
+
+class ChangeTracker:
+    """Remembers the load and the paths of the last report."""
+
+    def __init__(self) -> None:
+        self._load: WorkerLoad | None = None
+        self._paths: dict[str, PathStatus] = {}  # by peer
+
+    def take(
+        self, load: WorkerLoad, block_events: Iterable[BlockEvent], paths: Iterable[PathStatus]
+    ) -> WorkerChanges | None:
+        """The changes since the last call, in which `block_events` happened; None if there are none."""
+        known, self._paths = self._paths, {path.peer: path for path in paths}
+        changes = WorkerChanges(
+            load=None if load == self._load else load,
+            blocks=tuple(
+                ([event.sequence_hash for event in run], is_stored)
+                for is_stored, run in groupby(block_events, key=lambda event: isinstance(event, BlockStored))
+            ),
+            paths=tuple(path for peer, path in self._paths.items() if known.get(peer) != path),
+            removed_paths=tuple(peer for peer in known if peer not in self._paths),
+        )
+        self._load = load
+        is_empty = changes.load is None and not (changes.blocks or changes.paths or changes.removed_paths)
+        return None if is_empty else changes
