@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
 
-# Threads share the interpreter with the loop: a thread that runs Python code delays the loop by up to 5 ms at a time.
+# Tokenizing releases the interpreter lock, so these threads compete with the loop for cores only (docs/adr/0029).
 NUM_THREADS = 4
 
 P = ParamSpec("P")
@@ -18,11 +18,16 @@ R = TypeVar("R")
 
 
 class BoundedPool:
-    """`max_pending` limits the calls that run or wait for a thread."""
+    """`max_pending` limits the calls that run or wait for a thread.
+
+    Calls wait here, not in the queue of the executor: there, a call that ended early would keep its prompt until a
+    thread is free.
+    """
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
         self._num_pending = 0
+        self._free_threads = asyncio.Semaphore(NUM_THREADS)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="validation")
 
     async def run(self, timeout_s: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -36,9 +41,11 @@ class BoundedPool:
         self._num_pending += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, partial(function, *args, **kwargs)
-                )
+                await self._free_threads.acquire()
+                result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+                result.add_done_callback(lambda _: self._free_threads.release())
+                # Without the shield, a call that ends early would free a thread that still works.
+                return await asyncio.shield(result)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the request was validated") from None
         finally:
