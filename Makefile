@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-engine bench-peers bench-quantization soak explore protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-dataplane bench-engine bench-peers bench-quantization soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -42,11 +42,15 @@ bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_p
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.transfer
 
+bench-dataplane: setup  ## Measure the path of a token beside bare grpc.aio and Dynamo's frontend (12 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.dataplane
+
 bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core (12 minutes, after bench-peers)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.engine
 
-bench-peers: setup  ## Install vLLM's CPU build and llama.cpp under the user's cache (5 minutes)
+bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.engine.install_peers
 

@@ -32,6 +32,7 @@ class Line:
     floor: float | None = None  # what the hardware allows, in the same unit
     least_ratio: float | None = None  # the goal, beside the peer
     most: float | None = None  # the goal, alone
+    least: float | None = None  # likewise
 
     @property
     def ratio(self) -> float | None:
@@ -46,6 +47,8 @@ class Line:
     def goal(self) -> str:
         if self.least_ratio is not None:
             return f"at least {self.least_ratio:g} x {self.peer}"
+        if self.least is not None:
+            return f"at least {self.least:,g} {self.unit}"
         return f"at most {self.most:g} {self.unit}" if self.most is not None else ""
 
     @property
@@ -53,6 +56,8 @@ class Line:
         """None where there is no goal, or no peer to compare with."""
         if self.least_ratio is not None:
             return None if self.ratio is None else self.ratio >= self.least_ratio
+        if self.least is not None:
+            return self.value >= self.least
         return None if self.most is None else self.value <= self.most
 
     def _speed_beside(self, other: float) -> float:

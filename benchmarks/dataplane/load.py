@@ -1,0 +1,154 @@
+"""Loads for a router, a worker or a bare server, from calls that generate for the whole time of a measurement."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.dataplane.http2_load import Connection, LoadFailed, receive_for
+from benchmarks.dataplane.processes import MeasuredProcess
+from benchmarks.dataplane.sleeping_runner import FIRST_ID, age_s
+from protos import inference_pb2, worker_pb2
+
+GENERATE = "/tandem.v1.Inference/Generate"
+STREAM_TOKENS, DECODE = "/tandem.v1.DecodeWorker/StreamTokens", "/tandem.v1.DecodeWorker/Decode"
+NUM_CONNECTIONS = 8
+PROMPT = [FIRST_ID + index for index in range(8)]  # short: the decode worker computes such a prompt itself
+FIRST_MESSAGES_TIMEOUT_S = 20.0
+ENDLESS = 4000  # tokens of a call that must outlive a measurement
+MIN_WARM_UP_S = 1.0
+
+
+@dataclass(slots=True)
+class Measured:
+    tokens_per_s: float
+    messages_per_s: float
+    cpu_s_per_token: dict[str, float]  # by name of the process
+    share_of_core: dict[str, float]
+    ages_s: list[float] = field(default_factory=list)  # of tokens, from sampled to received
+
+    @property
+    def tokens_per_message(self) -> float:
+        return self.tokens_per_s / self.messages_per_s if self.messages_per_s else 0.0
+
+
+class Counter:
+    """Counts the messages and tokens of `decode`, which returns the token ids of a message."""
+
+    def __init__(self, decode: Callable[[bytes], list[int]]) -> None:
+        self._decode = decode
+        self.num_messages = 0
+        self.packed: list[tuple[float, bytes]] = []  # decoded later: the client must not slow the server
+        self.keep = False
+
+    def take(self, _: int, message: bytes) -> None:
+        self.num_messages += 1
+        if self.keep:
+            self.packed.append((time.monotonic(), message))
+
+    def tokens(self) -> list[tuple[float, list[int]]]:
+        return [(at, self._decode(message)) for at, message in self.packed]
+
+
+def measure(
+    connections: list[Connection], counter: Counter, seconds: float, processes: list[MeasuredProcess]
+) -> Measured:
+    """Receive for `seconds`. Raises `LoadFailed` if a call has ended by then."""
+    before = [process.cpu_s() for process in processes]
+    counter.num_messages, counter.packed, counter.keep = 0, [], True
+    elapsed = receive_for(connections, seconds)
+    counter.keep = False
+    used = [process.cpu_s() - start for process, start in zip(processes, before, strict=True)]
+    if any(connection.ended for connection in connections):
+        raise LoadFailed("a call ended during the measurement")
+    received = counter.tokens()
+    num_tokens = sum(len(ids) for _, ids in received)
+    return Measured(
+        tokens_per_s=num_tokens / elapsed,
+        messages_per_s=counter.num_messages / elapsed,
+        cpu_s_per_token={p.role.name: cpu_s / max(1, num_tokens) for p, cpu_s in zip(processes, used, strict=True)},
+        share_of_core={p.role.name: cpu_s / elapsed for p, cpu_s in zip(processes, used, strict=True)},
+        ages_s=[age_s(ids[0], at) for at, ids in received if ids],
+    )
+
+
+def start_streams(
+    addresses: list[str], num_streams: int, message: bytes, counter: Counter, warm_up_s: float
+) -> list[Connection]:
+    """Open calls of Generate, spread over connections, and wait for the first messages of all of them."""
+    connections = [
+        Connection(address, counter.take) for address in addresses for _ in range(NUM_CONNECTIONS // len(addresses))
+    ]
+    for index in range(num_streams):
+        connections[index % len(connections)].call(GENERATE, message)
+    receive_for(connections, FIRST_MESSAGES_TIMEOUT_S, lambda: counter.num_messages >= num_streams)
+    receive_for(connections, warm_up_s)
+    return connections
+
+
+def generate_request(max_tokens: int, min_interval_ms: int = 0) -> bytes:
+    request = inference_pb2.GenerateRequest(min_interval_ms=min_interval_ms)
+    request.token_ids.ids.extend(PROMPT)
+    request.sampling.temperature = 0.0
+    request.sampling.seed = 1
+    request.stop.max_tokens = max_tokens
+    request.stop.ignore_eos = True
+    return request.SerializeToString()
+
+
+def tokens_of_response(message: bytes) -> list[int]:
+    return list(inference_pb2.GenerateResponse.FromString(message).tokens.token_ids)
+
+
+def tokens_of_step(message: bytes) -> list[int]:
+    return list(worker_pb2.StepTokens.FromString(message).token_ids)
+
+
+def start_decode_calls(address: str, num_calls: int, max_tokens: int, counter: Counter) -> list[Connection]:
+    """Be the router of a decode worker: one token stream, and calls whose tokens it carries."""
+    stream_id = secrets.randbits(63) | 1
+    stream = Connection(address, counter.take)
+    opening = worker_pb2.StreamTokensRequest(router_id="benchmark", stream_id=stream_id)
+    stream.call(STREAM_TOKENS, opening.SerializeToString())
+    receive_for([stream], MIN_WARM_UP_S)
+    calls = Connection(address, lambda *_: None)
+    for number in range(1, num_calls + 1):
+        request = worker_pb2.DecodeRequest(stream_id=stream_id)
+        request.sequence.request_id = f"benchmark#{number}"
+        request.sequence.token_ids.extend(PROMPT)
+        request.sequence.num_prompt_tokens = len(PROMPT)
+        request.sequence.call = number
+        sampling, stop = request.sequence.sampling, request.sequence.stop
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p = 0.0, 0, 1.0, 0.0
+        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty = 1.0, 0.0, 0.0
+        sampling.seed, stop.max_tokens, stop.ignore_eos = 1, max_tokens, True
+        calls.call(DECODE, request.SerializeToString())
+    receive_for([stream, calls], FIRST_MESSAGES_TIMEOUT_S, lambda: counter.num_messages > 0)
+    receive_for([stream, calls], MIN_WARM_UP_S)
+    return [stream, calls]
+
+
+def repeat_ended_calls(
+    connections: list[Connection], message: bytes, seconds: float, num_calls: float = math.inf
+) -> tuple[int, float]:
+    """Replace each call that ends by a new one, for `seconds` or until `num_calls` have ended.
+
+    Returns the calls that have ended and the seconds that have passed.
+    """
+    num_ended, start = 0, time.perf_counter()
+    while (left := start + seconds - time.perf_counter()) > 0 and num_ended < num_calls:
+        receive_for(connections, left, lambda: any(connection.ended for connection in connections))
+        for connection in connections:
+            for _ in range(len(connection.ended)):
+                connection.call(GENERATE, message)
+            num_ended += len(connection.ended)
+            connection.ended.clear()
+    return num_ended, time.perf_counter() - start
+
+
+def close(connections: list[Connection]) -> None:
+    for connection in connections:
+        connection.close()

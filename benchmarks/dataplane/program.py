@@ -1,0 +1,118 @@
+"""One measured process: a decode worker, a router, or a bare gRPC server. `python -m benchmarks.dataplane.program`
+
+The first line of standard input is a `Role` as JSON. The process answers with one line, the id and the address of its
+service, and then obeys one command a line:
+
+    {"workers": [...]}    a router: follow these workers, each as the worker's own first line
+    {"stats": true}       a worker: {"step_s": ..., "idle_s": ...}, the seconds in steps and between them
+
+The process ends with its standard input. Workers and routers start as in a fleet, in a `ServiceHost` on uvloop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+from benchmarks.dataplane.sleeping_runner import SleepingRunner
+from cli.compose import build_decode_worker, build_router
+from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
+from engine import factory
+from fleet.service_host import Placement, ServiceHost, StartFault
+from model_files.model_source import describe, resolve_model
+from protos import inference_pb2, inference_pb2_grpc
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 65_536
+MAX_STREAMS = 1024
+CONFIG = TandemConfig(
+    engine=EngineConfig(block_size=BLOCK_SIZE),
+    scheduler=SchedulerConfig(max_batched_tokens=8192, max_running=MAX_STREAMS, max_waiting=MAX_STREAMS),
+    transfer=TransferConfig(transport="memory"),
+    router=RouterConfig(port=0, max_queued=2 * MAX_STREAMS, max_in_flight_per_worker=MAX_STREAMS),
+)
+BUILDERS = {"worker": build_decode_worker, "router": build_router}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    name: str  # "worker", "router" or "bare"
+    core: int
+    ordinal: int = 0
+    step_s: float = 0.0  # of a worker: the time of one step
+    tokens_per_message: int = 1  # of a bare server
+
+
+class BareInference(inference_pb2_grpc.InferenceServicer):
+    """The messages of a router without a router: what grpc.aio alone can send."""
+
+    def __init__(self, tokens_per_message: int) -> None:
+        self._tokens_per_message = tokens_per_message
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        num_tokens = self._tokens_per_message
+        for index in range(0, request.stop.max_tokens, num_tokens):
+            chunk = inference_pb2.TokenChunk(index=index, token_ids=[index] * num_tokens, text=" word" * num_tokens)
+            await context.write(inference_pb2.GenerateResponse(tokens=chunk))
+
+
+async def start_bare(role: Role) -> Endpoint:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(BareInference(role.tokens_per_message), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    SERVERS.append(server)
+    return Endpoint("bare", f"127.0.0.1:{port}", ServiceRole.ROUTER)
+
+
+SERVERS: list[Any] = []  # a server that nothing refers to stops
+
+
+async def start_service(host: ServiceHost, role: Role) -> Endpoint:
+    placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, scale=None)
+    endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], CONFIG)), placement)
+    if isinstance(endpoint, StartFault):
+        raise RuntimeError(endpoint.reason)
+    return endpoint
+
+
+def build_sleeping_runner(step_s: float) -> SleepingRunner:
+    info = describe(resolve_model(CONFIG.engine.model), CONFIG.engine.max_context)
+    return SleepingRunner(info, NUM_BLOCKS, BLOCK_SIZE, step_s)
+
+
+def statistics_of(host: ServiceHost) -> dict[str, float]:
+    worker: Any = host._service
+    executor = worker._parts.executor
+    return {"step_s": executor.step_seconds, "idle_s": executor.idle_seconds}
+
+
+async def serve() -> None:
+    role = Role(**json.loads(sys.stdin.readline()))
+    os.sched_setaffinity(0, {role.core})
+    factory.build_runner = lambda *_: build_sleeping_runner(role.step_s)
+    host = ServiceHost()
+    endpoint = await (start_bare(role) if role.name == "bare" else start_service(host, role))
+    print(json.dumps({"id": endpoint.service_id, "address": endpoint.address}), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command = json.loads(line)
+        if "workers" in command:
+            followed = [Endpoint(w["id"], w["address"], ServiceRole.DECODE) for w in command["workers"]]
+            await host.set_workers(followed)
+        print(json.dumps(statistics_of(host) if "stats" in command else {}), flush=True)
+    await host.stop()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve())
