@@ -85,7 +85,7 @@ async def _validate(pool: BoundedPool, tokenizer: ModelTokenizer, message: bytes
         cpu_s.append(time.thread_time() - started_at)
         assert generation.choices[0].num_prompt_tokens > NUM_TOKENS * 0.9
 
-    await pool.run(60.0, timed)
+    await pool.run(60.0, len(message), timed)
 
 
 async def _longest_gap(work: Validate) -> float:
