@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 
 MAX_BYTES = 64 * 1024 * 1024  # about 200 conversations of 32,000 tokens
-_ENTRY_BYTES = 300  # of an entry besides its text, salt and ids: two objects, a tuple, and its place in the dict
+_ENTRY_BYTES = 700  # of an entry besides its text, salt and ids, measured as resident size
 
 Key = tuple[str, str]  # salt, text
 
