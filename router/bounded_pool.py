@@ -1,8 +1,14 @@
-"""Threads for validation and tokenizing beside the router's loop, with a bounded queue and a deadline for each call."""
+"""Threads for validation and tokenizing beside the router's loop, with a bounded queue and a deadline for each call.
+
+Tokenizing releases the interpreter lock, but a thread that holds the lock for a moment and has lost its core to another
+thread holds up the loop. So there are few threads: one for short calls, which never wait for a long one, and one for
+long calls on every `CORES_PER_LONG_CALL` cores.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,35 +16,49 @@ from typing import ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
 
-# Threads share the interpreter with the loop: a thread that runs Python code delays the loop by up to 5 ms at a time.
-NUM_THREADS = 4
+MAX_SHORT_BYTES = 16 * 1024  # about 4,000 tokens, 10 ms
+CORES_PER_LONG_CALL = 4
+MAX_LONG_CALLS = 4
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class BoundedPool:
-    """`max_pending` limits the calls that run or wait for a thread."""
+    """`max_pending` limits the calls that run or wait for a thread.
 
-    def __init__(self, max_pending: int) -> None:
+    Calls wait here, not in the queue of the executor: there, a call that ended early would keep its prompt until a
+    thread is free.
+    """
+
+    def __init__(self, max_pending: int, num_cores: int | None = None) -> None:
+        """`num_cores`: of this machine, if None."""
+        num_cores = num_cores or os.cpu_count() or 1
+        num_long = max(1, min(MAX_LONG_CALLS, num_cores // CORES_PER_LONG_CALL))
         self._max_pending = max_pending
         self._num_pending = 0
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="validation")
+        self._short, self._long = asyncio.Semaphore(1), asyncio.Semaphore(num_long)
+        self._threads = ThreadPoolExecutor(1 + num_long, thread_name_prefix="validation")
 
-    async def run(self, timeout_s: float, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run `function` in a thread and return its result.
+    async def run(
+        self, timeout_s: float, num_bytes: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run `function` in a thread and return its result. `num_bytes` is the size of its input.
 
         Raises the exception of `function`, `QueueFull` beyond `max_pending`, and `DeadlineExceeded` after `timeout_s`.
         A call that ends early leaves the queue; if `function` has started, it runs to its end.
         """
         if self._num_pending >= self._max_pending:
             raise QueueFull(f"{self._num_pending} requests wait for validation, and max_queued is {self._max_pending}")
+        free_threads = self._short if num_bytes <= MAX_SHORT_BYTES else self._long
         self._num_pending += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, partial(function, *args, **kwargs)
-                )
+                await free_threads.acquire()
+                result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
+                result.add_done_callback(lambda _: free_threads.release())
+                # Without the shield, a call that ends early would free a thread that still works.
+                return await asyncio.shield(result)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the request was validated") from None
         finally:

@@ -99,7 +99,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         machine = self._shell.machine
         try:
             generation = await self._validation_pool.run(
-                remaining_s(context, self._config.default_timeout_s), validation.prepare,
+                remaining_s(context, self._config.default_timeout_s), request.ByteSize(), validation.prepare,
                 request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
             )  # fmt: skip
             found = machine.find_candidates(generation.choices[0], self._shell.now())

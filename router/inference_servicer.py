@@ -53,8 +53,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
         try:
             generation = await self._validation_pool.run(
-                timeout_s, validation.prepare, request, self._tokenizer, self._config, new_id, _random_seed, longest
-            )
+                timeout_s, request.ByteSize(), validation.prepare,
+                request, self._tokenizer, self._config, new_id, _random_seed, longest,
+            )  # fmt: skip
         except TandemError as error:
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
             attributes = call_attributes(operation, self._tokenizer.info.name, request_id)
@@ -125,8 +126,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         try:
             token_ids = await self._validation_pool.run(
-                self._remaining_s(context), validation.tokenize_prompt, request, self._tokenizer, self._config
-            )
+                self._remaining_s(context), request.ByteSize(), validation.tokenize_prompt,
+                request, self._tokenizer, self._config,
+            )  # fmt: skip
         except TandemError as error:
             await abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
@@ -140,7 +142,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
                 )
             text = await self._validation_pool.run(
-                self._remaining_s(context), self._tokenizer.decode, request.token_ids
+                self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids
             )
         except TandemError as error:
             await abort(context, error)

@@ -91,6 +91,7 @@ def tokenize_prompt(
         forms = [field.name for field in wire.DESCRIPTOR.oneofs_by_name["prompt"].fields]
         raise InvalidRequest("prompt", f"one of {', '.join(forms)} must be set")
     chosen = wire.parse_special_tokens if wire.HasField("parse_special_tokens") else None
+    salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
     if kind == "token_ids":
         assert isinstance(wire, inference_pb2.GenerateRequest)
         _check_room(kind, len(wire.token_ids.ids), tokenizer.info.context_length)
@@ -98,10 +99,10 @@ def tokenize_prompt(
     elif kind == "text":
         _check_length("text", wire.text, config.max_prompt_chars)
         parse_special = True if chosen is None else chosen
-        token_ids = tuple(tokenizer.encode(wire.text, parse_special=parse_special)) if wire.text else ()
+        token_ids = tuple(tokenizer.encode(wire.text, True, parse_special, salt)) if wire.text else ()
     else:
         messages = _check_chat(wire.chat.messages, config.max_prompt_chars)
-        token_ids = tuple(tokenizer.encode_chat(messages, parse_special=bool(chosen)))
+        token_ids = tuple(tokenizer.encode_chat(messages, bool(chosen), salt))
     if not token_ids:
         raise InvalidRequest(kind, "must have at least 1 token, has 0")
     return token_ids

@@ -37,8 +37,11 @@ class Codec(Protocol):
 
     strip_first_space: bool
 
-    def encode(self, text: str, add_special: bool) -> Encoded:
-        """Token ids of `text`, with its special tokens recognised. No token contains `BREAK`."""
+    def encode(self, text: str, add_special: bool, cache_salt: str = "") -> Encoded:
+        """Token ids of `text`, with its special tokens recognised. No token contains `BREAK`.
+
+        Calls with equal salts may share cached work. Several threads may call it at the same time.
+        """
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
@@ -90,10 +93,10 @@ def refuse_reserved(field: str, text: str) -> None:
         )
 
 
-def encode_framed(codec: Codec, marks: Marks, marked: str, add_special: bool) -> list[int]:
+def encode_framed(codec: Codec, marks: Marks, marked: str, add_special: bool, cache_salt: str) -> list[int]:
     """Token ids of a marked prompt. Only text without a stand-in becomes a special token."""
     for _ in range(_MAX_ROUNDS):
-        encoded = codec.encode(marks.restore(marked), add_special)
+        encoded = codec.encode(marks.restore(marked), add_special, cache_salt)
         forged = [(start, end) for text, start, end in encoded.special if marked[start:end].strip() != text.strip()]
         if not forged:
             return encoded.token_ids

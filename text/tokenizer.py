@@ -10,16 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken
-
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
 from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
 from model_files.model_source import SourceKind, describe, resolve_model
 from text.chat_template import ChatTemplate
 from text.detokenizer import IncrementalDetokenizer, decode_tokens
+from text.file_codec import FileCodec
 from text.special_tokens import BREAK, Codec, Encoded, Marks, encode_framed, markings, refuse_reserved
-from text.tokenizer_files import TokenizerFiles, byte_level_bytes, from_directory, from_gguf, sentencepiece_bytes
+from text.tokenizer_files import from_directory, from_gguf
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -49,30 +48,35 @@ class ModelTokenizer:
         """Text -> id of the tokens that structure a prompt and have no text in an output."""
         return self._codec.special_tokens
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special: bool = True, parse_special: bool = True, cache_salt: str = ""
+    ) -> list[int]:
         """Token ids of `text`. `add_special` adds the tokens that the model expects before a text (e.g. bos).
 
-        With `parse_special`, the text of a special token becomes that token; else it is plain text. Raises
-        `InvalidRequest` for reserved noncharacters (`refuse_reserved`).
+        With `parse_special`, the text of a special token becomes that token; else it is plain text. Calls with equal
+        salts share cached pieces. Raises `InvalidRequest` for reserved noncharacters (`refuse_reserved`).
         """
         refuse_reserved("text", text)
         if parse_special:
-            return self._codec.encode(text, add_special).token_ids
+            return self._codec.encode(text, add_special, cache_salt).token_ids
         marks = self._markings[0]
-        return encode_framed(self._codec, marks, marks.mark(text), add_special)
+        return encode_framed(self._codec, marks, marks.mark(text), add_special, cache_salt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], parse_special: bool = False) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], parse_special: bool = False, cache_salt: str = ""
+    ) -> list[int]:
         """Token ids of the prompt for `messages` ({role, content} each). The caller checks the roles.
 
         With `parse_special`, the text of a special token in a message becomes that token; else it is plain text.
-        Raises `InvalidRequest` as `render_chat` does, and for reserved noncharacters (`refuse_reserved`).
+        Calls with equal salts share cached pieces. Raises `InvalidRequest` as `render_chat` does, and for reserved
+        noncharacters (`refuse_reserved`).
         """
         for index, message in enumerate(messages):
             refuse_reserved(f"messages[{index}].content", str(message.get("content")))
         if parse_special:
-            return self._codec.encode(self.render_chat(messages), add_special=False).token_ids
+            return self._codec.encode(self.render_chat(messages), False, cache_salt).token_ids
         marked, marks = self._render_marked(messages)
-        return encode_framed(self._codec, marks, marked, add_special=False)
+        return encode_framed(self._codec, marks, marked, False, cache_salt)
 
     def _render_marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, Marks]:
         """The prompt with marked content, from the first marking under which the template treats content as before.
@@ -125,55 +129,6 @@ def load_tokenizer(spec: str, max_context: int = 0, cache_dir: Path | None = Non
     return ModelTokenizer(info, FileCodec(files), template)
 
 
-class FileCodec:
-    """The tokenizer from the files of a model."""
-
-    def __init__(self, files: TokenizerFiles) -> None:
-        self._files = files
-        self._to_bytes = byte_level_bytes if files.byte_level else sentencepiece_bytes
-        self._known: dict[int, bytes] = {}  # token id -> bytes, at most one entry for each id of the vocabulary
-        self.strip_first_space = files.strip_first_space
-        # `special_ids` may include spaces and newlines, which are always plain text.
-        self._control = {
-            token_id: files.added_tokens[token_id]
-            for token_id in files.special_ids
-            if files.added_tokens[token_id].strip()
-        }
-        files.tokenizer.add_tokens([AddedToken(BREAK, normalized=False)])
-        self._break_id = files.tokenizer.token_to_id(BREAK)
-
-    def encode(self, text: str, add_special: bool) -> Encoded:
-        encoding = self._files.tokenizer.encode(text, add_special_tokens=add_special)
-        token_ids: list[int] = encoding.ids
-        found = [index for index, token_id in enumerate(token_ids) if token_id in self._control]
-        # Tokens that `add_special` added span no characters of the text.
-        spans = [(token_ids[index], *(encoding.token_to_chars(index) or (0, 0))) for index in found]
-        special = [(self._control[token_id], start, end) for token_id, start, end in spans if start < end]
-        if BREAK in text:
-            token_ids = [token_id for token_id in token_ids if token_id != self._break_id]
-        return Encoded([*self._files.bos_prefix, *token_ids] if add_special else token_ids, special)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._read_bytes(token_id)
-        return found
-
-    def _read_bytes(self, token_id: int) -> bytes:
-        if token_id in self._files.special_ids:
-            return b""
-        added = self._files.added_tokens.get(token_id)
-        if added is not None:
-            return added.encode("utf-8")
-        # The vocabulary of a model may have more ids than its tokenizer. Those ids have no text.
-        text = self._files.tokenizer.id_to_token(token_id)
-        return b"" if text is None else self._to_bytes(text)
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        return {self._files.added_tokens[token_id]: token_id for token_id in self._files.special_ids}
-
-
 _BYTE_SPECIAL = re.compile("|".join(map(re.escape, BYTE_SPECIAL_TOKENS)))
 
 
@@ -187,8 +142,8 @@ class ByteCodec:
 
     strip_first_space = False
 
-    def encode(self, text: str, add_special: bool) -> Encoded:
-        del add_special  # these models expect no token before a text
+    def encode(self, text: str, add_special: bool, cache_salt: str = "") -> Encoded:
+        del add_special, cache_salt  # these models expect no token before a text, and encoding takes no time
         token_ids: list[int] = []
         special = []
         done = 0

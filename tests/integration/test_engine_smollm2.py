@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import regex
@@ -140,3 +142,15 @@ def test_any_tokens_stream_as_the_text_their_library_decodes(token_ids: list[int
     pieces = [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
     text = library.decode(token_ids, skip_special_tokens=True)
     assert "".join(pieces) == tokenizer.decode(token_ids) == text
+
+
+def test_the_cached_turns_of_a_chat_have_the_tokens_of_its_whole_text() -> None:
+    tokenizer, library = tokenizer_and_library()
+    words = re.split(
+        r"(?<=[.\n])", (Path(__file__).parents[2] / "ARCHITECTURE.md").read_text(encoding="utf-8").replace("<|", "<")
+    )
+    turns = ["".join(words[start : start + 12]) for start in range(0, 240, 12)]
+    messages = [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]
+    for num_turns in range(1, len(messages) + 1):
+        rendered = tokenizer.render_chat(messages[:num_turns])
+        assert tokenizer.encode_chat(messages[:num_turns]) == library.encode(rendered, add_special_tokens=False).ids

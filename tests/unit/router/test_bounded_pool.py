@@ -3,49 +3,129 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from router.bounded_pool import NUM_THREADS, BoundedPool
+from router.bounded_pool import CORES_PER_LONG_CALL, MAX_LONG_CALLS, MAX_SHORT_BYTES, BoundedPool
+
+SHORT, LONG = MAX_SHORT_BYTES, MAX_SHORT_BYTES + 1
+NUM_LONG = 2
 
 
 @pytest.fixture
 def pool():  # type: ignore[no-untyped-def]
-    pool = BoundedPool(max_pending=NUM_THREADS + 2)
+    pool = BoundedPool(max_pending=NUM_LONG + 2, num_cores=NUM_LONG * CORES_PER_LONG_CALL)
     yield pool
     pool.close()
 
 
-async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: BoundedPool) -> None:
-    assert await pool.run(5.0, max, 1, 2) == 2
-    with pytest.raises(InvalidRequest, match="text: no"):
-        await pool.run(5.0, _refuse)
-
-
-async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(pool: BoundedPool) -> None:
+@pytest.fixture
+def gate():  # type: ignore[no-untyped-def]
+    """Opens at the end of the test, else a thread that waits would keep the process."""
     gate = threading.Event()
-    calls = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS + 2)]
+    yield gate
+    gate.set()
+
+
+async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: BoundedPool) -> None:
+    assert await pool.run(5.0, LONG, max, 1, 2) == 2
+    with pytest.raises(InvalidRequest, match="text: no"):
+        await pool.run(5.0, LONG, _refuse)
+
+
+async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(
+    pool: BoundedPool, gate: threading.Event
+) -> None:
+    calls = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 2)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFull, match=f"wait for validation, and max_queued is {NUM_THREADS + 2}") as refused:
-        await pool.run(20.0, max, 1, 2)
+    with pytest.raises(QueueFull, match=f"wait for validation, and max_queued is {NUM_LONG + 2}") as refused:
+        await pool.run(20.0, LONG, max, 1, 2)
     assert refused.value.retry_after_s > 0
     gate.set()
     assert await asyncio.gather(*calls) == [True] * len(calls)
-    assert await pool.run(20.0, max, 1, 2) == 2
+    assert await pool.run(20.0, LONG, max, 1, 2) == 2
 
 
-async def test_a_call_that_waits_past_its_deadline_never_runs(pool: BoundedPool) -> None:
-    gate, ran = threading.Event(), threading.Event()
-    busy = [asyncio.create_task(pool.run(20.0, gate.wait)) for _ in range(NUM_THREADS)]
+async def test_a_call_that_waits_past_its_deadline_never_runs(pool: BoundedPool, gate: threading.Event) -> None:
+    ran = threading.Event()
+    busy = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
     await asyncio.sleep(0)
     with pytest.raises(DeadlineExceeded, match="before the request was validated"):
-        await pool.run(0.05, ran.set)
+        await pool.run(0.05, LONG, ran.set)
     gate.set()
     await asyncio.gather(*busy)
-    assert await pool.run(20.0, max, 1, 2) == 2
+    assert await pool.run(20.0, LONG, max, 1, 2) == 2
     assert not ran.is_set()
+
+
+async def test_a_call_that_ends_early_leaves_nothing_in_the_queue(pool: BoundedPool, gate: threading.Event) -> None:
+    busy = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
+    await asyncio.sleep(0)
+    late, cancelled = _Prompt(), _Prompt()
+    gone = [weakref.ref(late), weakref.ref(cancelled)]
+    with pytest.raises(DeadlineExceeded):
+        await pool.run(0.01, LONG, id, late)
+    call = asyncio.create_task(pool.run(20.0, LONG, id, cancelled))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    del late, cancelled, call
+    await asyncio.sleep(0)  # this task's last step holds the exception, whose traceback holds the arguments
+    gc.collect()
+    assert [prompt() for prompt in gone] == [None, None]  # while every thread is still busy
+    gate.set()
+    await asyncio.gather(*busy)
+
+
+async def test_a_thread_is_free_again_only_when_its_function_has_ended(
+    pool: BoundedPool, gate: threading.Event
+) -> None:
+    started = threading.Event()
+    for _ in range(NUM_LONG):
+        with pytest.raises(DeadlineExceeded):
+            await pool.run(0.01, LONG, gate.wait)
+    waiting = asyncio.create_task(pool.run(20.0, LONG, started.set))
+    await asyncio.sleep(0.01)
+    assert not started.is_set()
+    gate.set()
+    await waiting
+    assert started.is_set()
+
+
+async def test_a_short_call_does_not_wait_for_long_ones(pool: BoundedPool, gate: threading.Event) -> None:
+    busy = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 1)]
+    await asyncio.sleep(0)
+    assert await pool.run(20.0, SHORT, max, 1, 2) == 2
+    assert not any(call.done() for call in busy)
+    gate.set()
+    await asyncio.gather(*busy)
+
+
+@pytest.mark.parametrize(("num_cores", "most"), [(1, 1), (2, 1), (4, 1), (8, 2), (256, MAX_LONG_CALLS)])
+async def test_long_calls_leave_most_cores_to_others(num_cores: int, most: int, gate: threading.Event) -> None:
+    pool = BoundedPool(20, num_cores)
+    running = threading.Semaphore(0)
+
+    def run() -> None:
+        running.release()
+        gate.wait()
+
+    calls = [asyncio.create_task(pool.run(20.0, LONG, run)) for _ in range(MAX_LONG_CALLS + 1)]
+    for _ in range(most):
+        assert await asyncio.to_thread(running.acquire, timeout=10.0)
+    assert not running.acquire(timeout=0.01)
+    gate.set()
+    await asyncio.gather(*calls)
+    pool.close()
+
+
+class _Prompt:
+    """Large, in production."""
 
 
 def _refuse() -> None:
