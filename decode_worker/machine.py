@@ -23,7 +23,7 @@ from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
 from core.sequence import Rank, Sequence
-from core.step import SampledToken, StepOutput
+from core.step import SampledToken, StepOutput, TokenEvent
 from core.worker_load import WorkerLoad
 from kv_transfer.events import (
     AgentAction,
@@ -56,9 +56,9 @@ DecodeEvent = DecodeArrived | DecodeCancelled | StepFinished | StepFailed | Drai
 
 @dataclass(frozen=True, slots=True)
 class EmitTokens:
-    request_id: str
-    index: int  # of the first token, in the output
-    tokens: tuple[SampledToken, ...]
+    """New tokens of any number of calls: of one step, or the first token of a pulled sequence."""
+
+    tokens: tuple[TokenEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +262,12 @@ class DecodeMachine:
         sequence.token_ids.append(done.first_token_id)
         self.core.timelines[sequence.sequence_id].enter(Stage.DECODE, now)
         self._calls[sequence.sequence_id].pull = done.stats
-        emitted = EmitTokens(sequence.sequence_id, index, (SampledToken(done.first_token_id),))
         finish_reason = sequence.finish_reason_after(done.first_token_id, self.core.scheduler.eos_token_ids)
+        first_token = TokenEvent(sequence.sequence_id, index, SampledToken(done.first_token_id), finish_reason)
+        emitted = EmitTokens((first_token,))
         if finish_reason is not None:
             self.core.scheduler.drop_blocks(sequence)
-            return [emitted, self._finish_call(sequence.sequence_id, finish_reason, now)]
+            return [emitted, self._finish_call(first_token, now)]
         self.core.scheduler.add(sequence)  # cannot fail: checked on arrival; `max_waiting` does not apply
         return [emitted]
 
@@ -293,14 +294,15 @@ class DecodeMachine:
     # ---- tokens and ends of calls
 
     def _on_step(self, output: StepOutput, now: float) -> list[DecodeAction]:
-        actions: list[DecodeAction] = []
-        for event in self.core.complete_step(output, now):
-            actions.append(EmitTokens(event.sequence_id, event.index, (event.token,)))
-            if event.finish_reason is not None:
-                actions.append(self._finish_call(event.sequence_id, event.finish_reason, now))
-        return actions
+        tokens = self.core.complete_step(output, now)
+        if not tokens:
+            return []
+        ended = [event for event in tokens if event.finish_reason is not None]
+        return [EmitTokens(tuple(tokens)), *(self._finish_call(event, now) for event in ended)]
 
-    def _finish_call(self, request_id: str, reason: FinishReason, now: float) -> DecodeDone:
+    def _finish_call(self, last_token: TokenEvent, now: float) -> DecodeDone:
+        request_id, reason = last_token.sequence_id, last_token.finish_reason
+        assert reason is not None
         call = self._calls.pop(request_id)
         timeline = self.core.timelines[request_id]
         timeline.enter(Stage.FINISHED, now)

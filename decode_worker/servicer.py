@@ -1,13 +1,22 @@
-"""`tandem.v1.DecodeWorker`: turns each Decode call into events for the machine, and streams the tokens back."""
+"""`tandem.v1.DecodeWorker`: turns each Decode call into events for the machine, and streams the tokens to the routers.
+
+    router --StreamTokens(stream_id)--> TokenStream, one for each router --StepTokens, by the step--> router
+    router --Decode(stream_id, call)--> machine --EmitTokens--> the TokenStream of the call
+                                                --DecodeDone, DecodeFailed--> end of the Decode call
+
+A Decode call lives no longer than its token stream. When a stream ends, its calls end with UNAVAILABLE, and the router
+retries them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from core.errors import InvalidRequest, TandemError
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import Stage
 from decode_worker.machine import (
     DecodeAction,
@@ -18,6 +27,7 @@ from decode_worker.machine import (
     DecodeFailed,
     EmitTokens,
 )
+from decode_worker.token_stream import TokenStream
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import abort, remaining_s
@@ -30,12 +40,16 @@ SPAN_OF_STAGE = {
     Stage.DECODE: SpanName.DECODE_COMPUTE,
 }
 
-# The tokens of a step are sent while the model runs the next step. That step first builds its batch in Python. If the
-# event loop wrote to the streams at that time, both would compete for the interpreter, and the model would start later.
-EMIT_AFTER_S = 0.001
+Context = grpc.aio.ServicerContext[Any, Any]
 
-# Bounded by the request: at most max_tokens entries and the end.
-Stream = asyncio.Queue[EmitTokens | DecodeDone | TandemError]
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    number: int  # SequenceRequest.call
+    stream: TokenStream
+    end: asyncio.Future[DecodeDone | TandemError]
+    num_tokens: int = 0  # put on the stream
+    ended_by_machine: bool = False
 
 
 class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
@@ -45,80 +59,103 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(self, default_timeout_s: float, telemetry: Telemetry) -> None:
         self._default_timeout_s = default_timeout_s
         self._telemetry = telemetry
-        self._calls: dict[str, Stream] = {}  # open calls, by request id
-        self._held_back: list[tuple[Stream, EmitTokens]] = []  # of the newest step, for EMIT_AFTER_S
+        self._calls: dict[str, _Call] = {}  # open Decode calls, by request id
+        self._streams: dict[int, TokenStream] = {}  # open StreamTokens calls, by stream id
 
     def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
         self._driver = driver
         self._worker_id = worker_id
 
-    async def Decode(self, request: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    # ---- calls of routers
+
+    async def StreamTokens(self, request: worker_pb2.StreamTokensRequest, context: Context) -> None:
         try:
-            await self._serve(request, context)
+            await self._stream_tokens(request, context)
         except TandemError as error:
             await abort(context, error)
 
-    async def _serve(self, wire: worker_pb2.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _stream_tokens(self, wire: worker_pb2.StreamTokensRequest, context: Context) -> None:
+        if not wire.stream_id:
+            raise InvalidRequest("stream_id", "must not be 0")
+        if wire.stream_id in self._streams:
+            raise InvalidRequest("stream_id", f"a stream {wire.stream_id} is open already")
+        if self._driver.stopped:
+            raise WorkerUnavailable("this worker stops, or has failed")
+        stream = self._streams[wire.stream_id] = TokenStream(wire.router_id)
+        try:
+            await stream.write_all(context.write)
+        finally:
+            del self._streams[wire.stream_id]
+            self._end_calls(stream, WorkerUnavailable("the token stream of this call has ended"))
+
+    def _end_calls(self, stream: TokenStream, error: TandemError) -> None:
+        for call in self._calls.values():
+            if call.stream is stream and not call.end.done():
+                call.end.set_result(error)
+
+    async def Decode(self, request: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
+        try:
+            return await self._decode(request, context)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def _decode(self, wire: worker_pb2.DecodeRequest, context: Context) -> worker_pb2.DecodeFinished:
         request = codec.decode_sequence(wire.sequence)
         source = None
         if wire.HasField("source"):
             source = (codec.decode_transfer_id(wire.transfer_id), codec.decode_agent(wire.source))
         if request.request_id in self._calls:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
+        stream = self._streams.get(wire.stream_id)
+        if stream is None:
+            raise WorkerUnavailable(f"no token stream {wire.stream_id} is open")
         deadline = self._driver.now() + remaining_s(context, self._default_timeout_s)
-        stream: Stream = asyncio.Queue()
-        self._calls[request.request_id] = stream
-        item: EmitTokens | DecodeDone | TandemError | None = None
+        call = _Call(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
+        self._calls[request.request_id] = call
         try:
             self._driver.ask(DecodeArrived(request, source, deadline))
-            while isinstance(item := await stream.get(), EmitTokens):
-                await context.write(worker_pb2.DecodeResponse(tokens=_encode_tokens(item)))
-            if isinstance(item, TandemError):
-                raise item
-            self._draw_spans(item, context)
-            await context.write(worker_pb2.DecodeResponse(finished=_encode_done(item)))
+            end = await call.end
         finally:
             del self._calls[request.request_id]
-            if item is None or isinstance(item, EmitTokens):  # the caller has cancelled
+            if not call.ended_by_machine:  # the router has cancelled, or the token stream has ended
                 self._driver.post_threadsafe(DecodeCancelled(request.request_id))
+        if isinstance(end, TandemError):
+            raise end
+        self._draw_spans(end, context)
+        return _encode_done(end, call.num_tokens)
+
+    # ---- actions of the machine
 
     def perform(self, action: object) -> bool:
         match action:
-            case EmitTokens():
-                self._hold_back(action)
+            case EmitTokens(tokens):
+                for event in tokens:
+                    call = self._calls.get(event.sequence_id)
+                    if call is not None:
+                        call.num_tokens += 1
+                        call.stream.add(call.number, event.index, event.token)
             case DecodeDone(request_id=request_id):
-                self._emit()
-                self._put(request_id, action)
+                self._end(request_id, action)
             case DecodeFailed(request_id, error):
-                self._emit()
-                self._put(request_id, error)
+                self._end(request_id, error)
             case _:
                 return False
         return True
 
-    def _hold_back(self, emitted: EmitTokens) -> None:
-        if (stream := self._calls.get(emitted.request_id)) is None:
-            return
-        if not self._held_back:
-            asyncio.get_running_loop().call_later(EMIT_AFTER_S, self._emit)
-        self._held_back.append((stream, emitted))  # the stream, not the id: a later call may have the same id
-
-    def _emit(self) -> None:
-        held_back, self._held_back = self._held_back, []
-        for stream, emitted in held_back:
-            stream.put_nowait(emitted)
+    def _end(self, request_id: str, end: DecodeDone | TandemError) -> None:
+        call = self._calls.get(request_id)
+        if call is not None and not call.end.done():
+            call.ended_by_machine = True
+            call.end.set_result(end)
 
     def fail_all(self, error: TandemError) -> None:
-        self._emit()
+        """End every open call, and each token stream after its queued tokens."""
         for request_id in self._calls:
-            self._put(request_id, error)
+            self._end(request_id, error)
+        for stream in self._streams.values():
+            stream.end(error)
 
-    def _put(self, request_id: str, item: EmitTokens | DecodeDone | TandemError) -> None:
-        stream = self._calls.get(request_id)
-        if stream is not None:
-            stream.put_nowait(item)
-
-    def _draw_spans(self, done: DecodeDone, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def _draw_spans(self, done: DecodeDone, context: Context) -> None:
         attributes: dict[str, AttributeValue] = {
             Attribute.WORKER: self._worker_id,
             Attribute.CACHED_TOKENS: done.cached_tokens,
@@ -130,12 +167,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         self._telemetry.record_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
 
 
-def _encode_tokens(emitted: EmitTokens) -> worker_pb2.SampledTokens:
-    numbered = enumerate(emitted.tokens, start=emitted.index)
-    return worker_pb2.SampledTokens(tokens=[codec.encode_token(index, token) for index, token in numbered])
-
-
-def _encode_done(done: DecodeDone) -> worker_pb2.DecodeFinished:
+def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished:
     return worker_pb2.DecodeFinished(
         finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],
         cached_tokens=done.cached_tokens,
@@ -144,4 +176,5 @@ def _encode_done(done: DecodeDone) -> worker_pb2.DecodeFinished:
         transfer_ms=done.timeline.seconds_in(Stage.TRANSFER) * 1e3,
         transfer_exposed_ms=0.0 if done.pull is None else done.pull.exposed_s * 1e3,
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
+        num_tokens=num_tokens,
     )

@@ -152,7 +152,8 @@ def decode_transfer_id(wire: bytes) -> TransferId:
         raise InvalidRequest("transfer_id", str(error)) from error
 
 
-def encode_sequence(request: Request) -> worker_pb2.SequenceRequest:
+def encode_sequence(request: Request, call: int) -> worker_pb2.SequenceRequest:
+    """`call` is the number of the call that carries the sequence."""
     sampling = request.sampling
     return worker_pb2.SequenceRequest(
         request_id=request.request_id,
@@ -177,6 +178,7 @@ def encode_sequence(request: Request) -> worker_pb2.SequenceRequest:
         logprobs=sampling.num_logprobs,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        call=call,
     )
 
 
@@ -221,25 +223,28 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
     )
 
 
-def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs | None:
-    if token.logprob is None:
-        return None
+def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
+    """`token` must have log-probabilities."""
     return inference_pb2.TokenLogprobs(
-        logprob=token.logprob,
+        logprob=token.logprob or 0.0,
         top=[inference_pb2.Logprob(token_id=token_id, logprob=value) for token_id, value in token.top_logprobs],
     )
 
 
 def encode_token(index: int, token: SampledToken) -> worker_pb2.SampledToken:
-    return worker_pb2.SampledToken(index=index, token_id=token.token_id, logprobs=encode_logprobs(token))
+    logprobs = None if token.logprob is None else encode_logprobs(token)
+    return worker_pb2.SampledToken(index=index, token_id=token.token_id, logprobs=logprobs)
 
 
 def decode_token(wire: worker_pb2.SampledToken) -> tuple[int, SampledToken]:
     """(index in the output, token)"""
     if not wire.HasField("logprobs"):
         return wire.index, SampledToken(wire.token_id)
-    top = tuple((entry.token_id, entry.logprob) for entry in wire.logprobs.top)
-    return wire.index, SampledToken(wire.token_id, wire.logprobs.logprob, top)
+    return wire.index, decode_logprobs(wire.token_id, wire.logprobs)
+
+
+def decode_logprobs(token_id: int, wire: inference_pb2.TokenLogprobs) -> SampledToken:
+    return SampledToken(token_id, wire.logprob, tuple((entry.token_id, entry.logprob) for entry in wire.top))
 
 
 _LOAD_COUNTS = (

@@ -111,10 +111,10 @@ class DecodeWorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Decode = channel.unary_stream(
+        self.Decode = channel.unary_unary(
                 '/tandem.v1.DecodeWorker/Decode',
                 request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.DecodeResponse.FromString,
+                response_deserializer=protos_dot_worker__pb2.DecodeFinished.FromString,
                 _registered_method=True)
         self.StreamTokens = channel.unary_stream(
                 '/tandem.v1.DecodeWorker/StreamTokens',
@@ -128,15 +128,17 @@ class DecodeWorkerServicer:
     """
 
     def Decode(self, request, context):
-        """Continue a sequence. The worker pulls the KV of the prompt from `source`, or computes it if `source` is unset.
+        """Continue a sequence to its end. The worker pulls the KV of the prompt from `source`, or computes it if `source` is
+        unset. The tokens go to the stream that the call names.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamTokens(self, request, context):
-        """Carry the new tokens of all Decode calls that name this stream, one message for each step. The worker ends the calls
-        of a stream that ends, and refuses a Decode call that names no open stream.
+        """Carry the new tokens of all Decode calls that name this stream, one message for each step. The first message is
+        empty and says that the stream is open. The worker ends the calls of a stream that ends, and refuses a Decode call
+        that names no open stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,10 +147,10 @@ class DecodeWorkerServicer:
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Decode': grpc.unary_stream_rpc_method_handler(
+            'Decode': grpc.unary_unary_rpc_method_handler(
                     servicer.Decode,
                     request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.DecodeResponse.SerializeToString,
+                    response_serializer=protos_dot_worker__pb2.DecodeFinished.SerializeToString,
             ),
             'StreamTokens': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamTokens,
@@ -178,12 +180,12 @@ class DecodeWorker:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/tandem.v1.DecodeWorker/Decode',
             protos_dot_worker__pb2.DecodeRequest.SerializeToString,
-            protos_dot_worker__pb2.DecodeResponse.FromString,
+            protos_dot_worker__pb2.DecodeFinished.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,9 @@
-"""One choice of a Generate call, from admission to its last message: its text, its messages and its trace."""
+"""One choice of a Generate call, from admission to its last message: its tokens, its text, its messages and its trace.
+
+Delivered tokens wait here until the writer of the call takes all of them as one message. They become text only then, in
+one run. With stop strings they become text at once: a stop string ends the output at the worker, whether the client
+reads or not.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,6 @@ SPAN_OF_STAGE = {
     Stage.DECODE: SpanName.ROUTER_DECODE,
 }
 
-# Results of all choices of one call. Bounded by the request: a choice has at most max_tokens deliveries and one end.
-Results = asyncio.Queue[tuple["ChoiceStream", Deliver | Finish | Fail]]
-
 
 @dataclass(slots=True, eq=False)
 class ChoiceStream:
@@ -38,28 +40,67 @@ class ChoiceStream:
     arrived_at: float
     text: TextStream
     root: Span
-    results: Results
+    changed: asyncio.Event  # of the call: one of its choices has new tokens, or its end
     result: Finish | Fail | None = None  # None until the machine has ended the choice
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
+    num_taken: int = 0  # of token_ids, in a chunk
+    _rest: asyncio.TimerHandle | None = None  # ends the least time between two chunks
+    _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
+    _text: str = ""  # of token_ids[num_taken:], with stop strings
 
-    def chunk(self, delivered: Deliver) -> inference_pb2.TokenChunk | None:
-        """The message for new tokens; None after a stop string has ended the text."""
+    def deliver(self, delivered: Deliver) -> bool:
+        """Take new tokens of the machine. Returns True if their text completes a stop string."""
         if self.text.stop_match:
-            return None
-        chunk = inference_pb2.TokenChunk(choice=self.choice, index=delivered.index)
-        for token in delivered.tokens:
-            self._add(chunk, token)
-            if self.text.stop_match:
-                break
-        return chunk
+            return False
+        if self._rest is None and not self.has_chunk:
+            self.changed.set()  # once for all tokens of a chunk
+        num_used = len(delivered.token_ids)
+        if self.text.has_stop_strings:
+            text, num_used = self.text.push(delivered.token_ids)
+            self._text += text
+        self.token_ids += delivered.token_ids[:num_used]
+        self._logprobs += delivered.logprobs[:num_used]
+        return bool(self.text.stop_match)
 
-    def _add(self, chunk: inference_pb2.TokenChunk, token: SampledToken) -> None:
-        self.token_ids.append(token.token_id)
-        chunk.token_ids.append(token.token_id)
-        chunk.text += self.text.push(token.token_id)
-        logprobs = codec.encode_logprobs(token)
-        if logprobs is not None:
-            chunk.logprobs.append(logprobs)
+    def end(self, result: Finish | Fail) -> None:
+        self.result = result
+        self.changed.set()
+
+    @property
+    def has_chunk(self) -> bool:
+        return self.num_taken < len(self.token_ids)
+
+    @property
+    def is_due(self) -> bool:
+        """There is a chunk to write now. The end does not wait for the least time between two chunks."""
+        return self.has_chunk and (self._rest is None or self.result is not None)
+
+    def rest(self, seconds: float) -> None:
+        """Let no chunk be due for `seconds`, because one was written."""
+        self._rest = asyncio.get_running_loop().call_later(seconds, self.end_rest)
+
+    def end_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+            self.changed.set()
+
+    def take_chunk(self) -> inference_pb2.GenerateResponse:
+        """The message with all tokens that are in no chunk yet."""
+        first, self.num_taken = self.num_taken, len(self.token_ids)
+        token_ids = self.token_ids[first:] if first else self.token_ids
+        if self.text.has_stop_strings:
+            text, self._text = self._text, ""
+        else:
+            text, _ = self.text.push(token_ids)
+        response = inference_pb2.GenerateResponse()
+        chunk = response.tokens
+        chunk.choice, chunk.index, chunk.text = self.choice, first, text
+        chunk.token_ids.extend(token_ids)
+        if self._logprobs:
+            chunk.logprobs.extend(map(codec.encode_logprobs, self._logprobs))
+            self._logprobs.clear()
+        return response
 
     def last_chunk(self) -> inference_pb2.TokenChunk | None:
         """The message for text that was held back as the possible start of a stop string; None if there is none."""

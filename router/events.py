@@ -6,7 +6,9 @@ same time. Both calls carry the dispatch id, by which the machine drops the resu
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from core.errors import TandemError
 from core.handoff import AgentAddress, TransferId
@@ -17,8 +19,6 @@ from core.request import Request
 from core.step import SampledToken
 from core.worker_load import WorkerLoad
 from router.policy import Candidate
-
-IndexedTokens = tuple[tuple[int, SampledToken], ...]  # (index in the output, token)
 
 # ---- events
 
@@ -87,14 +87,27 @@ class PrefillReturned:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTokens:
-    dispatch_id: str
-    tokens: IndexedTokens
+class StepTokens:
+    """Tokens of one or more steps of a decode worker, in columns: entry i of each column belongs to token i."""
+
+    calls: Sequence[int]  # StartDecode.call
+    indexes: Sequence[int]  # in the output
+    token_ids: Sequence[int]
+    logprobs: Mapping[int, SampledToken]  # place in the columns -> the token with its log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStreamLost:
+    """The token stream of a decode worker broke. `WorkerJoined` follows after the next stream is open."""
+
+    worker_id: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
     finish_reason: FinishReason
+    num_tokens: int  # that the worker has put on the token stream; some may not have arrived yet
     cached_tokens: int
     queue_s: float
     prefill_s: float
@@ -117,7 +130,8 @@ RouterEvent = (
     | WorkerReported
     | WorkerLost
     | PrefillReturned
-    | DecodeTokens
+    | StepTokens
+    | TokenStreamLost
     | DecodeReturned
     | Tick
 )
@@ -133,6 +147,7 @@ class StartPrefill:
     transfer_id: TransferId
     reader: AgentAddress
     timeout_s: float
+    call: int  # number of the call; the machine numbers all calls in the order in which they start
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +157,7 @@ class StartDecode:
     request: Request
     source: tuple[TransferId, AgentAddress] | None  # None: the decode worker computes the prompt
     timeout_s: float
+    call: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +167,13 @@ class CancelDispatch:
     dispatch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """New tokens for the client, in order, each index once."""
+class Deliver(NamedTuple):
+    """New tokens for the client, in order, each index once. A tuple, because each step makes one for every request."""
 
     request_id: str
-    index: int  # of the first token, in the output
-    tokens: tuple[SampledToken, ...]
+    first_index: int  # of the first token, in the output
+    token_ids: tuple[int, ...]
+    logprobs: tuple[SampledToken, ...]  # one for each token if the request has log-probabilities, else empty
 
 
 @dataclass(frozen=True, slots=True)

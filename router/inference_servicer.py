@@ -14,8 +14,8 @@ from core.request import MAX_SEED
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.bounded_pool import BoundedPool
-from router.choice_stream import ChoiceStream, Results, call_attributes
-from router.events import Deliver, Fail, Finish, StopMatched
+from router.choice_stream import ChoiceStream, call_attributes
+from router.events import Fail
 from router.shell import RouterShell
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
@@ -60,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             attributes = call_attributes(operation, self._tokenizer.info.name, request_id)
             self._shell.refuse(error, headers, arrived_at, attributes)
             raise
-        results: Results = asyncio.Queue()
+        changed = asyncio.Event()
         streams = [
             ChoiceStream(
                 choice=choice,
@@ -71,55 +71,54 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 arrived_at=arrived_at,
                 text=TextStream(self._tokenizer.detokenizer(), generation.stop_strings),
                 root=self._shell.telemetry.start_root(headers, arrived_at),
-                results=results,
+                changed=changed,
             )
             for choice, choice_request in enumerate(generation.choices)
         ]
         try:
-            await self._run(streams, results, deadline, context)
+            self._shell.open(streams, deadline)
+            # WRITE_GRACE_S lets the machine end the request at the deadline first.
+            async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
+                await self._write_all(streams, changed, request.min_interval_ms / 1e3, context)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
         finally:
             for stream in streams:
                 self._shell.close(stream)
 
-    async def _run(self, streams: list[ChoiceStream], results: Results, deadline: float, context: Context) -> None:
-        self._shell.open(streams, deadline)
-        num_open = len(streams)
-        while num_open:
-            stream, result = await results.get()
-            match result:
-                case Deliver():
-                    await self._write_tokens(stream, result, deadline, context)
-                case Finish():
-                    num_open -= 1
-                    await self._write_end(stream, result, deadline, context)
-                case Fail(error=error):
-                    raise error
+    async def _write_all(
+        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Context
+    ) -> None:
+        """Write the messages of all choices, to the end of the last one. Raises the error of the first that fails.
 
-    async def _write_tokens(self, stream: ChoiceStream, delivered: Deliver, deadline: float, context: Context) -> None:
-        chunk = stream.chunk(delivered)
-        if stream.text.stop_match and stream.result is None:
-            self._shell.post(StopMatched(stream.request.request_id))
-        if chunk is not None:
-            await self._write(inference_pb2.GenerateResponse(tokens=chunk), deadline, context)
+        Tokens that arrive during a write go into the next message of their choice. So a message is as long as the
+        client or a busy loop makes it.
+        """
+        while streams:
+            await changed.wait()
+            changed.clear()
+            for stream in streams:
+                if stream.is_due:
+                    if min_interval_s and stream.result is None:
+                        stream.rest(min_interval_s)
+                    await context.write(stream.take_chunk())
+            for stream in [stream for stream in streams if stream.result is not None]:
+                streams = [other for other in streams if other is not stream]
+                await self._write_end(stream, context)
 
-    async def _write_end(self, stream: ChoiceStream, result: Finish, deadline: float, context: Context) -> None:
+    async def _write_end(self, stream: ChoiceStream, context: Context) -> None:
+        if stream.has_chunk:
+            await context.write(stream.take_chunk())
+        if isinstance(stream.result, Fail):
+            raise stream.result.error
+        assert stream.result is not None
         rest = stream.last_chunk()
         if rest is not None:
-            await self._write(inference_pb2.GenerateResponse(tokens=rest), deadline, context)
-        finished = stream.finished(result.outcome, self._shell.now())
+            await context.write(inference_pb2.GenerateResponse(tokens=rest))
+        finished = stream.finished(stream.result.outcome, self._shell.now())
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
-        await self._write(inference_pb2.GenerateResponse(finished=finished), deadline, context)
-
-    async def _write(self, response: inference_pb2.GenerateResponse, deadline: float, context: Context) -> None:
-        """Write one message. Waits while the client does not read; raises `TimeoutError` after the deadline.
-
-        WRITE_GRACE_S lets the machine end the request at the deadline first.
-        """
-        async with asyncio.timeout(deadline + WRITE_GRACE_S - self._shell.now()):
-            await context.write(response)
+        await context.write(inference_pb2.GenerateResponse(finished=finished))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context

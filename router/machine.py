@@ -31,6 +31,8 @@ from router.policy import Candidate, choose
 from router.routed_request import Dispatch, RoutedRequest, dispatch_id_of, workers_to_avoid
 from router.workers import WorkerRecord, WorkerTable
 
+MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
+
 
 class RouterMachine:
     """`new_ticket` returns a random 128-bit transfer id. `eos_token_ids` are the end-of-sequence tokens of the model:
@@ -48,9 +50,11 @@ class RouterMachine:
         self.workers = WorkerTable(config)
         self._requests: dict[str, RoutedRequest] = {}
         self._by_dispatch: dict[str, RoutedRequest] = {}
+        self._by_call: dict[int, RoutedRequest] = {}  # by number of the decode call
+        self._num_calls = 0  # to all workers
         self._queue: list[RoutedRequest] = []  # by rank
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
-        # keys: ("request" | "wait" | "retry", request id), ("worker" | "absent peers", worker id)
+        # keys: ("request" | "wait" | "retry" | "tokens", request id), ("worker" | "absent peers", worker id)
         self._num_arrived = 0
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
@@ -60,7 +64,8 @@ class RouterMachine:
             events.WorkerReported: self._on_reported,
             events.WorkerLost: self._on_lost,
             events.PrefillReturned: self._on_prefill,
-            events.DecodeTokens: self._on_tokens,
+            events.StepTokens: self._on_step_tokens,
+            events.TokenStreamLost: self._on_stream_lost,
             events.DecodeReturned: self._on_decode,
             Tick: self._on_tick,
         }
@@ -71,7 +76,7 @@ class RouterMachine:
         """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, and
         `InvalidRequest` when no pool can hold the request. `WorkerJoined` raises `LayoutMismatch`."""
         actions = self._handlers[type(event)](event, now)
-        if self._queue and not isinstance(event, events.DecodeTokens):
+        if self._queue and not isinstance(event, events.StepTokens):
             actions = actions + self._dispatch_queued(now)
         return actions
 
@@ -138,23 +143,28 @@ class RouterMachine:
         routed.attempts += 1
         routed.attempts_without_token += 1
         dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
-        routed.dispatch = Dispatch(dispatch_id, candidate, prefill_open=candidate.prefill_worker is not None)
+        self._num_calls += 1
+        call, has_prefill = self._num_calls, candidate.prefill_worker is not None
+        routed.dispatch = Dispatch(dispatch_id, candidate, call, len(routed.delivered), prefill_open=has_prefill)
         routed.last_dispatch = routed.dispatch
-        self._by_dispatch[dispatch_id] = routed
+        self._by_dispatch[dispatch_id] = self._by_call[call] = routed
         # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.
         request = replace(routed.resumed(), request_id=dispatch_id)
         timeout_s = max(0.0, routed.deadline - now)
         decode = self.workers.chosen(candidate.decode_worker)
         if candidate.prefill_worker is None:
             decode.dispatched[dispatch_id] = candidate.uncached_tokens
-            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s)]
+            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
         prefill = self.workers.chosen(candidate.prefill_worker)
         decode.dispatched[dispatch_id] = 0
         prefill.dispatched[dispatch_id] = candidate.uncached_tokens
         ticket = self._new_ticket()
+        self._num_calls += 1
         return [
-            events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s),
-            events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s),
+            events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call),
+            events.StartPrefill(
+                dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, self._num_calls
+            ),
         ]
 
     # ---- answers of the workers
@@ -171,7 +181,10 @@ class RouterMachine:
         dispatch.prefill_open = False
         self.workers.remove_dispatch(prefill_worker, event.dispatch_id)
         dispatch.prefill = event.result
-        actions = self._accept(routed, ((event.result.index, event.result.token),), now)
+        token = event.result.token
+        routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
+        actions: list[RouterAction] = []
+        self._deliver_new(routed, actions, now)
         if event.result.finish_reason is not None:
             return actions + self._finish(routed, event.result.finish_reason, now)
         return actions + self._finish_if_complete(routed, now)
@@ -186,9 +199,30 @@ class RouterMachine:
             return []  # the decode worker has the KV and sent the first token, so the prefill worker is done
         return self._retry(routed, error, prefill_worker, now)
 
-    def _on_tokens(self, event: events.DecodeTokens, now: float) -> list[RouterAction]:
-        routed = self._by_dispatch.get(event.dispatch_id)
-        return [] if routed is None else self._accept(routed, event.tokens, now)
+    def _on_step_tokens(self, event: events.StepTokens, now: float) -> list[RouterAction]:
+        """Drops tokens of calls that have ended for the router."""
+        by_call, logprobs = self._by_call, event.logprobs
+        accepting: dict[int, RoutedRequest] = {}
+        for place, (call, index, token_id) in enumerate(zip(event.calls, event.indexes, event.token_ids, strict=True)):
+            routed = by_call.get(call)
+            if routed is not None:
+                routed.accept(index, token_id, logprobs.get(place))
+                accepting[call] = routed
+        actions: list[RouterAction] = []
+        for routed in accepting.values():
+            self._deliver_new(routed, actions, now)
+            if _dispatch_of(routed).decode is not None:
+                actions += self._finish_if_complete(routed, now)
+        return actions
+
+    def _on_stream_lost(self, event: events.TokenStreamLost, now: float) -> list[RouterAction]:
+        """Retry every request with tokens to come. The worker ends the calls of a broken stream."""
+        record = self.workers.get(event.worker_id)
+        if record is None:
+            return []
+        self.workers.suspect(event.worker_id)
+        lost = WorkerUnavailable(f"the token stream of worker {event.worker_id} broke: {event.detail}")
+        return self._retry_dispatches(record, lost, now)
 
     def _on_decode(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
         routed = self._by_dispatch.get(event.dispatch_id)
@@ -199,22 +233,23 @@ class RouterMachine:
         if isinstance(event.result, TandemError):
             return self._retry(routed, event.result, dispatch.candidate.decode_worker, now)
         dispatch.decode = event.result
-        self.workers.remove_dispatch(dispatch.candidate.decode_worker, event.dispatch_id)
         return self._finish_if_complete(routed, now)
 
-    def _accept(self, routed: RoutedRequest, tokens: events.IndexedTokens, now: float) -> list[RouterAction]:
-        first = routed.accept(tokens)
-        if len(routed.delivered) == first:
-            return []
+    def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
+        """Append a `Deliver` with the tokens that were accepted since the last call, and the actions that follow."""
+        deliver = routed.take_new()
+        if deliver is not None:
+            actions.append(deliver)
+            if routed.attempts_without_token:
+                actions += self._on_first_token(routed, now)
+
+    def _on_first_token(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """An attempt has delivered its first new token."""
         routed.attempts_without_token = 0
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
             routed.first_token_at, routed.has_streamed = now, True
-        actions: list[RouterAction] = [events.Deliver(routed.request_id, first, tuple(routed.delivered[first:]))]
-        return actions + self._start_held_choices(routed, now)
-
-    def _start_held_choices(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
         choices = self._take_held_choices(routed)
         for choice in choices:
             choice.has_streamed = True
@@ -228,14 +263,18 @@ class RouterMachine:
     # ---- ends and retries of requests
 
     def _finish_if_complete(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """Finish after a returned decode call, unless the first token is still to come from the prefill worker."""
-        dispatch = _dispatch_of(routed)
-        if dispatch.decode is None:
+        """Finish when the decode call has returned, its tokens have arrived, and so has the first token."""
+        dispatch = routed.dispatch
+        if dispatch is None or dispatch.decode is None:
             return []
-        if routed.timeline.stage is Stage.DECODE and not routed.early_tokens:
+        if routed.misses_streamed_tokens():
+            self._deadlines.set(("tokens", routed.request_id), now + MISSING_TOKENS_S)
+            return []
+        self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
+        if len(routed.delivered) >= dispatch.first_index + dispatch.decode.num_tokens and not routed.early_tokens:
             return self._finish(routed, dispatch.decode.finish_reason, now)
         if dispatch.prefill_open:
-            return []
+            return []  # the first token is still to come from the prefill worker
         missing = TransferFailed(f"both calls ended without token {len(routed.delivered)}")
         return self._retry(routed, missing, dispatch.candidate.decode_worker, now)
 
@@ -279,7 +318,8 @@ class RouterMachine:
         dispatch, routed.dispatch = routed.dispatch, None
         if dispatch is None:
             return []
-        del self._by_dispatch[dispatch.dispatch_id]
+        del self._by_dispatch[dispatch.dispatch_id], self._by_call[dispatch.call]
+        self._deadlines.cancel(("tokens", routed.request_id))
         self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
         if dispatch.candidate.prefill_worker is not None:
             self.workers.remove_dispatch(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
@@ -316,7 +356,9 @@ class RouterMachine:
             routed = self._requests.get(name)
             if routed is None or kind == "retry":
                 continue
-            if kind == "request":
+            if kind == "tokens":
+                actions += self._retry_without_tokens(routed, now)
+            elif kind == "request":
                 stage = routed.timeline.stage.value
                 actions += self._fail(routed, DeadlineExceeded(f"the deadline passed in stage {stage}"), now)
             else:
@@ -331,6 +373,14 @@ class RouterMachine:
             return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
         self._deadlines.set(("wait", routed.request_id), min(due, now + wait_s))
         return []
+
+    def _retry_without_tokens(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """Retry after a decode call that has returned, if the token stream does not bring the rest of its tokens."""
+        dispatch = routed.dispatch
+        if dispatch is None or dispatch.decode is None:
+            return []  # another deadline of the same Tick has ended the attempt
+        late = f"token {len(routed.delivered)} has not arrived {MISSING_TOKENS_S:g} s after the end of its call"
+        return self._retry(routed, WorkerUnavailable(late), dispatch.candidate.decode_worker, now)
 
     # ---- workers join, report and leave
 
@@ -365,16 +415,20 @@ class RouterMachine:
         self._deadlines.cancel(("absent peers", event.worker_id))
         if record is None:
             return []
-        actions: list[RouterAction] = [*peer_discovery.announce_leave(record, self.workers)]
+        lost = WorkerUnavailable(f"worker {event.worker_id} was lost: {event.detail}")
+        return [*peer_discovery.announce_leave(record, self.workers), *self._retry_dispatches(record, lost, now)]
+
+    def _retry_dispatches(self, record: WorkerRecord, error: TandemError, now: float) -> list[RouterAction]:
+        """Retry every request that still needs something of this worker."""
+        actions: list[RouterAction] = []
         for dispatch_id in list(record.dispatched):
             routed = self._by_dispatch.get(dispatch_id)
             if routed is None:
                 continue
-            error = WorkerUnavailable(f"worker {event.worker_id} was lost: {event.detail}")
-            if event.worker_id == _dispatch_of(routed).candidate.prefill_worker:
+            if record.worker_id == _dispatch_of(routed).candidate.prefill_worker:
                 actions += self._on_prefill_failed(routed, error, now)
             else:
-                actions += self._retry(routed, error, event.worker_id, now)
+                actions += self._retry(routed, error, record.worker_id, now)
         return actions
 
     def check(self) -> None:
@@ -386,6 +440,7 @@ class RouterMachine:
         assert sorted(queued + held + dispatched) == sorted(self._requests)
         assert self.num_queued == len(queued) + len(held)
         assert self._queue == sorted(self._queue, key=lambda routed: routed.rank)
+        assert self._by_call.keys() == {r.dispatch.call for r in self._requests.values() if r.dispatch}
         assert self._by_dispatch.keys() == {r.dispatch.dispatch_id for r in self._requests.values() if r.dispatch}
         for record in self.workers:
             assert record.dispatched.keys() <= self._by_dispatch.keys()

@@ -9,9 +9,11 @@ from core.lifecycle import FinishReason, RequestPath, Timeline
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken
-from router.events import DecodeResult, IndexedTokens, Outcome, PrefillResult
+from router.events import DecodeResult, Deliver, Outcome, PrefillResult
 from router.policy import Candidate
 from router.workers import PrefixHashes
+
+EarlyToken = tuple[int, SampledToken | None]  # id, and the token with its log-probabilities if the request has them
 
 
 def dispatch_id_of(request_id: str, attempt: int) -> str:
@@ -28,6 +30,8 @@ class Dispatch:
 
     dispatch_id: str
     candidate: Candidate
+    call: int  # number of the decode call
+    first_index: int  # of the first token of this attempt
     prefill_open: bool  # the call has not returned
     decode_open: bool = True
     prefill: PrefillResult | None = None
@@ -42,8 +46,10 @@ class RoutedRequest:
     deadline: float
     timeline: Timeline
     hashes: PrefixHashes = field(default_factory=dict)  # of resumed(); computed at the first dispatch
-    delivered: list[SampledToken] = field(default_factory=list)  # by output index
-    early_tokens: dict[int, SampledToken] = field(default_factory=dict)  # by output index; an earlier index is missing
+    delivered: list[int] = field(default_factory=list)  # token ids, by output index
+    num_taken: int = 0  # of `delivered`, in a Deliver
+    new_logprobs: list[SampledToken] = field(default_factory=list)  # of delivered[num_taken:], if the request has them
+    early_tokens: dict[int, EarlyToken] = field(default_factory=dict)  # by output index; an earlier index is missing
     dispatch: Dispatch | None = None  # the current attempt; None while queued
     last_dispatch: Dispatch | None = None
     attempts: int = 0
@@ -55,6 +61,10 @@ class RoutedRequest:
     last_error: str = ""
     first_token_at: float | None = None
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
+    needs_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_logprobs = self.request.sampling.num_logprobs is not None
 
     @property
     def request_id(self) -> str:
@@ -67,14 +77,13 @@ class RoutedRequest:
 
     def resumed(self) -> Request:
         """The request for the next worker: the prompt, then the delivered tokens."""
-        delivered = tuple(token.token_id for token in self.delivered)
-        return replace(self.request, token_ids=self.request.token_ids + delivered)
+        return replace(self.request, token_ids=self.request.token_ids + tuple(self.delivered))
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """The finish reason that the delivered tokens alone imply; None if the request is not complete."""
         if not self.delivered:
             return None
-        token_ids = [*self.request.token_ids, *(token.token_id for token in self.delivered)]
+        token_ids = [*self.request.token_ids, *self.delivered]
         return Sequence(self.request, 0, token_ids=token_ids).finish_reason_after(token_ids[-1], eos_token_ids)
 
     def outcome(self, reason: FinishReason) -> Outcome:
@@ -101,20 +110,47 @@ class RoutedRequest:
         last = f"; the last attempt failed: {self.last_error}" if self.last_error else ""
         return f"no decode worker is serving{last}"
 
-    def accept(self, tokens: IndexedTokens) -> int:
-        """Accept (index, token) pairs in any order, repeated or not. Returns the first index newly in `delivered`.
+    def accept(self, index: int, token_id: int, logprobs: SampledToken | None) -> None:
+        """Accept one token. Tokens may come in any order and any number of times.
 
         Ignores a token without the log-probabilities that the client asked for: the hand-off brings the first token to
         the decode worker without them, and the answer of the prefill worker has them.
         """
-        needs_logprob = self.request.sampling.num_logprobs is not None
-        for index, token in tokens:
-            if index >= len(self.delivered) and not (needs_logprob and token.logprob is None):
-                self.early_tokens.setdefault(index, token)
-        first = len(self.delivered)
-        while len(self.delivered) in self.early_tokens:
-            self.delivered.append(self.early_tokens.pop(len(self.delivered)))
-        return first
+        if self.needs_logprobs and logprobs is None:
+            return
+        delivered = self.delivered
+        if index != len(delivered):
+            if index > len(delivered):
+                self.early_tokens.setdefault(index, (token_id, logprobs))
+            return
+        delivered.append(token_id)
+        if logprobs is not None:
+            self.new_logprobs.append(logprobs)
+        while self.early_tokens and (early := self.early_tokens.pop(len(delivered), None)) is not None:
+            delivered.append(early[0])
+            if early[1] is not None:
+                self.new_logprobs.append(early[1])
+
+    def take_new(self) -> Deliver | None:
+        """The tokens accepted since the last call; None if there are none."""
+        delivered, first = self.delivered, self.num_taken
+        if first == len(delivered):
+            return None
+        self.num_taken = len(delivered)
+        logprobs: tuple[SampledToken, ...] = ()
+        if self.needs_logprobs:
+            logprobs, self.new_logprobs = tuple(self.new_logprobs), []
+        return Deliver(self.request.request_id, first, tuple(delivered[first:]), logprobs)
+
+    def misses_streamed_tokens(self) -> bool:
+        """The decode call has returned, and some of its tokens have not arrived on the token stream."""
+        dispatch = self.dispatch
+        assert dispatch is not None
+        assert dispatch.decode is not None
+        num_arrived = len(self.delivered) + len(self.early_tokens) - dispatch.first_index
+        if self.needs_logprobs and dispatch.prefill_open:
+            num_arrived += 1  # the first token, which only the prefill worker sends with its log-probabilities
+        return num_arrived < dispatch.decode.num_tokens
 
 
 def workers_to_avoid(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:

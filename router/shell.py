@@ -37,11 +37,12 @@ class RouterShell:
         telemetry: Telemetry,
         telemetry_config: TelemetryConfig,
         credentials: Credentials,
+        router_id: str,
     ) -> None:
         self.telemetry = telemetry
         self._credentials = credentials
         self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids)
-        self.router_id = f"router-{secrets.token_hex(4)}"
+        self.router_id = router_id
         self.links: dict[str, WorkerLink] = {}  # by worker id
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
@@ -95,6 +96,7 @@ class RouterShell:
 
     def close(self, stream: ChoiceStream) -> None:
         """Cancel the choice if it is still open, and end its trace. Call it when the client's call has ended."""
+        stream.end_rest()
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
         stream.end_trace(self.telemetry, self.now())
@@ -133,6 +135,9 @@ class RouterShell:
 
     def _perform(self, action: RouterAction) -> None:
         match action:
+            case events.Deliver(request_id=request_id):  # first, because it is by far the most frequent
+                if self._streams[request_id].deliver(action):  # later: the machine has not finished this event
+                    asyncio.get_running_loop().call_soon(self.post, events.StopMatched(request_id))
             case events.StartPrefill():
                 self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
             case events.StartDecode():
@@ -142,20 +147,15 @@ class RouterShell:
             case events.CancelDispatch(dispatch_id):
                 for link in self.links.values():
                     link.cancel(dispatch_id)
-            case events.Deliver(request_id=request_id):
-                stream = self._streams[request_id]
-                stream.results.put_nowait((stream, action))
             case events.Finish() | events.Fail():
-                stream = self._end(action)
-                stream.results.put_nowait((stream, action))
+                self._end(action)
             case _:
                 assert_never(action)
 
-    def _end(self, result: events.Finish | events.Fail) -> ChoiceStream:
+    def _end(self, result: events.Finish | events.Fail) -> None:
         stream = self._streams.pop(result.request_id)
-        stream.result = result
+        stream.end(result)
         record_end(self.metrics, stream, result, self.now())
-        return stream
 
     def _trace_headers(self, dispatch_id: str) -> Metadata:
         return inject(self._streams[request_id_of(dispatch_id)].root)

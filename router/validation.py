@@ -26,6 +26,7 @@ CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHAT_MESSAGES = 1024
 MAX_PRIORITY = 100
 MAX_REQUEST_ID_CHARS = 128
+MAX_MIN_INTERVAL_MS = 60_000
 MAX_SHOWN_CHARS = 128
 
 
@@ -113,6 +114,8 @@ def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
         raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], is {wire.n}")
     if abs(wire.priority) > MAX_PRIORITY:
         raise InvalidRequest("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], is {wire.priority}")
+    if wire.min_interval_ms > MAX_MIN_INTERVAL_MS:
+        raise InvalidRequest("min_interval_ms", f"must be in [0, {MAX_MIN_INTERVAL_MS}], is {wire.min_interval_ms}")
     if len(wire.stop.stop_strings) > MAX_STOP_STRINGS:
         raise InvalidRequest(
             "stop_strings", f"must have at most {MAX_STOP_STRINGS} items, has {len(wire.stop.stop_strings)}"

@@ -1,7 +1,9 @@
-"""The router's connection to one worker: a channel, the report stream, and the open calls.
+"""The router's connection to one worker: a channel, the report stream, the token stream, and the open calls.
 
-The report stream shows that the worker is alive. When the stream breaks, the link subscribes again at once. If that
-fails, the link reports the worker lost and keeps trying until the supervisor removes the worker.
+The report stream shows that the worker is alive. When it breaks, the link subscribes again at once. If that fails, the
+link reports the worker lost and keeps trying until the supervisor removes the worker. The link subscribes to a decode
+worker only while a token stream is open. So the machine dispatches nothing to a worker without a token stream: its loss
+makes the worker suspect until the next snapshot.
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ import grpc
 import grpc.aio
 
 from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
+from core.lifecycle import ServiceRole
 from core.paths import PathStatus, PeerJoined, PeerLeft
 from core.service import Endpoint
 from protos import codec, worker_pb2, worker_pb2_grpc
 from protos.handoff_codec import encode_transfer_id
 from router import events
 from router.events import RouterEvent
+from router.token_stream import TokenStream
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.security import Credentials
 
 CONNECT_TIMEOUT_S = 2.0
+# A busy router reads late. With a window of some hundred tokens, the worker soon waits, and joins its next steps into
+# one message. With gRPC's own window, dozens of steps would wait in the connection, each as a message of its own.
+WINDOW_BYTES = 4096
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # pauses before an attempt to subscribe; the last one repeats
 
 logger = logging.getLogger(__name__)
@@ -50,7 +57,7 @@ class WorkerLink:
         self._post = post
         self._is_known = is_known
         self._credentials = credentials
-        self._channel = open_channel(endpoint.address, MAX_GRPC_MESSAGE_BYTES, credentials)
+        self._channel = open_channel(endpoint.address, MAX_GRPC_MESSAGE_BYTES, credentials, WINDOW_BYTES)
         self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]
@@ -60,6 +67,8 @@ class WorkerLink:
         self._paths: tuple[PathStatus, ...] = ()  # as last reported
         self._failures = 0  # of the report stream, since the last report
         self._join_error = ""  # as logged last
+        self._time_limit: asyncio.Timeout | None = None  # of the Watch call
+        self._tokens = TokenStream(endpoint.service_id, router_id, post, self._on_stream_broken)
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
     def end_watch(self) -> None:
@@ -69,6 +78,7 @@ class WorkerLink:
     async def close(self) -> None:
         updating_peers = [] if self._updating_peers is None else [self._updating_peers]
         await cancel_and_wait([self._watching, *updating_peers, *self._calls.values()])
+        await self._tokens.close()
         await self._channel.close(None)
 
     # ---- reports
@@ -78,8 +88,10 @@ class WorkerLink:
         while True:
             await asyncio.sleep(RETRY_S[min(self._failures, len(RETRY_S) - 1)])
             try:
-                async with asyncio.timeout(None) as time_limit:
-                    await self._follow_reports(time_limit)
+                async with asyncio.timeout(CONNECT_TIMEOUT_S) as self._time_limit:
+                    if self.endpoint.role is ServiceRole.DECODE:
+                        await self._tokens.open(self._decode, self._credentials.metadata)
+                    await self._follow_reports(self._time_limit)
                 self._failures = 0  # a report is missing, or the machine lost the worker: get a fresh snapshot
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 self._failures += 1
@@ -95,6 +107,8 @@ class WorkerLink:
                 self._join_error = str(error)
                 self._failures = len(RETRY_S)
                 self._report_loss(str(error))
+            finally:
+                self._time_limit = None
 
     async def _follow_reports(self, time_limit: asyncio.Timeout) -> None:
         """Post reports in order. Returns when the link has to subscribe again.
@@ -102,16 +116,15 @@ class WorkerLink:
         Raises `InvalidRequest` or `LayoutMismatch` if the worker cannot join.
         """
         loop = asyncio.get_running_loop()
-        time_limit.reschedule(loop.time() + CONNECT_TIMEOUT_S)
         request = worker_pb2.WatchRequest(router_id=self._router_id)
         reports = self._worker.Watch(request, metadata=self._credentials.metadata)
         expected = 0
         try:
             async for report in reports:
                 time_limit.reschedule(None)  # from now on the machine detects a silent worker
-                if report.sequence_number != expected or (
-                    expected > 0 and not self._is_known(self.endpoint.service_id)
-                ):
+                if report.sequence_number != expected or not self._has_token_stream:
+                    return
+                if expected > 0 and not self._is_known(self.endpoint.service_id):
                     return
                 self.load, self.reported_at = report.load, loop.time()
                 self._post(self._event_of(report, first=expected == 0))
@@ -119,6 +132,15 @@ class WorkerLink:
                 expected += 1
         finally:
             reports.cancel()
+
+    @property
+    def _has_token_stream(self) -> bool:
+        return self.endpoint.role is not ServiceRole.DECODE or self._tokens.stream_id != 0
+
+    def _on_stream_broken(self) -> None:
+        """End the Watch call: the worker joins again after the next token stream is open."""
+        if self._time_limit is not None and not self._time_limit.expired():  # else `_watch` pauses
+            self._time_limit.reschedule(asyncio.get_running_loop().time())
 
     def _event_of(self, report: worker_pb2.WorkerReport, *, first: bool) -> RouterEvent:
         load = codec.decode_load(report.load)
@@ -200,7 +222,7 @@ class WorkerLink:
         result: events.PrefillResult | TandemError
         try:
             request = worker_pb2.PrefillRequest(
-                sequence=codec.encode_sequence(action.request),
+                sequence=codec.encode_sequence(action.request, action.call),
                 transfer_id=encode_transfer_id(action.transfer_id),
                 reader=codec.encode_agent(action.reader),
             )
@@ -212,19 +234,17 @@ class WorkerLink:
 
     async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
-        result: events.DecodeResult | TandemError = TandemError("the decode worker ended the stream without a result")
+        result: events.DecodeResult | TandemError
         try:
-            request = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(action.request))
+            if not self._tokens.stream_id:
+                raise WorkerUnavailable("the token stream of the worker is closed")
+            sequence = codec.encode_sequence(action.request, action.call)
+            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=self._tokens.stream_id)
             if action.source is not None:
                 transfer_id, agent = action.source
                 request.transfer_id = encode_transfer_id(transfer_id)
                 request.source.CopyFrom(codec.encode_agent(agent))
-            async for response in self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata):
-                if response.HasField("finished"):
-                    result = _decode_finished(response.finished)
-                else:
-                    tokens = tuple(codec.decode_token(token) for token in response.tokens.tokens)
-                    self._post(events.DecodeTokens(action.dispatch_id, tokens))
+            result = _decode_finished(await self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata))
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             result = _failure(error)
         self._post(events.DecodeReturned(action.dispatch_id, result))
@@ -234,6 +254,8 @@ def _failure(error: Exception) -> TandemError:
     """The typed error for the exception of a failed call."""
     if isinstance(error, grpc.RpcError):
         return error_from(error)
+    if isinstance(error, WorkerUnavailable):
+        return error
     if isinstance(error, InvalidRequest):  # the worker may run another version; another worker may not
         return WorkerUnavailable(f"the worker's answer cannot be read: {error}")
     logger.error("a call to a worker failed in the router", exc_info=error)
@@ -256,8 +278,11 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
     reason = codec.decode_finish_reason(wire.finish_reason)
     if reason is None:
         return TandemError("the decode worker finished without a finish_reason")
+    if not wire.num_tokens:
+        return TandemError("the decode worker finished without a token")
     return events.DecodeResult(
         finish_reason=reason,
+        num_tokens=wire.num_tokens,
         cached_tokens=wire.cached_tokens,
         queue_s=wire.queue_ms / 1e3,
         prefill_s=wire.prefill_ms / 1e3,

@@ -24,8 +24,7 @@ from core.errors import (
 from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
-from core.step import SampledToken
-from router.events import Outcome
+from router.events import Deliver, Outcome
 from router.machine import RouterMachine
 from router.routed_request import request_id_of
 from simulator.memory import expected_output
@@ -115,18 +114,21 @@ class Oracle:
 
     # ---- what the client receives
 
-    def delivered(self, request_id: str, index: int, tokens: tuple[SampledToken, ...]) -> int:
+    def delivered(self, deliver: Deliver) -> int:
         """Returns the number of tokens that the client has received."""
+        request_id, index, got = deliver.request_id, deliver.first_index, list(deliver.token_ids)
         expected = self._requests[request_id]
         if expected.ended:
             raise self._fail(request_id, "received tokens after its end")
-        if index != expected.num_delivered or not tokens:
+        if index != expected.num_delivered or not got:
             raise self._fail(request_id, f"received tokens from index {index}, but {expected.num_delivered} is next")
-        got = [token.token_id for token in tokens]
         wanted = expected.output[index : index + len(got)]
         if got != wanted:
             raise self._fail(request_id, f"got {got} from {index} on, but {wanted} is right")
-        if expected.request.sampling.num_logprobs is not None and any(t.logprob is None for t in tokens):
+        wants_logprobs = expected.request.sampling.num_logprobs is not None
+        if [token.token_id for token in deliver.logprobs] != (got if wants_logprobs else []):
+            raise self._fail(request_id, f"got the log-probabilities of other tokens: {deliver.logprobs}")
+        if any(token.logprob is None for token in deliver.logprobs):
             raise self._fail(request_id, "asked for log-probabilities and got a token without")
         expected.num_delivered += len(got)
         expected.call.num_delivered += len(got)

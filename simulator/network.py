@@ -72,13 +72,16 @@ class CallState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One gRPC call, with the state at each end."""
+    """One gRPC call, with the state at each end. Messages of different calls overtake each other."""
 
     call_id: str
     worker_id: str
     caller: CallState = CallState.OPEN
     worker: CallState = CallState.OPEN
     cut: bool = False  # the last answers were lost when the worker died
+    number: int = 0  # of a decode call
+    tokens: Call | None = None  # the StreamTokens call of a decode call
+    num_tokens: int = 0  # of a decode call, put on the token stream
     _arrives_last: dict[str, float] = field(default_factory=dict)
 
     def travel(self, world: World, network: Network, source: str, target: str, deliver: Callable[[], None]) -> None:

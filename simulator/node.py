@@ -16,13 +16,13 @@ from typing import Any
 
 from core.block_pool import BlockPool, BlockStored, Column
 from core.config import SchedulerConfig, TransferConfig
-from core.errors import TandemError
+from core.errors import TandemError, WorkerUnavailable
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
 from core.scheduler import Scheduler
-from core.step import StepOutput, StepPlan
+from core.step import StepOutput, StepPlan, TokenEvent
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction
 from kv_transfer.machine import TransferMachine
@@ -37,6 +37,8 @@ from worker.core import DrainRequested, Planned, RunStep, StepFailed, StepFinish
 TIMER_LATENESS_S = 1e-6  # like an event loop; rounding between two clocks never makes a timer early
 MAX_PULLS_WAITING = 32
 PROBE_BYTES = 1 << 20
+
+SendTokens = Callable[["WorkerNode", events.StepTokens], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class WorkerNode:
         self.killed = False  # died, and its last answers may be lost
         self.calls: dict[str, Call] = {}  # open at this end
         self.answer: Callable[[WorkerNode, Call, Any], None] = _not_connected
+        self.token_streams: dict[str, tuple[Call, SendTokens]] = {}  # open at this end, by call id
         self.subscriber: Callable[[Any], None] | None = None
         self._world, self._network = world, network
         self._offset = world.random.uniform(0.0, 1000.0)
@@ -149,13 +152,12 @@ class WorkerNode:
                 )  # fmt: skip
                 self._end_call(call_id, result)
             case DecodeDone(request_id=call_id):
-                self._end_call(call_id, _decode_result(action))
+                call = self.calls.get(call_id)
+                self._end_call(call_id, _decode_result(action, 0 if call is None else call.num_tokens))
             case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
                 self._end_call(call_id, error)
-            case EmitTokens(call_id, index, tokens):
-                call = self.calls.get(call_id)
-                if call is not None:
-                    self.answer(self, call, tuple(enumerate(tokens, start=index)))
+            case EmitTokens(tokens):
+                self._emit(tokens)
             case _:
                 raise SimulationError(f"no code performs {action}")
 
@@ -217,10 +219,44 @@ class WorkerNode:
 
     # ---- calls
 
+    def open_tokens(self, stream: Call, send: SendTokens) -> None:
+        """Open a token stream. The first message is empty."""
+        self.token_streams[stream.call_id] = stream, send
+        send(self, events.StepTokens([], [], [], {}))
+
+    def close_tokens(self, stream: Call) -> None:
+        """The token stream broke, or the router ended it: its calls end."""
+        if self.token_streams.pop(stream.call_id, None) is None:
+            return
+        for call in [call for call in self.calls.values() if call.tokens is stream]:
+            self.cancel(call)
+            self.answer(self, call, WorkerUnavailable("the token stream of this call has ended"))
+
+    def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
+        """Send one message on each token stream that has new tokens."""
+        by_stream: dict[str, list[tuple[Call, TokenEvent]]] = {}
+        for event in tokens:
+            call = self.calls.get(event.sequence_id)
+            if call is not None and call.tokens is not None:
+                call.num_tokens += 1
+                by_stream.setdefault(call.tokens.call_id, []).append((call, event))
+        for stream_id, pairs in by_stream.items():
+            _, send = self.token_streams[stream_id]
+            message = events.StepTokens(
+                [call.number for call, _ in pairs],
+                [event.index for _, event in pairs],
+                [event.token.token_id for _, event in pairs],
+                {place: event.token for place, (_, event) in enumerate(pairs) if event.token.logprob is not None},
+            )
+            send(self, message)
+
     def accept(self, call: Call, arrived: PrefillArrived | DecodeArrived) -> None:
         self.calls[call.call_id] = call
         if self._inbox is not None:
             self._inbox.append((call, arrived))
+            return
+        if call.tokens is not None and call.tokens.call_id not in self.token_streams:
+            self._end_call(call.call_id, WorkerUnavailable("no such token stream is open"))
             return
         try:
             self.post(arrived)
@@ -303,6 +339,7 @@ class WorkerNode:
 
     def die(self, silent: bool, killed: bool) -> None:
         self.alive, self.silent, self.killed = False, silent, killed
+        self.token_streams.clear()
         self.agent.die()
 
 
@@ -310,10 +347,11 @@ def _not_connected(node: WorkerNode, call: Call, result: Any) -> None:
     raise SimulationError(f"{node.spec.worker_id} answers {result} on {call.call_id}, but is not connected")
 
 
-def _decode_result(done: DecodeDone) -> events.DecodeResult:
+def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
     timeline = done.timeline
     return events.DecodeResult(
         finish_reason=done.finish_reason,
+        num_tokens=num_tokens,
         cached_tokens=done.cached_tokens,
         queue_s=timeline.seconds_in(Stage.QUEUE),
         prefill_s=timeline.seconds_in(Stage.PREFILL),

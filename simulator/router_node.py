@@ -2,12 +2,14 @@
 
 The process may die. The next one starts at the same address with an empty machine.
 
-A connection carries the report stream and the calls, as router/worker_link.py does in production. A broken stream is
-opened again at once. A report of a worker that the machine had counted as lost opens a new stream.
+A connection carries the report stream, the token stream and the calls, as router/worker_link.py does in production. A
+broken stream is opened again at once. A report of a worker that the machine had counted as lost opens a new stream. A
+decode worker reports only after its token stream is open.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any, assert_never
 
 from core.config import RouterConfig
 from core.errors import TandemError, WorkerUnavailable
+from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
 from decode_worker.machine import DecodeArrived
@@ -26,7 +29,7 @@ from simulator.memory import EOS_TOKEN_IDS
 from simulator.network import Call, CallState, Network
 from simulator.node import TIMER_LATENESS_S, WorkerNode
 from simulator.scenario import ClientRequest
-from simulator.world import World
+from simulator.world import SimulationError, World
 
 ROUTER = "router"
 RECONNECT_S = 0.3
@@ -49,6 +52,7 @@ class RouterNode:
         self.start()
         self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
         self._streams: dict[str, _ReportStream] = {}  # by worker id
+        self._token_streams: dict[str, Call] = {}  # open here, by worker id
         self._stop_after: dict[str, int] = {}  # request id -> output tokens after which a stop string matches
 
     def start(self) -> None:
@@ -64,6 +68,8 @@ class RouterNode:
         self._oracle.lose_router()
         for call in self._calls.values():
             self._give_up(call)
+        for tokens in list(self._token_streams.values()):
+            self._end_tokens(tokens)
         self._calls.clear()
         self._streams.clear()
         self._stop_after.clear()
@@ -124,26 +130,29 @@ class RouterNode:
 
     def _perform(self, action: events.RouterAction) -> None:
         match action:
-            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s):
+            case events.StartPrefill(dispatch_id, worker_id, request, transfer_id, reader, timeout_s, _):
                 self._world.note(f"router: prefill {dispatch_id} on {worker_id}")
                 self._oracle.dispatched(dispatch_id, worker_id)
                 self._call(
-                    dispatch_id,
-                    worker_id,
+                    Call(dispatch_id, worker_id),
                     lambda clock: PrefillArrived(request, transfer_id, reader, clock + timeout_s),
                 )
-            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s):
+            case events.StartDecode(dispatch_id, worker_id, request, source, timeout_s, number):
                 self._world.note(f"router: decode {dispatch_id} on {worker_id}{'' if source else ', prefilled there'}")
                 self._oracle.dispatched(dispatch_id, worker_id)
-                self._call(dispatch_id, worker_id, lambda clock: DecodeArrived(request, source, clock + timeout_s))
+                tokens = self._token_streams.get(worker_id)
+                if tokens is None:
+                    raise SimulationError(f"{dispatch_id} was sent to {worker_id}, which has no token stream")
+                call = Call(dispatch_id, worker_id, number=number, tokens=tokens)
+                self._call(call, lambda clock: DecodeArrived(request, source, clock + timeout_s))
             case events.UpdatePeers(worker_id, changes):
                 self._update_peers(self._fleet[worker_id], changes)
             case events.CancelDispatch(dispatch_id):
                 for key in [key for key in self._calls if key[0] == dispatch_id]:
                     self._give_up(self._calls.pop(key))
-            case events.Deliver(request_id, index, tokens):
-                self._world.note(f"client: {request_id} gets {len(tokens)} tokens from {index} on")
-                num_delivered = self._oracle.delivered(request_id, index, tokens)
+            case events.Deliver(request_id, index, token_ids):
+                self._world.note(f"client: {request_id} gets {len(token_ids)} tokens from {index} on")
+                num_delivered = self._oracle.delivered(action)
                 if num_delivered >= self._stop_after.get(request_id, num_delivered + 1):
                     del self._stop_after[request_id]
                     self._oracle.stop_matched(request_id)
@@ -165,12 +174,9 @@ class RouterNode:
 
     # ---- calls
 
-    def _call(
-        self, dispatch_id: str, worker_id: str, arrived: Callable[[float], PrefillArrived | DecodeArrived]
-    ) -> None:
-        call = Call(dispatch_id, worker_id)
-        self._calls[(dispatch_id, worker_id)] = call
-        node = self._fleet[worker_id]
+    def _call(self, call: Call, arrived: Callable[[float], PrefillArrived | DecodeArrived]) -> None:
+        self._calls[(call.call_id, call.worker_id)] = call
+        node = self._fleet[call.worker_id]
 
         def deliver() -> None:
             if node.alive:
@@ -179,7 +185,7 @@ class RouterNode:
             elif not node.silent:
                 self._on_broken(call)
 
-        call.travel(self._world, self._network, ROUTER, worker_id, deliver)
+        call.travel(self._world, self._network, ROUTER, call.worker_id, deliver)
 
     def _give_up(self, call: Call) -> None:
         call.caller = CallState.ENDED
@@ -201,9 +207,6 @@ class RouterNode:
                 self._world.counts["cut short"] += 1
                 call.cut = True
                 return
-            if isinstance(result, tuple):
-                self.post(events.DecodeTokens(call.call_id, result))
-                return
             self._close(call)
             is_prefill = isinstance(result, events.PrefillResult) or node.address.name.startswith("prefill")
             self.post((events.PrefillReturned if is_prefill else events.DecodeReturned)(call.call_id, result))
@@ -220,6 +223,72 @@ class RouterNode:
     def _close(self, call: Call) -> None:
         call.caller = CallState.ENDED
         self._calls.pop((call.call_id, call.worker_id), None)
+
+    # ---- token streams
+
+    def _open_tokens(self, worker_id: str, then: Callable[[], None]) -> None:
+        """Open a token stream unless one is open, and call `then` when it is open. A lost attempt calls nothing."""
+        node, known = self._fleet[worker_id], self._token_streams.get(worker_id)
+        if known is not None and node.token_streams.get(known.call_id) is not None:
+            then()
+            return
+        stream = Call(f"tokens {self._world.num_events}", worker_id)
+
+        def send(_: WorkerNode, message: events.StepTokens) -> None:
+            stream.travel(self._world, self._network, worker_id, ROUTER, partial(receive, message))
+
+        def receive(message: events.StepTokens) -> None:
+            if stream.caller is not CallState.OPEN or stream.cut or not self.alive:
+                return
+            if node.killed and self._world.chance(0.5):
+                self._world.counts["cut short"] += 1
+                stream.cut = True
+            elif message.calls:
+                self.post(message)
+            else:
+                self._token_streams[worker_id] = stream
+                then()
+
+        def arrive() -> None:
+            if node.alive and not node.stopped and stream.caller is CallState.OPEN:
+                node.open_tokens(stream, send)
+
+        stream.travel(self._world, self._network, ROUTER, worker_id, arrive)
+
+    def break_tokens(self, worker_id: str) -> None:
+        """The token stream of this worker breaks. Each end notices in its own time."""
+        stream = self._token_streams.get(worker_id)
+        if stream is None:
+            return
+        stream.worker = CallState.ENDED
+        self._world.counts["loses its token stream"] += 1
+        self._world.trouble(worker_id, until=math.inf)  # until the worker has joined again
+        self._world.after(self._network.delay(worker_id, ROUTER), partial(self._on_tokens_broken, stream))
+        self._end_at_worker(stream)
+
+    def _end_tokens(self, stream: Call) -> None:
+        stream.caller = CallState.ENDED
+        if self._token_streams.get(stream.worker_id) is stream:
+            del self._token_streams[stream.worker_id]
+        self._end_at_worker(stream)
+
+    def _end_at_worker(self, stream: Call) -> None:
+        node = self._fleet[stream.worker_id]
+
+        def deliver() -> None:
+            if node.alive:
+                node.close_tokens(stream)
+
+        stream.travel(self._world, self._network, ROUTER, stream.worker_id, deliver)
+
+    def _on_tokens_broken(self, stream: Call) -> None:
+        worker_id = stream.worker_id
+        if self._token_streams.get(worker_id) is not stream:
+            return
+        self._end_tokens(stream)
+        self._streams.pop(worker_id, None)  # the machine hears nothing more of the worker before its next snapshot
+        self.post(events.TokenStreamLost(worker_id, "connection reset"))
+        self.subscribe(worker_id)
 
     # ---- report streams
 
@@ -250,8 +319,9 @@ class RouterNode:
                 del self._streams[worker_id]  # a worker counted as lost reports again
                 self.subscribe(worker_id)
                 return
-            current = self._fleet[worker_id]
-            if isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive:
+            current, tokens = self._fleet[worker_id], self._token_streams.get(worker_id)
+            is_joined = isinstance(event, events.WorkerJoined) and event.agent == current.address and current.alive
+            if is_joined and (tokens is None or tokens.worker is CallState.OPEN):
                 self._world.end_trouble(worker_id)  # until now, the router sent requests to a dead incarnation
             self.post(event)
 
@@ -262,7 +332,13 @@ class RouterNode:
                 send(node.snapshot())
                 node.subscriber = send
 
-        self._world.after(self._network.delay(ROUTER, worker_id), open_stream)
+        def watch() -> None:
+            self._world.after(self._network.delay(ROUTER, worker_id), open_stream)
+
+        if node.spec.role is ServiceRole.DECODE:
+            self._open_tokens(worker_id, watch)
+        else:
+            watch()
 
     def notice_death(self, node: WorkerNode) -> None:
         """Break the connections to a process that has ended."""
@@ -270,4 +346,5 @@ class RouterNode:
             call.travel(self._world, self._network, call.worker_id, ROUTER, partial(self._on_broken, call))
         if self._fleet[node.spec.worker_id] is node:
             self._streams.pop(node.spec.worker_id, None)
+            self._token_streams.pop(node.spec.worker_id, None)
             self.post(events.WorkerLost(node.spec.worker_id, "its process has ended"))

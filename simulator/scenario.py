@@ -50,7 +50,8 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind`: dies | vanishes (a silent death) | drains | stops (SIGSTOP) | loses its report stream."""
+    """`kind`: dies | vanishes (a silent death) | drains | stops (SIGSTOP) | loses its report stream | loses its token
+    stream."""
 
     kind: str
     worker_id: str
@@ -100,7 +101,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         network=NetworkFaults(delay_s=chance.choice((0.0002, 0.002))) if calm else _network_faults(chance),
         reads=ReadFaults() if calm else _read_faults(chance, transfer),
         requests=tuple(_with_choices(seed, _requests(chance, num_requests, largest))),
-        faults=() if calm else tuple(_faults(chance, workers)),
+        faults=() if calm else (*_faults(chance, workers), *_token_stream_losses(seed, workers)),
         router_deaths=() if calm else _router_deaths(seed),
     )
 
@@ -269,6 +270,18 @@ def _faults(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Faul
             duration_s=chance.choice((0.2, 0.8, 1.3, 2.5)),
         )
         for _ in range(chance.choice((0, 2, 3, 5, 8)))
+    ]
+
+
+def _token_stream_losses(seed: int, workers: tuple[WorkerSpec, ...]) -> list[Fault]:
+    """In one world of three, token streams break."""
+    chance = random.Random(f"token streams of {seed}")  # separate, so that everything else of a seed stays the same
+    if chance.random() < 0.67:
+        return []
+    names = [spec.worker_id for spec in workers if spec.role is ServiceRole.DECODE]
+    return [
+        Fault("loses its token stream", chance.choice(names), at=chance.uniform(0.4, ARRIVALS_S + 0.5), duration_s=0.0)
+        for _ in range(chance.choice((1, 2, 5)))
     ]
 
 

@@ -91,7 +91,8 @@ class Simulation:
         node, world = self.fleet[fault.worker_id], self.world
         if not node.alive or node.stopped:
             return
-        world.counts[fault.kind] += 1
+        if fault.kind != "loses its token stream":  # counted where a stream was open
+            world.counts[fault.kind] += 1
         world.trouble(fault.worker_id, until=world.now + fault.duration_s)
         world.note(f"{node.agent.name} {fault.kind} for {fault.duration_s} s")
         match fault.kind:
@@ -106,6 +107,8 @@ class Simulation:
                 world.after(fault.duration_s, partial(self._resume, node))
             case "loses its report stream":
                 self.router.subscribe(fault.worker_id)
+            case "loses its token stream":
+                self.router.break_tokens(fault.worker_id)
             case _:
                 raise SimulationError(f"unknown fault {fault.kind}")
 

@@ -1,6 +1,7 @@
 """Converts the tokens of one choice to its text, in whole characters, up to the first stop string.
 
-Text that may begin a stop string is held back until later text decides.
+Text that may begin a stop string is held back until later text decides. Text and match do not depend on the division
+of the tokens into runs.
 """
 
 from __future__ import annotations
@@ -16,12 +17,35 @@ class TextStream:
     def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
+        self._first_chars = frozenset(stop[0] for stop in self._stop_strings)
         self._held = ""
+        self.has_stop_strings = bool(self._stop_strings)
         self.stop_match = ""
 
-    def push(self, token_id: int) -> str:
-        """The text that the client may see after `token_id`, beyond the text returned before."""
-        return self._release(self._detokenizer.push(token_id))
+    def push(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """The text that the client may see after these tokens, beyond the text returned before, and the number of the
+        tokens that belong to the output: the token that completes a stop string is the last one."""
+        if not self.has_stop_strings:
+            return self._detokenizer.push(token_ids), len(token_ids)
+        if self.stop_match:
+            return "", 0
+        if len(token_ids) == 1:
+            return self._release(self._detokenizer.push(token_ids)), 1
+        state, held = self._detokenizer.save(), self._held
+        text = self._release(self._detokenizer.push(token_ids))
+        if not self.stop_match:
+            return text, len(token_ids)
+        self._held = held
+        self._detokenizer.restore(state)
+        return self._push_one_by_one(token_ids)
+
+    def _push_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Find the token that completes a stop string. `token_ids` contain it."""
+        self.stop_match, text, num_used = "", "", 0
+        while not self.stop_match:
+            text += self._release(self._detokenizer.push(token_ids[num_used : num_used + 1]))
+            num_used += 1
+        return text, num_used
 
     def flush(self) -> str:
         """The rest of the text, after the last token."""
@@ -32,6 +56,8 @@ class TextStream:
     def _release(self, delta: str) -> str:
         if self.stop_match:
             return ""
+        if not self._held and self._first_chars.isdisjoint(delta):
+            return delta  # no stop string begins here
         text = self._held + delta
         # The first complete match ends the text, so the division of the text into tokens does not matter. Of two
         # matches with the same end, the longer one counts.

@@ -114,15 +114,24 @@ async def ask(address: str, batch: int, context: int) -> None:
     channel = open_channel(address, MAX_MESSAGE_BYTES)
     stub = worker_pb2_grpc.DecodeWorkerStub(channel)  # type: ignore[no-untyped-call]
 
+    tokens = stub.StreamTokens(worker_pb2.StreamTokensRequest(router_id="benchmark", stream_id=1))
+    is_open = asyncio.Event()
+
+    async def read_tokens() -> None:
+        async for _ in tokens:
+            is_open.set()
+
     async def one(index: int) -> None:
         prompt = tuple(numbers.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(context))
         sampling = SamplingParams(max_tokens=2 * batch + MIN_STEPS, temperature=0.0, ignore_eos=True)
         request = Request(f"r{index}", prompt, context, sampling)
-        wire = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(request))
-        async for _ in stub.Decode(wire, timeout=TIMEOUT_S):
-            pass
+        wire = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(request, index + 1), stream_id=1)
+        await stub.Decode(wire, timeout=TIMEOUT_S)
 
+    reading = asyncio.create_task(read_tokens())
+    await is_open.wait()
     await asyncio.gather(*(one(index) for index in range(batch)))
+    reading.cancel()
     await channel.close(None)
 
 

@@ -36,7 +36,7 @@ from core.step import ScheduledChunk, TokenEvent
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from model_files.model_source import load_config, resolve_model
-from protos import codec, worker_pb2
+from protos import worker_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import load_tokenizer
 from worker.core import WorkerCore
@@ -178,11 +178,14 @@ class Worker:
         return self._core.complete_step(run_step(self._runner, action.plan), 0.0)
 
     def _emit(self, events: list[TokenEvent]) -> None:
+        worker_pb2.StepTokens(
+            calls=range(len(events)),
+            indexes=[event.index for event in events],
+            token_ids=[event.token.token_id for event in events],
+        ).SerializeToString()
         for event in events:
-            token = codec.encode_token(event.index, event.token)
-            worker_pb2.DecodeResponse(tokens=worker_pb2.SampledTokens(tokens=[token])).SerializeToString()
             if (detokenizer := self._detokenizers.get(event.sequence_id)) is not None:
-                detokenizer.push(event.token.token_id)
+                detokenizer.push((event.token.token_id,))
 
     def _fill_pool_with_noise(self) -> None:
         memory = self._runner.pool_memory()

@@ -262,20 +262,6 @@ class StepTokens(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     def __init__(self, calls: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprob_places: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
-class DecodeResponse(_message.Message):
-    __slots__ = ("tokens", "finished")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_FIELD_NUMBER: _ClassVar[int]
-    tokens: SampledTokens
-    finished: DecodeFinished
-    def __init__(self, tokens: _Optional[_Union[SampledTokens, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
-
-class SampledTokens(_message.Message):
-    __slots__ = ("tokens",)
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
-
 class DecodeFinished(_message.Message):
     __slots__ = ("finish_reason", "cached_tokens", "queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "transferred_bytes", "num_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]

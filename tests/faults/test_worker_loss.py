@@ -174,7 +174,7 @@ async def test_a_worker_whose_machine_has_failed_refuses_every_call_at_once() ->
             sequence = Request("late", PROMPT, len(PROMPT), SamplingParams(max_tokens=1))
             reader = transfers(deployment.decode[0]).address
             late = worker_pb2.PrefillRequest(
-                sequence=codec.encode_sequence(sequence), transfer_id=bytes(16), reader=codec.encode_agent(reader)
+                sequence=codec.encode_sequence(sequence, 1), transfer_id=bytes(16), reader=codec.encode_agent(reader)
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async with asyncio.timeout(5):

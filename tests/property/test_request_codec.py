@@ -20,13 +20,13 @@ TOKENIZER = ModelTokenizer(INFO, ByteCodec(), template=None)  # prompts are toke
 
 @given(requests())
 def test_encoding_and_decoding_a_request_gives_an_equal_request(request: Request) -> None:
-    sent = codec.encode_sequence(request).SerializeToString()
+    sent = codec.encode_sequence(request, 1).SerializeToString()
     assert codec.decode_sequence(worker_pb2.SequenceRequest.FromString(sent)) == request
 
 
 @given(requests())
 def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(request: Request) -> None:
-    wire = codec.encode_sequence(request)
+    wire = codec.encode_sequence(request, 1)
     sent = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=request.token_ids),
         sampling=wire.sampling,

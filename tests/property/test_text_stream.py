@@ -25,7 +25,8 @@ def stream_of(pieces: list[str], stops: list[str]) -> TextStream:
 def streamed(pieces: list[str], stops: list[str]) -> tuple[str, str]:
     """(the text that is shown, the stop string that matched)"""
     stream = stream_of(pieces, stops)
-    return "".join([*map(stream.push, range(len(pieces))), stream.flush()]), stream.stop_match
+    shown = [stream.push((token_id,))[0] for token_id in range(len(pieces))]
+    return "".join([*shown, stream.flush()]), stream.stop_match
 
 
 def read_at_once(text: str, stops: list[str]) -> tuple[str, str]:
@@ -57,11 +58,32 @@ def test_every_split_of_a_text_shows_the_same_text(text: str, stops: list[str]) 
         assert streamed(pieces, stops) == wanted, pieces
 
 
+@given(st.lists(LETTERS, max_size=10), STOPS, st.data())
+@example(["a", "b", "c"], ["ab"], None)
+def test_text_match_and_last_token_do_not_depend_on_the_division_into_runs(
+    pieces: list[str], stops: list[str], data: st.DataObject | None
+) -> None:
+    """The client gets the same tokens and the same text, however many tokens the router joins."""
+
+    def read(run_lengths: list[int]) -> tuple[str, str, int]:
+        stream, text, num_tokens, start = stream_of(pieces, stops), "", 0, 0
+        for length in run_lengths:
+            shown, num_used = stream.push(range(start, start + length))
+            text, num_tokens, start = text + shown, num_tokens + num_used, start + length
+        return text + stream.flush(), stream.stop_match, num_tokens
+
+    one_by_one = read([1] * len(pieces))
+    assert read([len(pieces)]) == one_by_one
+    if data is not None:
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(pieces)))) | {0, len(pieces)})
+        assert read([end - start for start, end in itertools.pairwise(cuts)]) == one_by_one
+
+
 @given(LETTERS, STOPS)
 def test_only_text_that_may_start_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     stream, shown = stream_of(list(text), stops), ""
     for position in range(len(text)):
-        shown += stream.push(position)
+        shown += stream.push((position,))[0]
         if stream.stop_match:
             break
         held = text[len(shown) : position + 1]

@@ -11,7 +11,10 @@ import pytest
 from core.block_pool import BlockPool
 from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
-from core.lifecycle import ServiceRole
+from core.lifecycle import FinishReason, ServiceRole
+from core.scheduler import Scheduler
+from core.sequence import Sequence
+from core.step import SampledToken
 from decode_worker.machine import DecodeMachine
 from kv_transfer.events import Actions, PullFailed
 from kv_transfer.owner import Owner
@@ -21,7 +24,8 @@ from router import events
 from router.machine import RouterMachine
 from router.routed_request import RoutedRequest
 from simulator.agent import ReadFaults
-from simulator.network import NetworkFaults
+from simulator.network import Call, NetworkFaults
+from simulator.node import WorkerNode
 from simulator.scenario import ClientRequest, Fault, Scenario, make_scenario
 from simulator.simulation import run_scenario
 from simulator.world import SimulationError
@@ -68,30 +72,66 @@ def test_the_special_scenarios_hold_for_the_unbroken_machines() -> None:
 
 
 def test_a_router_that_delivers_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    accept = RouterMachine._accept
+    deliver = RouterMachine._deliver_new
 
-    def again(self: RouterMachine, routed: RoutedRequest, tokens: events.IndexedTokens, now: float) -> list[Any]:
-        return accept(self, routed, tokens, now) * 2
+    def again(self: RouterMachine, routed: RoutedRequest, actions: list[Any], now: float) -> None:
+        deliver(self, routed, actions, now)
+        actions += actions[-1:]
 
-    monkeypatch.setattr(RouterMachine, "_accept", again)
+    monkeypatch.setattr(RouterMachine, "_deliver_new", again)
     assert "is next" in first_failure()
 
 
 def test_a_router_that_takes_repeated_tokens_for_new_ones_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def append(self: RoutedRequest, tokens: events.IndexedTokens) -> int:
-        first = len(self.delivered)
-        self.delivered.extend(token for _, token in tokens)
-        return first
+    def append(self: RoutedRequest, _index: int, token_id: int, logprobs: SampledToken | None) -> None:
+        self.delivered.append(token_id)
+        self.new_logprobs += [] if logprobs is None else [logprobs]
 
     monkeypatch.setattr(RoutedRequest, "accept", append)
     assert "is right" in first_failure()
 
 
+def breaking_streams(scenario: Scenario) -> Scenario:
+    """The token streams break all the time."""
+    names = [spec.worker_id for spec in scenario.workers if spec.role is ServiceRole.DECODE]
+    losses = tuple(
+        Fault("loses its token stream", name, at=0.5 + number / 10, duration_s=0.0)
+        for number in range(30)
+        for name in names
+    )
+    return replace(scenario, calm=False, faults=losses, network=NetworkFaults(delay_s=0.01))
+
+
+def test_every_request_survives_token_streams_that_break_all_the_time() -> None:
+    assert first_failure(breaking_streams) == ""
+
+
+def test_a_router_that_finishes_at_the_end_of_a_call_without_its_last_tokens_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(RoutedRequest, "misses_streamed_tokens", lambda _: False)
+    assert first_failure(breaking_streams) != ""
+
+
+def test_a_router_that_waits_for_a_broken_token_stream_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterMachine, "_on_stream_lost", lambda *_: [])
+    assert "has no token stream" in first_failure(breaking_streams)
+
+
+def test_a_worker_that_keeps_the_calls_of_a_broken_token_stream_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: WorkerNode, stream: Call) -> None:
+        self.token_streams.pop(stream.call_id, None)
+
+    monkeypatch.setattr(WorkerNode, "close_tokens", forget)
+    assert "KeyError" in first_failure(breaking_streams)
+
+
 def test_a_router_that_ignores_the_death_of_workers_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RouterMachine, "_on_lost", lambda _self, _event, _now: [])
-    # Either the router waits for a dead worker until the deadline, or its index keeps the blocks of the worker.
+    # The router waits for a dead worker until the deadline, or keeps its blocks in the index, or sends it a request.
     failure = first_failure()
-    assert "failed without cause: DeadlineExceeded" in failure or "the router's index of" in failure
+    signs = ("failed without cause: DeadlineExceeded", "the router's index of", "has no token stream")
+    assert any(sign in failure for sign in signs)
 
 
 def test_a_router_that_swallows_failures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,3 +258,19 @@ def test_a_router_that_refuses_a_choice_when_others_have_tokens_is_caught(monkey
 
     monkeypatch.setattr(RouterMachine, "_retry", refuse)
     assert "failed without cause: QueueFull" in first_failure(crowded)
+
+
+def test_a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish = Scheduler._finish
+
+    def finish_and_free(self: Scheduler, sequence: Sequence, reason: FinishReason) -> None:
+        finish(self, sequence, reason)
+        if sequence.sequence_id in self.queues.ending:
+            self.pool.release(sequence.block_table)
+            sequence.block_table = []
+
+    monkeypatch.setattr(Scheduler, "_finish", finish_and_free)
+    monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
+    assert "is not its own" in first_failure()

@@ -64,9 +64,9 @@ class Decode(DrivenWorker):
         """The token ids of a call. Checks that the indices have no gap."""
         tokens: list[int] = []
         first = None
-        for action in self.of(EmitTokens):
-            if action.request_id == name:
-                first = action.index if first is None else first
-                assert action.index == first + len(tokens)
-                tokens += [token.token_id for token in action.tokens]
+        for event in (event for action in self.of(EmitTokens) for event in action.tokens):
+            if event.sequence_id == name:
+                first = event.index if first is None else first
+                assert event.index == first + len(tokens)
+                tokens.append(event.token.token_id)
         return tokens

@@ -51,7 +51,7 @@ def test_a_resumed_request_continues_at_its_next_index() -> None:
     worker.arrive(request("a", 4, max_tokens=4, resumed=(40, 41)))
     worker.pull(token=42)
     worker.run_until_idle()
-    assert worker.of(EmitTokens)[0].index == 2
+    assert worker.of(EmitTokens)[0].tokens[0].index == 2
     assert worker.emitted("a") == [42, 7]
 
 

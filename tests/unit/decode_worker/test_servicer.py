@@ -1,4 +1,4 @@
-"""Tokens are held back while the next step starts. No token is lost, follows the end, or reaches another call."""
+"""Tokens go to the stream that their call names. A Decode call lives no longer than its token stream."""
 
 from __future__ import annotations
 
@@ -8,42 +8,48 @@ from typing import Any, cast
 import pytest
 
 from core.config import TelemetryConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.request import Request, SamplingParams
-from core.step import SampledToken
-from decode_worker.machine import DecodeArrived, DecodeDone, EmitTokens
+from core.step import SampledToken, TokenEvent
+from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec, worker_pb2
 from runtime.telemetry import Telemetry
 
-REQUEST = Request("r", (1, 2, 3), 3, SamplingParams(max_tokens=8))
-
 
 class FakeDriver:
-    """Drops every event. `arrived` is set when a call has arrived."""
+    """Keeps every event."""
+
+    stopped = False
 
     def __init__(self) -> None:
-        self.arrived = asyncio.Event()
+        self.events: list[object] = []
 
     def now(self) -> float:
         return 0.0
 
     def ask(self, event: object) -> None:
-        assert isinstance(event, DecodeArrived)
-        self.arrived.set()
+        self.events.append(event)
 
     def post_threadsafe(self, event: object) -> None:
-        pass
+        self.events.append(event)
 
 
-class Call:
-    """One Decode call: its responses and its end."""
+class Stream:
+    """One StreamTokens call of a router that reads."""
 
-    def __init__(self, servicer: DecodeServicer) -> None:
-        self.written: asyncio.Queue[worker_pb2.DecodeResponse] = asyncio.Queue()
-        wire = worker_pb2.DecodeRequest(sequence=codec.encode_sequence(REQUEST))
-        self.task = asyncio.create_task(servicer._serve(wire, cast(Any, self)))
+    def __init__(self, servicer: DecodeServicer, stream_id: int) -> None:
+        self.written: list[tuple[int, int, int]] = []  # (call, index, token id)
+        wire = worker_pb2.StreamTokensRequest(router_id=f"router-{stream_id}", stream_id=stream_id)
+        self.task = asyncio.create_task(servicer._stream_tokens(wire, cast(Any, self)))
+
+    async def write(self, message: worker_pb2.StepTokens) -> None:
+        self.written += zip(message.calls, message.indexes, message.token_ids, strict=True)
+
+
+class Context:
+    """Of a Decode call."""
 
     def time_remaining(self) -> float:
         return 60.0
@@ -51,78 +57,154 @@ class Call:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
-    async def write(self, response: worker_pb2.DecodeResponse) -> None:
-        self.written.put_nowait(response)
+
+class Scene:
+    def __init__(self) -> None:
+        self.servicer, self.driver = DecodeServicer(60.0, Telemetry(TelemetryConfig(), "decode")), FakeDriver()
+        self.servicer.attach(cast(Any, self.driver), "decode-0")
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def stream(self, stream_id: int) -> Stream:
+        stream = Stream(self.servicer, stream_id)
+        self.tasks.append(stream.task)
+        await turn_the_loop()
+        return stream
+
+    async def decode(self, name: str, call: int, stream_id: int) -> asyncio.Task[worker_pb2.DecodeFinished]:
+        sequence = codec.encode_sequence(Request(name, (1, 2, 3), 3, SamplingParams(max_tokens=8)), call)
+        wire = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id)
+        task = asyncio.create_task(self.servicer._decode(wire, cast(Any, Context())))
+        self.tasks.append(task)
+        await turn_the_loop()
+        return task
+
+    async def emit(self, *tokens: tuple[str, int, int]) -> None:
+        """The machine emits (name, index, token id) of one step."""
+        step = tuple(TokenEvent(name, index, SampledToken(token_id), None) for name, index, token_id in tokens)
+        assert self.servicer.perform(EmitTokens(step))
+        await turn_the_loop()
+
+    def cancelled(self) -> set[str]:
+        return {event.request_id for event in self.driver.events if isinstance(event, DecodeCancelled)}
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def opened() -> tuple[DecodeServicer, FakeDriver, Call]:
-    servicer, driver = DecodeServicer(60.0, Telemetry(TelemetryConfig(), "decode")), FakeDriver()
-    servicer.attach(cast(Any, driver), "decode-0")
-    call = Call(servicer)
-    await driver.arrived.wait()
-    return servicer, driver, call
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
 
 
-def emitted(index: int) -> EmitTokens:
-    return EmitTokens("r", index, (SampledToken(100 + index),))
+async def turn_the_loop() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
-def tokens_of(response: worker_pb2.DecodeResponse) -> list[int]:
-    return [token.index for token in response.tokens.tokens]
+def done(name: str) -> DecodeDone:
+    return DecodeDone(name, FinishReason.LENGTH, 0, Timeline(Stage.QUEUE, 0.0), None)
 
 
-async def cancel(call: Call) -> None:
-    call.task.cancel()
-    await asyncio.gather(call.task, return_exceptions=True)
+async def test_each_token_goes_to_the_stream_of_its_call(scene: Scene) -> None:
+    first, second = await scene.stream(1), await scene.stream(2)
+    for name, call, stream_id in (("a", 11, 1), ("b", 12, 2), ("c", 13, 1)):
+        await scene.decode(name, call, stream_id)
+    await scene.emit(("a", 0, 7), ("b", 0, 8), ("c", 0, 9))
+    await scene.emit(("b", 1, 8), ("c", 1, 9))
+    assert first.written == [(11, 0, 7), (13, 0, 9), (13, 1, 9)]
+    assert second.written == [(12, 0, 8), (12, 1, 8)]
+    await scene.close()
 
 
-def test_held_tokens_are_sent_without_another_action() -> None:
-    async def scenario() -> None:
-        servicer, _, call = await opened()
-        assert servicer.perform(emitted(0))
-        assert call.written.empty()
-        async with asyncio.timeout(10):
-            assert tokens_of(await call.written.get()) == [0]
-        await cancel(call)
-
-    asyncio.run(scenario())
-
-
-def test_the_end_of_a_call_comes_after_its_tokens() -> None:
-    async def scenario() -> None:
-        servicer, _, call = await opened()
-        servicer.perform(emitted(0))
-        servicer.perform(DecodeDone("r", FinishReason.LENGTH, 0, Timeline(Stage.QUEUE, 0.0), None))
-        await call.task
-        written = [call.written.get_nowait() for _ in range(call.written.qsize())]
-        assert [response.WhichOneof("event") for response in written] == ["tokens", "finished"]
-
-    asyncio.run(scenario())
+async def test_the_end_of_a_call_says_how_many_tokens_are_on_the_stream(scene: Scene) -> None:
+    await scene.stream(1)
+    call = await scene.decode("a", 11, 1)
+    await scene.emit(("a", 3, 7))
+    await scene.emit(("a", 4, 7))
+    scene.servicer.perform(done("a"))
+    assert (await call).num_tokens == 2
+    assert not scene.cancelled()
+    await scene.close()
 
 
-def test_a_stopping_worker_sends_the_held_tokens() -> None:
-    async def scenario() -> None:
-        servicer, _, call = await opened()
-        servicer.perform(emitted(0))
-        servicer.fail_all(WorkerUnavailable("this worker is stopping"))
-        with pytest.raises(TandemError, match="stopping"):
-            await call.task
-        assert tokens_of(call.written.get_nowait()) == [0]
-
-    asyncio.run(scenario())
+async def test_a_call_without_an_open_stream_is_refused_retryably(scene: Scene) -> None:
+    await scene.stream(1)
+    with pytest.raises(WorkerUnavailable, match="no token stream 2 is open") as refused:
+        await (await scene.decode("a", 11, stream_id=2))
+    assert refused.value.retryable
+    assert not scene.driver.events, "the machine does not hear of the call"
+    await scene.close()
 
 
-def test_held_tokens_do_not_reach_a_later_call_with_the_same_id() -> None:
-    async def scenario() -> None:
-        servicer, driver, call = await opened()
-        servicer.perform(emitted(0))
-        await cancel(call)
-        driver.arrived.clear()
-        again = Call(servicer)
-        await driver.arrived.wait()
-        servicer.perform(emitted(5))
-        async with asyncio.timeout(10):
-            assert tokens_of(await again.written.get()) == [5]
-        await cancel(again)
+@pytest.mark.parametrize("stream_id", [0, 1])
+async def test_a_stream_needs_an_id_of_its_own(scene: Scene, stream_id: int) -> None:
+    first = await scene.stream(1)
+    with pytest.raises(InvalidRequest, match="stream_id"):
+        await (await scene.stream(stream_id)).task
+    await scene.decode("a", 11, 1)
+    await scene.emit(("a", 0, 7))
+    assert first.written == [(11, 0, 7)], "the open stream goes on"
+    await scene.close()
 
-    asyncio.run(scenario())
+
+async def test_the_end_of_a_stream_ends_its_calls_and_no_other(scene: Scene) -> None:
+    first, second = await scene.stream(1), await scene.stream(2)
+    lost, kept = await scene.decode("a", 11, 1), await scene.decode("b", 12, 2)
+    first.task.cancel()
+    with pytest.raises(WorkerUnavailable, match="token stream") as ended:
+        await lost
+    assert ended.value.retryable
+    await turn_the_loop()
+    assert scene.cancelled() == {"a"}
+    assert not kept.done()
+    await scene.emit(("a", 0, 7), ("b", 0, 8))
+    assert second.written == [(12, 0, 8)]
+    await scene.close()
+
+
+async def test_a_router_may_use_the_id_of_an_ended_stream_again(scene: Scene) -> None:
+    first = await scene.stream(1)
+    first.task.cancel()
+    await turn_the_loop()
+    again = await scene.stream(1)
+    await scene.decode("a", 11, 1)
+    await scene.emit(("a", 0, 7))
+    assert again.written == [(11, 0, 7)]
+    await scene.close()
+
+
+async def test_a_cancelled_call_cancels_its_sequence(scene: Scene) -> None:
+    stream = await scene.stream(1)
+    call = await scene.decode("a", 11, 1)
+    call.cancel()
+    await turn_the_loop()
+    assert scene.cancelled() == {"a"}
+    await scene.emit(("a", 0, 7))
+    assert stream.written == []
+    await scene.close()
+
+
+async def test_a_call_that_the_machine_fails_ends_with_its_error(scene: Scene) -> None:
+    await scene.stream(1)
+    call = await scene.decode("a", 11, 1)
+    scene.servicer.perform(DecodeFailed("a", TandemError("the step failed")))
+    with pytest.raises(TandemError, match="the step failed"):
+        await call
+    assert not scene.cancelled()
+    assert any(isinstance(event, DecodeArrived) for event in scene.driver.events)
+    await scene.close()
+
+
+async def test_a_stopping_worker_ends_its_calls_and_writes_the_tokens_that_wait(scene: Scene) -> None:
+    stream = await scene.stream(1)
+    call = await scene.decode("a", 11, 1)
+    step = EmitTokens((TokenEvent("a", 0, SampledToken(7), None),))
+    scene.servicer.perform(step)
+    scene.servicer.fail_all(WorkerUnavailable("this worker is stopping"))
+    for task in (call, stream.task):
+        with pytest.raises(WorkerUnavailable, match="stopping"):
+            await task
+    assert stream.written == [(11, 0, 7)]
+    await scene.close()

@@ -41,8 +41,14 @@ def request(
     return Request(name, tuple(prompt), len(prompt), sampling, priority=int(str(priority)))
 
 
-def sampled(*token_ids: int) -> tuple[SampledToken, ...]:
-    return tuple(SampledToken(token_id) for token_id in token_ids)
+def step_tokens(*tokens: tuple[int, int, SampledToken]) -> events.StepTokens:
+    """A message of a token stream with (number of the call, index in the output, token)."""
+    return events.StepTokens(
+        [call for call, _, _ in tokens],
+        [index for _, index, _ in tokens],
+        [token.token_id for _, _, token in tokens],
+        {place: token for place, (_, _, token) in enumerate(tokens) if token.logprob is not None},
+    )
 
 
 class DrivenRouter:
@@ -51,6 +57,7 @@ class DrivenRouter:
         self.tickets = iter(range(1, 1000))
         self.machine = RouterMachine(config, lambda: next(self.tickets), frozenset({EOS}))
         self.actions: list[RouterAction] = []
+        self.sent: dict[str, set[int]] = {}  # dispatch id -> indexes that the decode worker has put on its stream
         for name in prefill:
             self.join(name, ServiceRole.PREFILL)
         for name in decode:
@@ -84,10 +91,23 @@ class DrivenRouter:
         return self.post(events.PrefillReturned(dispatch, result))
 
     def tokens(self, first: int, *token_ids: int, dispatch: str = "r#1") -> list[RouterAction]:
-        return self.post(events.DecodeTokens(dispatch, tuple(enumerate(sampled(*token_ids), start=first))))
+        return self.sampled_tokens(first, *map(SampledToken, token_ids), dispatch=dispatch)
 
-    def decoded(self, dispatch: str = "r#1", reason: FinishReason = FinishReason.LENGTH) -> list[RouterAction]:
-        return self.post(events.DecodeReturned(dispatch, events.DecodeResult(reason, 0, 0.0, 0.0, 0.0, 0.0, 0)))
+    def sampled_tokens(self, first: int, *tokens: SampledToken, dispatch: str = "r#1") -> list[RouterAction]:
+        """A message of the token stream with tokens of one call."""
+        self.sent.setdefault(dispatch, set()).update(range(first, first + len(tokens)))
+        return self.post(step_tokens(*((self.call_of(dispatch), first + i, token) for i, token in enumerate(tokens))))
+
+    def call_of(self, dispatch: str) -> int:
+        """The number of the decode call; 0 if the dispatch never started."""
+        return next((start.call for start in self.of(events.StartDecode) if start.dispatch_id == dispatch), 0)
+
+    def decoded(
+        self, dispatch: str = "r#1", reason: FinishReason = FinishReason.LENGTH, num_tokens: int | None = None
+    ) -> list[RouterAction]:
+        """By default, all tokens of the worker have arrived."""
+        count = num_tokens or len(self.sent.get(dispatch, ())) or 1
+        return self.post(events.DecodeReturned(dispatch, events.DecodeResult(reason, count, 0, 0.0, 0.0, 0.0, 0.0, 0)))
 
     def decode_fails(self, error: TandemError, dispatch: str = "r#1") -> list[RouterAction]:
         return self.post(events.DecodeReturned(dispatch, error))
@@ -111,8 +131,8 @@ class DrivenRouter:
         got: list[int] = []
         for action in self.of(events.Deliver):
             if action.request_id == request_id:
-                assert action.index == len(got)
-                got += [token.token_id for token in action.tokens]
+                assert action.first_index == len(got)
+                got += action.token_ids
         return got
 
     def of(self, kind: type[A]) -> list[A]:

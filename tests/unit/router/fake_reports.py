@@ -1,4 +1,4 @@
-"""The report stream of a worker, filled by a test."""
+"""The report stream and the token stream of a worker, filled by a test."""
 
 from __future__ import annotations
 
@@ -23,6 +23,27 @@ class Reports:
 
     async def __anext__(self) -> worker_pb2.WorkerReport:
         return await self._reports.get()
+
+    def cancel(self) -> None:
+        pass
+
+
+class Tokens:
+    """Stands in for a StreamTokens call of grpc.aio. Opens at once, and yields the messages of `put`."""
+
+    def __init__(self) -> None:
+        self._messages: asyncio.Queue[worker_pb2.StepTokens | BaseException] = asyncio.Queue()
+        self.put(worker_pb2.StepTokens())
+
+    def put(self, message: worker_pb2.StepTokens | BaseException) -> None:
+        """The stream raises an exception."""
+        self._messages.put_nowait(message)
+
+    async def read(self) -> worker_pb2.StepTokens:
+        message = await self._messages.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
 
     def cancel(self) -> None:
         pass

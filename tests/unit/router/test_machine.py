@@ -78,8 +78,8 @@ def test_early_tokens_wait_for_their_turn_and_repeated_tokens_are_dropped() -> N
 def test_a_request_finishes_if_the_prefill_worker_answers_after_the_decode_worker() -> None:
     router = DrivenRouter()
     router.arrive(request(num_logprobs=0))
-    with_logprob = tuple((i, SampledToken(10 + i, logprob=-1.0)) for i in (1, 2, 3))
-    router.post(events.DecodeTokens("r#1", ((0, SampledToken(10)), *with_logprob)))
+    with_logprob = [SampledToken(10 + i, logprob=-1.0) for i in (1, 2, 3)]
+    router.sampled_tokens(0, SampledToken(10), *with_logprob)
     router.decoded()
     assert not router.of(events.Finish), "the first token lacks its log-probability"
     result = events.PrefillResult(0, SampledToken(10, logprob=-1.0), None, 0, 0.0, 0.0)

@@ -16,7 +16,7 @@ from protos import worker_pb2
 from router.events import WorkerJoined, WorkerLost, WorkerReported
 from router.worker_link import WorkerLink
 from runtime.security import OPEN
-from tests.unit.router.fake_reports import Reports, snapshot
+from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 
 class Worker:
@@ -34,11 +34,14 @@ class Worker:
         self.streams += streams
         endpoint = Endpoint("w", "127.0.0.1:1", ServiceRole.DECODE)
         self.link = WorkerLink(endpoint, "router", self.posted.put_nowait, lambda _: self.known, OPEN)
-        self.link._worker = self  # type: ignore[assignment]
+        self.link._worker = self.link._decode = self  # type: ignore[assignment]
 
     def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
         self.num_calls += 1
         return self.streams.pop(0) if self.streams else Reports()
+
+    def StreamTokens(self, _: worker_pb2.StreamTokensRequest, **__: object) -> Tokens:
+        return Tokens()
 
     async def next_event(self) -> Any:
         async with asyncio.timeout(5):

@@ -14,7 +14,7 @@ from protos import worker_pb2
 from router.shell import RouterShell
 from runtime.security import OPEN
 from runtime.telemetry import Telemetry
-from tests.unit.router.fake_reports import Reports, snapshot
+from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}
 
@@ -34,6 +34,9 @@ class Worker:
         self.watched.set()
         return self.reports
 
+    def StreamTokens(self, _: worker_pb2.StreamTokensRequest, **__: object) -> Tokens:
+        return Tokens()
+
     async def UpdatePeers(self, _: worker_pb2.UpdatePeersRequest, **__: object) -> worker_pb2.UpdatePeersResponse:
         return worker_pb2.UpdatePeersResponse()
 
@@ -41,7 +44,7 @@ class Worker:
 @pytest_asyncio.fixture
 async def shell() -> AsyncIterator[RouterShell]:
     telemetry = TelemetryConfig()
-    shell = RouterShell(RouterConfig(), frozenset(), Telemetry(telemetry, "router"), telemetry, OPEN)
+    shell = RouterShell(RouterConfig(), frozenset(), Telemetry(telemetry, "router"), telemetry, OPEN, "router-0.1")
     yield shell
     await shell.close_links()
     shell.metrics.close()
@@ -51,7 +54,7 @@ async def watch(shell: RouterShell, *worker_ids: str) -> list[Worker]:
     await shell.set_workers([endpoint(worker_id) for worker_id in worker_ids])
     workers = [Worker() for _ in worker_ids]
     for worker_id, worker in zip(worker_ids, workers, strict=True):
-        shell.links[worker_id]._worker = worker  # type: ignore[assignment]
+        shell.links[worker_id]._worker = shell.links[worker_id]._decode = worker  # type: ignore[assignment]
     async with asyncio.timeout(5):
         for worker in workers:
             await worker.watched.wait()

@@ -24,7 +24,7 @@ from router.events import DecodeReturned, PrefillReturned, StartDecode, StartPre
 from router.worker_link import WorkerLink
 from runtime.security import OPEN
 from tests.support.driven_worker import address
-from tests.unit.router.fake_reports import Reports, snapshot
+from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 UNKNOWN_VALUE: Any = 99  # of an enum; a later version may define it
 
@@ -38,6 +38,8 @@ class Worker:
         self.link: WorkerLink | None = None
         self.posted: asyncio.Queue[Any] = asyncio.Queue()  # to the router's machine
         self.reports = Reports()
+        self.token_streams: list[Tokens] = []
+        self.stream_ids: list[int] = []
 
     async def UpdatePeers(self, request: worker_pb2.UpdatePeersRequest, **_: object) -> worker_pb2.UpdatePeersResponse:
         self.told.append([change.left for change in request.changes])
@@ -49,8 +51,14 @@ class Worker:
     async def Prefill(self, _: worker_pb2.PrefillRequest, **__: object) -> worker_pb2.PrefillResponse:
         return worker_pb2.PrefillResponse(finish_reason=UNKNOWN_VALUE)
 
-    async def Decode(self, _: worker_pb2.DecodeRequest, **__: object) -> AsyncIterator[worker_pb2.DecodeResponse]:
-        yield worker_pb2.DecodeResponse(finished=worker_pb2.DecodeFinished(finish_reason=UNKNOWN_VALUE))
+    async def Decode(self, request: worker_pb2.DecodeRequest, **__: object) -> worker_pb2.DecodeFinished:
+        assert request.stream_id == self.stream_ids[-1]
+        return worker_pb2.DecodeFinished(finish_reason=UNKNOWN_VALUE)
+
+    def StreamTokens(self, request: worker_pb2.StreamTokensRequest, **_: object) -> Tokens:
+        self.stream_ids.append(request.stream_id)
+        self.token_streams.append(Tokens())
+        return self.token_streams[-1]
 
     def Watch(self, _: worker_pb2.WatchRequest, **__: object) -> Reports:
         return self.reports
@@ -76,13 +84,21 @@ async def test_a_change_that_arrives_as_a_call_ends_is_sent_with_the_next_call(w
     assert worker.told == [["a", "b"], ["c"], ["d"]]
 
 
+async def joined(worker: Worker) -> None:
+    """Wait for the token stream and the snapshot."""
+    worker.reports.put(snapshot("w"))
+    async with asyncio.timeout(5):
+        assert isinstance(await worker.posted.get(), WorkerJoined)
+
+
 REQUEST = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
 
 
 async def test_an_answer_that_cannot_be_read_is_a_retryable_error(worker: Worker) -> None:
     assert worker.link is not None
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0), [])
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0), [])
+    await joined(worker)
+    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2), [])
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1), [])
     async with asyncio.timeout(5):
         ended = [await worker.posted.get(), await worker.posted.get()]
     assert {type(event) for event in ended} == {PrefillReturned, DecodeReturned}
@@ -95,9 +111,10 @@ async def test_an_unexpected_exception_in_a_call_is_an_error_that_is_not_retryab
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert worker.link is not None
-    monkeypatch.setattr("protos.codec.encode_sequence", lambda _: 1 // 0)
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0), [])
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0), [])
+    monkeypatch.setattr("protos.codec.encode_sequence", lambda *_: 1 // 0)
+    await joined(worker)
+    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2), [])
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1), [])
     async with asyncio.timeout(5):
         ended = [await worker.posted.get(), await worker.posted.get()]
     for event in ended:

@@ -14,7 +14,7 @@ TRICKY = "naïve 日本語 😀 👨‍👩‍👧 \u0000 \ufffd end"
 
 def deltas(token_ids: list[int]) -> list[str]:
     detokenizer = TOKENIZER.detokenizer()
-    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+    return [*(detokenizer.push((token_id,)) for token_id in token_ids), detokenizer.flush()]
 
 
 @settings(deadline=None)
@@ -44,6 +44,13 @@ def test_invalid_bytes_become_a_replacement_character() -> None:
     assert deltas([0x41, 0xE2, 0x82]) == ["A", "", "", "\ufffd"]
 
 
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, TOKENIZER.info.vocab_size - 1), max_size=8), max_size=12))
+def test_the_text_does_not_depend_on_the_division_into_runs(runs: list[list[int]]) -> None:
+    detokenizer, token_ids = TOKENIZER.detokenizer(), [token_id for run in runs for token_id in run]
+    assert "".join([*map(detokenizer.push, runs), detokenizer.flush()]) == TOKENIZER.decode(token_ids)
+
+
 def test_special_tokens_have_no_text() -> None:
     end = TOKENIZER.special_tokens["<|im_end|>"]
     assert deltas([0x41, end, 0x42]) == ["A", "", "B", ""]
@@ -52,7 +59,7 @@ def test_special_tokens_have_no_text() -> None:
 def test_the_first_space_is_stripped_if_the_tokenizer_asks_for_it() -> None:
     pieces = {0: b" a", 1: b" b", 2: b""}
     detokenizer = IncrementalDetokenizer(pieces.__getitem__, strip_first_space=True)
-    assert [detokenizer.push(token_id) for token_id in (2, 0, 1)] == ["", "a", " b"]
+    assert [detokenizer.push((token_id,)) for token_id in (2, 0, 1)] == ["", "a", " b"]
     assert decode_tokens([2, 0, 1], pieces.__getitem__, strip_first_space=True) == "a b"
 
 

@@ -12,7 +12,7 @@ def stream_of(stop_strings: list[str], *tokens: str | bytes) -> tuple[TextStream
     """A stream after these tokens, and the text that it returned for each."""
     pieces = [token.encode() if isinstance(token, str) else token for token in tokens]
     stream = TextStream(IncrementalDetokenizer(pieces.__getitem__), stop_strings)
-    return stream, [stream.push(token_id) for token_id in range(len(pieces))]
+    return stream, [stream.push((token_id,))[0] for token_id in range(len(pieces))]
 
 
 def test_without_stop_strings_each_token_s_text_is_shown_at_once() -> None:
