@@ -80,8 +80,10 @@ class Sequence:
 
     def full_blocks(self, block_size: int) -> list[FullBlock]:
         """All full blocks. Each block is hashed once."""
-        extend_full_blocks(self.known_full_blocks, self.token_ids, block_size, root_hash(self.request.cache_salt))
-        return self.known_full_blocks
+        known = self.known_full_blocks
+        if (len(known) + 1) * block_size <= len(self.token_ids):
+            extend_full_blocks(known, self.token_ids, block_size, root_hash(self.request.cache_salt))
+        return known
 
     def finish_reason_after(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """The reason to end after `token_id` was appended; None if the sequence continues."""

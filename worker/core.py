@@ -34,6 +34,8 @@ from kv_transfer.peers import Drop
 
 PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
+TIMER_EARLY_S = 0.001  # uvloop counts whole milliseconds, so a timer may be early
+
 # ---- events and actions of every worker
 
 
@@ -159,7 +161,8 @@ class WorkerCore:
         step_ended, self._step_ended = self._step_ended, False
         if not self.scheduler.num_steps_in_flight:
             steps += self._plan(Planned.AT_END if step_ended else Planned.IDLE, now, admit_before)
-        if self.scheduler.num_steps_in_flight == 1 and self._plan_at is not None and now >= self._plan_at:
+        is_time = self._plan_at is not None and now >= self._plan_at - TIMER_EARLY_S
+        if self.scheduler.num_steps_in_flight == 1 and is_time:
             self._tried_to_plan = True
             steps += self._plan(Planned.AHEAD, now, admit_before)
         return steps

@@ -264,13 +264,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             sequence = self.sequences[chunk.sequence.sequence_id]
             assert chunk.sequence.block_table is sequence.block_table
             end = chunk.start + chunk.num_tokens
+            assert chunk.samples == (end >= len(sequence.token_ids))
             if oldest:
                 assert chunk.start == sequence.num_computed_tokens
                 self.assert_readable(sequence, chunk.start)
             else:
                 assert end == sequence.num_planned_tokens
                 assert chunk.promised == (chunk.start == len(sequence.token_ids))
-                assert chunk.samples == (end >= len(sequence.token_ids))
                 assert sequence.finish_reason is None, "an ended sequence is planned"
             written = set(sequence.block_table[chunk.start // BLOCK_SIZE : (end - 1) // BLOCK_SIZE + 1])
             assert all(holders[block] == 1 for block in written), "writes a block that another sequence holds"

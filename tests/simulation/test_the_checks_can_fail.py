@@ -11,7 +11,9 @@ import pytest
 from core.block_pool import BlockPool
 from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
-from core.lifecycle import ServiceRole
+from core.lifecycle import FinishReason, ServiceRole
+from core.scheduler import Scheduler
+from core.sequence import Sequence
 from core.step import SampledToken
 from decode_worker.machine import DecodeMachine
 from kv_transfer.events import Actions, PullFailed
@@ -256,3 +258,19 @@ def test_a_router_that_refuses_a_choice_when_others_have_tokens_is_caught(monkey
 
     monkeypatch.setattr(RouterMachine, "_retry", refuse)
     assert "failed without cause: QueueFull" in first_failure(crowded)
+
+
+def test_a_scheduler_that_frees_the_blocks_of_an_ended_sequence_under_a_step_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish = Scheduler._finish
+
+    def finish_and_free(self: Scheduler, sequence: Sequence, reason: FinishReason) -> None:
+        finish(self, sequence, reason)
+        if sequence.sequence_id in self.queues.ending:
+            self.pool.release(sequence.block_table)
+            sequence.block_table = []
+
+    monkeypatch.setattr(Scheduler, "_finish", finish_and_free)
+    monkeypatch.setattr(Scheduler, "check", lambda _self: None)  # which would notice first
+    assert "is not its own" in first_failure()

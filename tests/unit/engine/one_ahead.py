@@ -48,7 +48,8 @@ class OneAhead:
         self.draw.shuffle(self._free)
 
     def generate(self, requests: list[Request]) -> dict[str, list[int]]:
-        waiting, answers = list(requests), {}
+        waiting = list(requests)
+        answers: dict[str, list[int]] = {}
         while waiting or self._live or self._steps:
             while waiting and self.draw.random() < 0.5:
                 wanted = waiting.pop()

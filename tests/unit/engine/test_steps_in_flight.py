@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
 
 PROMPT = [(7 * index + 3) % 250 for index in range(45)]
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "fake": {"model": "fake:tiny"},
     "native": {"model": "random:llama-tiny"},
     "torch": {"model": "random:qwen3-tiny", "kernels": "torch"},
@@ -35,8 +36,8 @@ KINDS = {
 
 @pytest.fixture(params=KINDS, scope="module")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    options = {"dtype": "float32", "kv_memory_mb": 4, "num_threads": 1} | KINDS[request.param]
-    built = build_runner(EngineConfig(**options))
+    tiny = EngineConfig(dtype="float32", kv_memory_mb=4, num_threads=1)
+    built = build_runner(replace(tiny, **KINDS[request.param]))
     yield built
     built.close()
 

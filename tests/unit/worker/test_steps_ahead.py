@@ -12,7 +12,7 @@ from prefill_worker.machine import PrefillDone
 from tests.support.driven_worker import EOS, request
 from tests.unit.decode_worker.driven_decode import Decode
 from tests.unit.prefill_worker.driven_prefill import Prefill
-from worker.core import PLAN_AHEAD_S, DrainRequested, Planned, RunStep, StepTimes
+from worker.core import PLAN_AHEAD_S, TIMER_EARLY_S, DrainRequested, Planned, RunStep, StepTimes
 
 STEP_S = 0.1
 
@@ -44,6 +44,13 @@ def test_a_tick_plans_the_next_step_shortly_before_the_expected_end_of_the_step_
     assert len(worker.plans) == 1
     worker.pass_time(2e-6)
     assert [worker.chunks(0), worker.chunks(1)] == [[("a", 7, 1)], [("a", 8, 1)]]
+
+
+def test_a_timer_that_is_a_little_early_is_no_reason_for_another_timer() -> None:
+    worker = decoding()
+    worker.now += STEP_S - PLAN_AHEAD_S - TIMER_EARLY_S / 2
+    worker.post(Tick())
+    assert len(worker.plans) == 2
 
 
 def test_a_sequence_that_arrives_before_that_time_is_in_the_next_step_and_a_later_one_is_not() -> None:
