@@ -44,7 +44,7 @@ class ChoiceStream:
     result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
-    write_at: float = 0.0  # earliest time of the next chunk
+    _rest: asyncio.TimerHandle | None = None  # ends the least time between two chunks
     _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
     _text: str = ""  # of token_ids[num_taken:], with stop strings
 
@@ -52,18 +52,38 @@ class ChoiceStream:
         """Take new tokens of the machine. Returns True if their text completes a stop string."""
         if self.text.stop_match:
             return False
+        if self._rest is None and not self.has_chunk:
+            self.changed.set()  # once for all tokens of a chunk
         num_used = len(delivered.token_ids)
         if self.text.has_stop_strings:
             text, num_used = self.text.push(delivered.token_ids)
             self._text += text
         self.token_ids += delivered.token_ids[:num_used]
         self._logprobs += delivered.logprobs[:num_used]
-        self.changed.set()
         return bool(self.text.stop_match)
+
+    def end(self, result: Finish | Fail) -> None:
+        self.result = result
+        self.changed.set()
 
     @property
     def has_chunk(self) -> bool:
         return self.num_taken < len(self.token_ids)
+
+    @property
+    def is_due(self) -> bool:
+        """There is a chunk to write now. The end does not wait for the least time between two chunks."""
+        return self.has_chunk and (self._rest is None or self.result is not None)
+
+    def rest(self, seconds: float) -> None:
+        """Let no chunk be due for `seconds`, because one was written."""
+        self._rest = asyncio.get_running_loop().call_later(seconds, self.end_rest)
+
+    def end_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+            self.changed.set()
 
     def take_chunk(self) -> inference_pb2.GenerateResponse:
         """The message with all tokens that are in no chunk yet."""

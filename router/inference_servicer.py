@@ -95,11 +95,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         client or a busy loop makes it.
         """
         while streams:
-            await _wait_until_due(streams, changed)
+            await changed.wait()
+            changed.clear()
             for stream in streams:
-                if stream.has_chunk and (stream.result is not None or stream.write_at <= self._shell.now()):
+                if stream.is_due:
+                    if min_interval_s and stream.result is None:
+                        stream.rest(min_interval_s)
                     await context.write(stream.take_chunk())
-                    stream.write_at = self._shell.now() + min_interval_s if min_interval_s else 0.0
             for stream in [stream for stream in streams if stream.result is not None]:
                 streams = [other for other in streams if other is not stream]
                 await self._write_end(stream, context)
@@ -153,18 +155,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
         )
-
-
-async def _wait_until_due(streams: list[ChoiceStream], changed: asyncio.Event) -> None:
-    """Wait for new tokens or an end, or for `write_at` of the first choice that has tokens."""
-    due = min((stream.write_at for stream in streams if stream.has_chunk), default=None)
-    if due is None or changed.is_set():
-        await changed.wait()
-    else:
-        timer = asyncio.get_running_loop().call_at(due, changed.set)
-        await changed.wait()
-        timer.cancel()
-    changed.clear()
 
 
 def _random_seed() -> int:

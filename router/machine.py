@@ -191,7 +191,8 @@ class RouterMachine:
         dispatch.prefill = event.result
         token = event.result.token
         routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
-        actions = self._deliver_new(routed, now)
+        actions: list[RouterAction] = []
+        self._deliver_new(routed, actions, now)
         if event.result.finish_reason is not None:
             return actions + self._finish(routed, event.result.finish_reason, now)
         return actions + self._finish_if_complete(routed, now)
@@ -207,18 +208,19 @@ class RouterMachine:
         return self._retry(routed, error, prefill_worker, now)
 
     def _on_step_tokens(self, event: events.StepTokens, now: float) -> list[RouterAction]:
-        """Every token costs its share of the router's capacity: per token, one look-up and one call."""
+        """Drops tokens of calls that have ended for the router."""
         by_call, logprobs = self._by_call, event.logprobs
         accepting: dict[int, RoutedRequest] = {}
-        for place, call in enumerate(event.calls):
+        for place, (call, index, token_id) in enumerate(zip(event.calls, event.indexes, event.token_ids, strict=True)):
             routed = by_call.get(call)
-            if routed is not None:  # else the call has ended for the router
-                routed.accept(event.indexes[place], event.token_ids[place], logprobs.get(place))
+            if routed is not None:
+                routed.accept(index, token_id, logprobs.get(place))
                 accepting[call] = routed
         actions: list[RouterAction] = []
         for routed in accepting.values():
-            actions += self._deliver_new(routed, now)
-            actions += self._finish_if_complete(routed, now)
+            self._deliver_new(routed, actions, now)
+            if _dispatch_of(routed).decode is not None:
+                actions += self._finish_if_complete(routed, now)
         return actions
 
     def _on_stream_lost(self, event: events.TokenStreamLost, now: float) -> list[RouterAction]:
@@ -241,19 +243,21 @@ class RouterMachine:
         dispatch.decode = event.result
         return self._finish_if_complete(routed, now)
 
-    def _deliver_new(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """Deliver the tokens that were accepted since the last call."""
+    def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
+        """Append a `Deliver` with the tokens that were accepted since the last call, and the actions that follow."""
         deliver = routed.take_new()
-        if deliver is None:
-            return []
+        if deliver is not None:
+            actions.append(deliver)
+            if routed.attempts_without_token:
+                actions += self._on_first_token(routed, now)
+
+    def _on_first_token(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """An attempt has delivered its first new token."""
         routed.attempts_without_token = 0
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
             routed.first_token_at, routed.has_streamed = now, True
-        return [deliver, *self._start_held_choices(routed, now)] if routed.held_choices else [deliver]
-
-    def _start_held_choices(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
         choices = self._take_held_choices(routed)
         for choice in choices:
             choice.has_streamed = True

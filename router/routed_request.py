@@ -120,27 +120,29 @@ class RoutedRequest:
         """
         if self.needs_logprobs and logprobs is None:
             return
-        if index != len(self.delivered):
-            if index > len(self.delivered):
+        delivered = self.delivered
+        if index != len(delivered):
+            if index > len(delivered):
                 self.early_tokens.setdefault(index, (token_id, logprobs))
             return
-        self.delivered.append(token_id)
+        delivered.append(token_id)
         if logprobs is not None:
             self.new_logprobs.append(logprobs)
-        while self.early_tokens and (early := self.early_tokens.pop(len(self.delivered), None)) is not None:
-            self.delivered.append(early[0])
+        while self.early_tokens and (early := self.early_tokens.pop(len(delivered), None)) is not None:
+            delivered.append(early[0])
             if early[1] is not None:
                 self.new_logprobs.append(early[1])
 
     def take_new(self) -> Deliver | None:
         """The tokens accepted since the last call; None if there are none."""
-        first, self.num_taken = self.num_taken, len(self.delivered)
-        if first == self.num_taken:
+        delivered, first = self.delivered, self.num_taken
+        if first == len(delivered):
             return None
+        self.num_taken = len(delivered)
         logprobs: tuple[SampledToken, ...] = ()
         if self.needs_logprobs:
             logprobs, self.new_logprobs = tuple(self.new_logprobs), []
-        return Deliver(self.request.request_id, first, tuple(self.delivered[first:]), logprobs)
+        return Deliver(self.request.request_id, first, tuple(delivered[first:]), logprobs)
 
     def misses_streamed_tokens(self) -> bool:
         """The decode call has returned, and some of its tokens have not arrived on the token stream."""

@@ -95,6 +95,7 @@ class RouterShell:
 
     def close(self, stream: ChoiceStream) -> None:
         """Cancel the choice if it is still open, and end its trace. Call it when the client's call has ended."""
+        stream.end_rest()
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
         stream.end_trace(self.telemetry, self.now())
@@ -146,15 +147,14 @@ class RouterShell:
                 for link in self.links.values():
                     link.cancel(dispatch_id)
             case events.Finish() | events.Fail():
-                self._end(action).changed.set()
+                self._end(action)
             case _:
                 assert_never(action)
 
-    def _end(self, result: events.Finish | events.Fail) -> ChoiceStream:
+    def _end(self, result: events.Finish | events.Fail) -> None:
         stream = self._streams.pop(result.request_id)
-        stream.result = result
+        stream.end(result)
         record_end(self.metrics, stream, result, self.now())
-        return stream
 
     def _trace_headers(self, dispatch_id: str) -> Metadata:
         return inject(self._streams[request_id_of(dispatch_id)].root)

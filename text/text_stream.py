@@ -17,6 +17,7 @@ class TextStream:
     def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
+        self._first_chars = frozenset(stop[0] for stop in self._stop_strings)
         self._held = ""
         self.has_stop_strings = bool(self._stop_strings)
         self.stop_match = ""
@@ -28,11 +29,13 @@ class TextStream:
             return self._detokenizer.push(token_ids), len(token_ids)
         if self.stop_match:
             return "", 0
-        before = self._detokenizer.save(), self._held
+        if len(token_ids) == 1:
+            return self._release(self._detokenizer.push(token_ids)), 1
+        state, held = self._detokenizer.save(), self._held
         text = self._release(self._detokenizer.push(token_ids))
-        if not self.stop_match or len(token_ids) == 1:
+        if not self.stop_match:
             return text, len(token_ids)
-        state, self._held = before
+        self._held = held
         self._detokenizer.restore(state)
         return self._push_one_by_one(token_ids)
 
@@ -53,6 +56,8 @@ class TextStream:
     def _release(self, delta: str) -> str:
         if self.stop_match:
             return ""
+        if not self._held and self._first_chars.isdisjoint(delta):
+            return delta  # no stop string begins here
         text = self._held + delta
         # The first complete match ends the text, so the division of the text into tokens does not matter. Of two
         # matches with the same end, the longer one counts.
