@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from benchmarks.report import Line, Report
 from core.config import EngineConfig
 from core.request import SamplingParams
-from core.step import ScheduledChunk
+from core.step import ScheduledChunk, SequenceView
 from engine.backend import choose_linear_method, find_kernels
 from engine.linear import Linear, LinearMethod, Matrix
 from engine.model import Model
@@ -105,11 +105,14 @@ def window_loss(model: Model, window: Sequence[int], block_size: int) -> float:
     known = len(window) // 2
 
     def chunk(start: int, num_tokens: int, samples: bool) -> ScheduledChunk:
-        return ScheduledChunk(f"{start}", window, len(window), start, num_tokens, table, samples, GREEDY)
+        return ScheduledChunk(
+            SequenceView(f"{start}", window, len(window), table, GREEDY), start, num_tokens, samples, False
+        )
 
     with torch.inference_mode():
-        model.forward([chunk(0, known - 1, False)])
-        logits = model.forward([chunk(place, 1, True) for place in range(known - 1, len(window) - 1)])
+        model.forward(model.prepare([chunk(0, known - 1, False)]))
+        chunks = [chunk(place, 1, True) for place in range(known - 1, len(window) - 1)]
+        logits = model.forward(model.prepare(chunks))
         return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
 
 

@@ -12,6 +12,7 @@ from core.config import RouterConfig, SecurityConfig, TandemConfig, TelemetryCon
 from core.errors import ConfigError
 from model_files.catalogue import CATALOGUE, default_cache_dir, is_cached
 from model_files.model_source import resolve_model, usable_context
+from runtime.shared_port import PortClaim
 
 COLLECTOR_TIMEOUT_S = 1.0
 
@@ -20,7 +21,7 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     """Run every check. Fetches a model of the catalogue that is not cached. Raises `TandemError`."""
     check_transport(config.transfer)
     check_port(config.router)
-    check_telemetry(config.telemetry)
+    check_telemetry(config.telemetry, config.cluster.num_routers)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
     if config.cluster.address:
@@ -62,8 +63,8 @@ def check_credentials(config: SecurityConfig) -> None:
 
 
 def check_port(config: RouterConfig) -> None:
-    """Raises `ConfigError` if the router could not listen. The router itself would fail seconds later."""
-    error = _listen_error(config.host, config.port)
+    """Raises `ConfigError` if routers could not listen. The supervisor, which claims the port, fails seconds later."""
+    error = _listen_error(config.host, config.port) if config.port else None
     if error is not None:
         flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(
@@ -71,13 +72,15 @@ def check_port(config: RouterConfig) -> None:
         ) from error
 
 
-def check_telemetry(config: TelemetryConfig) -> None:
-    """Raises `ConfigError` if the router could not serve its metrics page or write its trace file."""
-    error = _listen_error("0.0.0.0", config.metrics_port)
-    if error is not None:
-        raise ConfigError(
-            f"cannot serve metrics on port {config.metrics_port} ({error.strerror}); choose another with --metrics-port"
-        ) from error
+def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
+    """Raises `ConfigError` if a router could not serve its metrics page, or if the trace file cannot be written."""
+    first = config.metrics_port
+    for port in range(first, first + num_routers) if first else ():
+        error = _listen_error("0.0.0.0", port)
+        if error is not None:
+            raise ConfigError(
+                f"cannot serve metrics on port {port} ({error.strerror}); choose another with --metrics-port"
+            ) from error
     if config.trace_file:
         from runtime.telemetry import JsonLinesExporter
 
@@ -85,12 +88,8 @@ def check_telemetry(config: TelemetryConfig) -> None:
 
 
 def _listen_error(host: str, port: int) -> OSError | None:
-    if port == 0:
-        return None
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error
+    try:
+        PortClaim(host, port).close()
+    except OSError as error:
+        return error
     return None

@@ -34,16 +34,24 @@ from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
 FABRIC = MemoryFabric()
 
 
+def router_host(config: TandemConfig, machine: str) -> str:
+    """The host that routers listen on; `machine` as `Placement.host`."""
+    return _listen_on(config.router.host, RouterConfig().host, machine)
+
+
 def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
-    """A `core.service.RouterControl`."""
-    from router.service import RouterService
+    """A `core.service.RouterControl`. Each router of a machine has a metrics port of its own."""
+    from router.service import RouterPlace, RouterService
     from text.tokenizer import load_tokenizer
 
-    router = replace(config.router, host=_listen_on(config.router.host, RouterConfig().host, placement))
-    if placement.address:  # a restarted router listens on the old port, which clients know
+    router, telemetry = replace(config.router, host=router_host(config, placement.host)), config.telemetry
+    if placement.address:
         router = replace(router, port=int(placement.address.rpartition(":")[2]))
+    if telemetry.metrics_port:
+        telemetry = replace(telemetry, metrics_port=telemetry.metrics_port + placement.ordinal)
     load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
-    return RouterService(router, load, config.telemetry, placement.scale, config.security)
+    place = RouterPlace(placement.ordinal, bool(placement.address), placement.scale)
+    return RouterService(router, load, telemetry, place, config.security)
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
@@ -89,12 +97,12 @@ def open_transport(config: TransferConfig, name: str) -> Transport:
 
 
 def _worker_config(config: TandemConfig, placement: Placement) -> WorkerConfig:
-    return replace(config.worker, host=_listen_on(config.worker.host, WorkerConfig().host, placement))
+    return replace(config.worker, host=_listen_on(config.worker.host, WorkerConfig().host, placement.host))
 
 
-def _listen_on(configured: str, default: str, placement: Placement) -> str:
+def _listen_on(configured: str, default: str, machine: str) -> str:
     """The host to listen on: in a joined cluster the machine's address, unless the config sets another host."""
-    return placement.host if placement.host and configured == default else configured
+    return machine if machine and configured == default else configured
 
 
 def _worker_parts(

@@ -40,8 +40,9 @@ FLAGS = (
     Flag("model", "engine", "model", "A catalogue name, a GGUF file, a Hugging Face directory, or random:<config>."),
     Flag("prefill", "cluster", "num_prefill", "Prefill workers to start with; 0 = decode workers compute the prompts."),
     Flag("decode", "cluster", "num_decode", "Decode workers to start with."),
-    Flag("host", "router", "host", "Address that the router listens on; 0.0.0.0 = every address of this machine."),
-    Flag("port", "router", "port", "Port that the router listens on; 0 = any free port."),
+    Flag("routers", "cluster", "num_routers", "Routers to start with; those of one machine share its port."),
+    Flag("host", "router", "host", "Address that routers listen on; 0.0.0.0 = every address of their machine."),
+    Flag("port", "router", "port", "Port that routers listen on; 0 = any free port."),
     Flag("address", "cluster", "address",
          "host:port of a Ray cluster to join. Without this flag, a Ray starts on this machine."),
     Flag("dtype", "engine", "dtype", "Number format of the model: auto, float32 or bfloat16."),
@@ -57,7 +58,8 @@ FLAGS = (
          "The decode worker computes prompts with at most this many uncached tokens."),
     Flag("trace-file", "telemetry", "trace_file", "Append every span to this file, one JSON object a line."),
     Flag("otlp-endpoint", "telemetry", "otlp_endpoint", "Collector to send traces to, e.g. http://localhost:4317."),
-    Flag("metrics-port", "telemetry", "metrics_port", "Port of the Prometheus page of the router; 0 = no page."),
+    Flag("metrics-port", "telemetry", "metrics_port",
+         "Port of the Prometheus page of the first router, the next router has the next port; 0 = no page."),
 )  # fmt: skip
 
 

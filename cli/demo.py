@@ -102,9 +102,9 @@ def demo(config: TandemConfig, cluster: Cluster, console: Console) -> None:
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
 
     async def main() -> None:
-        async with fleet(cluster, spec, print_line) as router:
-            print_line(f"router at {router.address}\n")
-            await ask_all(router.address, console)
+        async with fleet(cluster, spec, print_line) as (address, *_):
+            print_line(f"router at {address}\n")
+            await ask_all(address, console)
 
     spec = fleet_spec(with_cluster_token(config))
     pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash

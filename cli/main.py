@@ -29,8 +29,9 @@ Router = Annotated[str, typer.Option("--router", help="host:port of the router."
 Security = Annotated[
     Path | None, typer.Option("--config", help=r"TOML file with the credentials of the cluster in \[security].")
 ]
-# The range of the message field; the router checks a narrower limit.
+# The range of the message field; the supervisor checks a narrower limit.
 Size = Annotated[int | None, typer.Option(help="Number of workers wanted in this pool.", min=0, max=2**32 - 1)]
+NumRouters = Annotated[int | None, typer.Option(help="Number of routers wanted.", min=0, max=2**32 - 1)]
 System = Annotated[str, typer.Option("--system", help="System message at the start of the conversation.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.001, max=1e6, help="Time limit of an answer, in seconds.")]
 
@@ -84,7 +85,7 @@ def serve(
     ] = None,
     **flags: Any,
 ) -> None:
-    """Start a router and both pools, and serve until Ctrl-C. A flag overrides the config file."""
+    """Start routers and both pools, and serve until Ctrl-C. A flag overrides the config file."""
     from cli.checks import check_before_start
     from cli.config_file import load_config
     from fleet.cluster import begin
@@ -154,7 +155,7 @@ def status(
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Show state, KV use, queue and tokens per second of both pools: live at a terminal, else once."""
+    """Show routers, and state, KV use, queue and tokens per second of both pools: live at a terminal, else once."""
     from cli.credentials import client_of, find_credentials
     from cli.status import status as show_status
 
@@ -165,14 +166,16 @@ def status(
 def scale(
     prefill: Size = None,
     decode: Size = None,
+    routers: NumRouters = None,
     router: Router = DEFAULT_ROUTER,
     config: Security = None,
 ) -> None:
-    """Grow or shrink the pools while they serve. A removed worker drains before it stops."""
+    """Grow or shrink the pools while they serve. A removed worker or router drains before it stops."""
     from cli.credentials import client_of, find_credentials
     from cli.status import scale as request_sizes
 
-    asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), prefill, decode, console))
+    sizes = {"prefill": prefill, "decode": decode, "routers": routers}
+    asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
 
 
 @app.command()

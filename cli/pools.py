@@ -1,7 +1,10 @@
-"""Lines of text about empty pools: how requests are served without them."""
+"""Lines of text about the pools: their sizes, and how requests are served if one is empty."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from core.config import ClusterConfig
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 NO_DECODE = "the decode pool is empty; `tandem scale --decode 1` adds a worker"
@@ -23,10 +26,16 @@ def pool_lines(fleet: cluster_pb2.GetFleetResponse) -> list[str]:
     return []
 
 
-def ready_line(model: str, address: str, num_prefill: int, num_decode: int) -> str:
-    """The line that `tandem serve` prints when every wanted worker serves."""
-    sizes, end = f"{num_prefill} prefill, {num_decode} decode", "; Ctrl-C drains and stops"
-    if not num_decode:
-        return f"no request is served at {address} ({sizes}): {NO_DECODE}{end}"
-    note = "" if num_prefill else f": {NO_PREFILL}"
-    return f"serving {model} at {address} ({sizes}){note}{end}"
+def sizes_text(prefill: int, decode: int, routers: int) -> str:
+    """The sizes of a fleet. A single router is not mentioned."""
+    return f"{prefill} prefill, {decode} decode" + (f", {routers} routers" if routers > 1 else "")
+
+
+def ready_line(model: str, addresses: Sequence[str], sizes: ClusterConfig) -> str:
+    """The line that `tandem serve` prints when every wanted service serves. `addresses` of the routers."""
+    where, end = ", ".join(addresses), "; Ctrl-C drains and stops"
+    sizes_shown = sizes_text(sizes.num_prefill, sizes.num_decode, sizes.num_routers)
+    if not sizes.num_decode:
+        return f"no request is served at {where} ({sizes_shown}): {NO_DECODE}{end}"
+    note = "" if sizes.num_prefill else f": {NO_PREFILL}"
+    return f"serving {model} at {where} ({sizes_shown}){note}{end}"

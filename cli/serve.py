@@ -24,7 +24,6 @@ from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
 from core.config import ClusterConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
-from core.service import Endpoint
 from fleet.cluster import Cluster
 from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
@@ -45,13 +44,18 @@ def fleet_spec(config: TandemConfig) -> FleetSpec:
         router=functools.partial(compose.build_router, config),
         prefill=functools.partial(compose.build_prefill_worker, config),
         decode=functools.partial(compose.build_decode_worker, config),
+        router_host=functools.partial(compose.router_host, config),
+        router_port=config.router.port,
         drain_timeout_s=config.worker.drain_timeout_s,
         router_drain_timeout_s=config.router.drain_timeout_s,
     )
 
 
-async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> Endpoint:
-    """Start every service and wait until all serve. Returns the router. Raises `TandemError` with the reason."""
+async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> list[str]:
+    """Start every service and wait until all serve. Returns the addresses of the routers, one for each machine.
+
+    Raises `TandemError` with the reason.
+    """
     await cluster.start(spec)
     try:
         async with asyncio.timeout(spec.config.start_timeout_s):
@@ -63,9 +67,7 @@ async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) 
                         case FleetFailed():
                             raise TandemError(news.reason)
                         case FleetReady():
-                            router = await cluster.router()
-                            assert router is not None, "a fleet without a router is never ready"
-                            return router
+                            return list(dict.fromkeys(router.address for router in await cluster.routers()))
     except TimeoutError:
         raise WorkerUnavailable(
             f"some services do not serve after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
@@ -77,9 +79,9 @@ def slow_start_hint(config: ClusterConfig, log_dir: str) -> str:
     """Where to look after a slow start. A Ray started here has room for every worker, but no `ray status`."""
     if not config.address:
         return f"a large model on this machine may need longer; the logs are in {log_dir}"
-    resources = " or ".join(repr(name) for name in dict.fromkeys((config.prefill_resource, config.decode_resource)))
+    names = filter(None, dict.fromkeys((config.prefill_resource, config.decode_resource, config.router_resource)))
     command = f"RAY_AUTH_MODE=token ray status --address {config.address}"
-    return f"each worker needs a machine with a free {resources}; `{command}` shows them"
+    return f"each service needs a machine with a free {' or '.join(map(repr, names))}; `{command}` shows them"
 
 
 async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> None:
@@ -101,7 +103,7 @@ async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -
 
 
 async def wait_for_workers(client: AsyncClient, num_prefill: int, num_decode: int, timeout_s: float) -> None:
-    """Wait until the router lists this many serving workers of each pool. Raises `WorkerUnavailable`.
+    """Wait until a router lists this many serving workers of each pool. Raises `WorkerUnavailable`.
 
     The wait polls, because the API has no stream of the fleet's state.
     """
@@ -122,14 +124,15 @@ async def wait_for_workers(client: AsyncClient, num_prefill: int, num_decode: in
 @contextlib.asynccontextmanager
 async def fleet(
     cluster: Cluster, spec: FleetSpec, print_line: PrintLine, credentials: Credentials = OPEN
-) -> AsyncIterator[Endpoint]:
-    """A fleet with every worker in service, drained on exit, also after an error. Yields the router."""
+) -> AsyncIterator[list[str]]:
+    """A fleet in which every service serves, drained on exit, also after an error. Yields the addresses of routers."""
     sizes = spec.config
     try:
-        router = await start_fleet(cluster, spec, print_line)
-        async with client_of(router.address, credentials) as client:
-            await wait_for_workers(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
-        yield router
+        addresses = await start_fleet(cluster, spec, print_line)
+        for address in addresses:
+            async with client_of(address, credentials) as client:
+                await wait_for_workers(client, sizes.num_prefill, sizes.num_decode, sizes.start_timeout_s)
+        yield addresses
     finally:
         await stop_fleet(cluster, spec, print_line)
 
@@ -212,11 +215,12 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
     async def main() -> None:
         async with (
             cancelled_when_ray_fails(cluster, print_line),
-            fleet(cluster, spec, print_line, credentials) as router,
+            fleet(cluster, spec, print_line, credentials) as addresses,
         ):
-            with token_file(router.address, generated_token):
-                sizes = config.cluster.num_prefill, config.cluster.num_decode
-                print_line(ready_line(config.engine.model, router.address, *sizes))
+            with contextlib.ExitStack() as token_files:
+                for address in addresses:
+                    token_files.enter_context(token_file(address, generated_token))
+                print_line(ready_line(config.engine.model, addresses, config.cluster))
                 await print_notices(cluster, print_line)
 
     if not config.cluster.address:

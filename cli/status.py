@@ -1,4 +1,7 @@
-"""`tandem status`: a table of both pools and the paths between them, once or live. Also `tandem scale`."""
+"""`tandem status`: a table of routers and both pools, and the paths between workers, once or live. `tandem scale`.
+
+One router answers every call of a connection: the load of the other routers is unknown, and shown as -.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.paths import ID_DIGITS_HIDDEN, path_lines
-from cli.pools import num_serving, pool_lines
+from cli.pools import num_serving, pool_lines, sizes_text
 from core.errors import InvalidRequest
 from tandem_client import AsyncClient
 from tandem_client.stubs import cluster_pb2, worker_pb2
@@ -62,11 +65,13 @@ def _num_tokens(load: worker_pb2.LoadReport) -> int:
 
 
 def fleet_table(fleet: cluster_pb2.GetFleetResponse, tokens_per_s: Mapping[str, float], with_ledger: bool) -> Table:
-    """One row per worker, prefill pool first."""
+    """One row per router, unless there is only one, and one row per worker, prefill pool first."""
+    several = max(len(fleet.routers), fleet.wanted_routers) > 1
     table = Table(
-        title=f"prefill {num_serving(fleet, worker_pb2.WORKER_ROLE_PREFILL)}/{fleet.wanted_prefill} · "
-        f"decode {num_serving(fleet, worker_pb2.WORKER_ROLE_DECODE)}/{fleet.wanted_decode} · "
-        f"{fleet.num_in_flight} in flight · {fleet.num_queued} queued",
+        title=(f"routers {_num_routers(fleet)}/{fleet.wanted_routers} · " if several else "")
+        + f"prefill {num_serving(fleet, worker_pb2.WORKER_ROLE_PREFILL)}/{fleet.wanted_prefill} · "
+        f"decode {num_serving(fleet, worker_pb2.WORKER_ROLE_DECODE)}/{fleet.wanted_decode}"
+        + ("" if several else f" · {fleet.num_in_flight} in flight · {fleet.num_queued} queued"),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -75,9 +80,24 @@ def fleet_table(fleet: cluster_pb2.GetFleetResponse, tokens_per_s: Mapping[str, 
     table.add_column("state", no_wrap=True)
     for name in LEDGER_COLUMNS if with_ledger else COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
+    for router in fleet.routers if several else ():
+        table.add_row(*_router_row(router, with_ledger))
     for worker in sorted(fleet.workers, key=lambda w: (w.role, w.worker_id)):
         table.add_row(*_row(worker, tokens_per_s.get(worker.worker_id), with_ledger))
     return table
+
+
+def _num_routers(fleet: cluster_pb2.GetFleetResponse) -> int:
+    return sum(router.state == worker_pb2.WORKER_STATE_SERVING for router in fleet.routers)
+
+
+def _router_row(router: cluster_pb2.FleetRouter, with_ledger: bool) -> list[str]:
+    """Columns `run` and `wait`: requests open on workers, requests that wait for a worker."""
+    name = [router.router_id, _state_text(router.state)]
+    if with_ledger:
+        return name
+    known = router.HasField("num_queued")
+    return [*name, "", "", str(router.num_in_flight) if known else "-", str(router.num_queued) if known else "-"]
 
 
 def _row(worker: cluster_pb2.FleetWorker, tokens_per_s: float | None, with_ledger: bool) -> list[str]:
@@ -136,8 +156,12 @@ def _state(worker: cluster_pb2.FleetWorker) -> str:
     """The state of the worker, or for how long it has sent no report."""
     if worker.report_age_ms > SILENT_MS:
         return f"[red]silent {worker.report_age_ms / 1e3:.0f} s[/]"
-    state = worker_pb2.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_")
-    return f"[{STATE_STYLES.get(state, 'white')}]{state.lower()}[/]"
+    return _state_text(worker.state)
+
+
+def _state_text(state: worker_pb2.WorkerState) -> str:
+    name = worker_pb2.WorkerState.Name(state).removeprefix("WORKER_STATE_")
+    return f"[{STATE_STYLES.get(name, 'white')}]{name.lower()}[/]"
 
 
 async def status(connection: AsyncClient, console: Console, once: bool, with_ledger: bool) -> None:
@@ -175,12 +199,11 @@ def paths_text(fleet: cluster_pb2.GetFleetResponse) -> list[Text]:
     return [Text(line, style="dim" if number == 0 else "yellow") for number, line in enumerate(path_lines(fleet))]
 
 
-async def scale(connection: AsyncClient, prefill: int | None, decode: int | None, console: Console) -> None:
-    """Change the wanted pool sizes. Raises `InvalidRequest` if no size is given or a size is out of range."""
-    if prefill is None and decode is None:
-        raise InvalidRequest("scale", "give --prefill, --decode or both")
+async def scale(connection: AsyncClient, sizes: Mapping[str, int | None], console: Console) -> None:
+    """Change the wanted sizes (prefill, decode, routers). Raises `InvalidRequest` if none is given."""
+    if all(size is None for size in sizes.values()):
+        raise InvalidRequest("scale", "give --prefill, --decode or --routers")
     async with connection as client:
-        wanted = await client.scale(prefill, decode)
-    console.print(
-        f"wanted: {wanted.wanted_prefill} prefill, {wanted.wanted_decode} decode; `tandem status` shows the progress"
-    )
+        answer = await client.scale(**sizes)
+    wanted = sizes_text(answer.wanted_prefill, answer.wanted_decode, answer.wanted_routers)
+    console.print(f"wanted: {wanted}; `tandem status` shows the progress")

@@ -89,6 +89,7 @@ class BlockPool:
         self._by_hash: dict[int, PrefixBlock] = {}
         self._counts = dict.fromkeys(Column, 0) | {Column.FREE: num_blocks}
         self._events: list[BlockEvent] = []
+        self.num_changes = 0  # of claims and of the prefix cache: an equal number means an equal pool
 
     # ---- queries
 
@@ -169,6 +170,7 @@ class BlockPool:
             first = None
         if first is not None:
             return first if (first.token_bytes, first.parent) == (full.token_bytes, parent) else None
+        self.num_changes += 1
         entry = PrefixBlock(block, full.sequence_hash, full.token_bytes, parent)
         self._entries[block] = self._by_hash[full.sequence_hash] = entry
         self._events.append(BlockStored(full.sequence_hash))
@@ -239,6 +241,7 @@ class BlockPool:
     def _unregister(self, block: int) -> None:
         entry = self._entries[block]
         assert entry is not None
+        self.num_changes += 1
         self._entries[block] = entry.parent = None
         del self._by_hash[entry.sequence_hash]
         self._events.append(BlockRemoved(entry.sequence_hash))
@@ -246,6 +249,7 @@ class BlockPool:
     def _change(self, blocks: Iterable[int], *, holds: int = 0, leases: int = 0, incoming: int = 0) -> None:
         """Change the claims on each block and move it between columns. No other method adds or ends a claim."""
         last, changed = None, _FREE
+        self.num_changes += 1
         for block in blocks:
             before = self._claims[block]
             if before is not last:

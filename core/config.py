@@ -208,9 +208,11 @@ class ClusterConfig:
     address: str = ""  # host:port of a Ray cluster to join; empty = start Ray on this machine
     num_prefill: int = 1  # prefill workers to start
     num_decode: int = 1  # decode workers to start
+    num_routers: int = 1  # routers to start; those of one machine share its port
     prefill_resource: str = "prefill"  # each prefill worker takes 1 of this Ray resource
     decode_resource: str = "decode"  # each decode worker takes 1 of this Ray resource
-    max_workers: int = 256  # of each role
+    router_resource: str = ""  # each router takes 1 of this; empty = routers run on the machine of `tandem serve`
+    max_workers: int = 256  # of each role, and of routers
     start_timeout_s: float = 120.0  # a start that takes longer has failed
     restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
 
@@ -221,13 +223,17 @@ class ClusterConfig:
         for name in ("num_prefill", "num_decode"):
             value = getattr(self, name)
             _require(0 <= value <= self.max_workers, f"{name} must be in [0, {self.max_workers}], is {value}")
+        _require(
+            1 <= self.num_routers <= self.max_workers,
+            f"num_routers must be in [1, {self.max_workers}] (max_workers), is {self.num_routers}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
     otlp_endpoint: str = ""  # collector of spans, e.g. http://localhost:4317; empty = no export
     trace_file: str = ""  # file that spans are appended to, as JSON lines; empty = none
-    metrics_port: int = 0  # port of the Prometheus page of the router; 0 = no page
+    metrics_port: int = 0  # port of the Prometheus page of router-0, router-1 has the next one; 0 = no page
     service_namespace: str = "tandem"  # attribute of every span that tells deployments apart
 
     def __post_init__(self) -> None:
@@ -277,8 +283,20 @@ class TandemConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
     def __post_init__(self) -> None:
-        port = self.telemetry.metrics_port
-        _require(not port or port != self.router.port, f"[telemetry] metrics_port is {port}, the router's own port")
+        first, port, num_routers = self.telemetry.metrics_port, self.router.port, self.cluster.num_routers
+        _require(not first or port != first, f"[telemetry] metrics_port is {first}, the router's own port")
+        _require(
+            not first or not first < port < first + num_routers,
+            f"[telemetry] metrics_port is {first}: router-{port - first} would have port {port}, the routers' own port",
+        )
+        _require(
+            not first or first + num_routers <= 65536,
+            f"[telemetry] metrics_port must be at most {65536 - num_routers} for {num_routers} routers, is {first}",
+        )
+        _require(
+            not self.cluster.router_resource or self.router.port != 0,
+            "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
+        )
 
 
 def from_mapping(tables: Mapping[str, object]) -> TandemConfig:

@@ -11,20 +11,58 @@ Each step computes tokens of sequences, up to a token budget:
        of its own passes the rank of its first sequence; no waiting sequence of lower rank gets its first blocks then.
 
 The highest-ranked holder can take the blocks of every other holder, and `add` refuses a sequence that is larger than
-the pool. So a step always makes progress, unless leases or reservations keep the blocks. One step is in flight at a
-time. A sequence that is aborted during a step keeps its blocks until the step ends: the runner may still write to them.
+the pool. So a step always makes progress, unless leases or reservations keep the blocks.
+
+One step may be planned ahead, while another is in flight. It counts on the tokens of the step in flight:
+
+    4. A sequence whose promised token is certain to be its last is left out. A stop token is not certain: if the step
+       in flight ends a sequence, the result of the step ahead is dropped, as after an abort.
+    5. Nobody is preempted ahead. If a step needs a preemption, it is planned after the step in flight.
+
+A sequence that ends while a step contains it keeps its blocks until the step ends: the runner may still write to them.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from core.block_pool import BlockPool
 from core.config import SchedulerConfig
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
-from core.sequence import Rank, Sequence
+from core.sequence import Rank, Sequence, by_rank, stop_tokens
+from core.sequence_blocks import SequenceBlocks
+from core.sequence_queues import SequenceQueues
 from core.step import ScheduledChunk, StepOutput, StepPlan, TokenEvent
+
+MAX_STEPS_IN_FLIGHT = 2
+
+# The constructor of a NamedTuple takes twice as long, and a step makes a chunk and an event for each sequence.
+_new_tuple = tuple.__new__
+
+
+class _StepInFlight(NamedTuple):
+    plan: StepPlan
+    sequences: list[Sequence]  # of the chunks, in order
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step that is being planned."""
+
+    budget: int
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Add a chunk of a sequence that is in no step in flight."""
+        start = sequence.num_planned_tokens
+        end = sequence.num_planned_tokens = start + num_tokens
+        self.chunks.append(ScheduledChunk(sequence.view, start, num_tokens, end == sequence.num_tokens, False))
+        self.sequences.append(sequence)
+        self.budget -= num_tokens
 
 
 class Scheduler:
@@ -37,12 +75,14 @@ class Scheduler:
         self.pool = pool
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
-        self.waiting: list[Sequence] = []  # in rank order
-        self.running: list[Sequence] = []  # in rank order
-        self.step_in_flight: StepPlan | None = None
-        self._by_id: dict[str, Sequence] = {}
+        self.blocks = SequenceBlocks(pool, block_size)
+        self.queues = SequenceQueues()
+        self.waiting, self.running = self.queues.waiting, self.queues.running
+        self.admitted: list[Sequence] = []  # by the newest step
+        self._in_flight: list[_StepInFlight] = []  # oldest first
         self._next_step_id = 0
         self.num_preemptions = 0
+        self.num_prefilled_tokens = 0  # in chunks of more than one token
 
     # ---- sequences
 
@@ -52,145 +92,252 @@ class Scheduler:
         Raises `QueueFull`, or `InvalidRequest` for a sequence that is larger than the pool. The caller then releases
         the blocks of the sequence.
         """
-        assert sequence.sequence_id not in self._by_id, f"{sequence.sequence_id} was added twice"
-        assert sequence.num_tokens < sequence.request.max_total_tokens, f"{sequence.sequence_id} has all its tokens"
+        assert sequence.sequence_id not in self.queues.by_id, f"{sequence.sequence_id} was added twice"
+        assert sequence.num_tokens < sequence.max_num_tokens, f"{sequence.sequence_id} has all its tokens"
         assert sequence.num_computed_tokens < sequence.num_tokens, f"{sequence.sequence_id} has nothing to compute"
         assert sequence.num_computed_tokens <= len(sequence.block_table) * self.block_size
         self.refuse_oversized(sequence)
         # A sequence with blocks has waited in another queue, which has a bound of its own.
         if not sequence.block_table and len(self.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self.waiting)} sequences wait already (max_waiting)")
-        self._by_id[sequence.sequence_id] = sequence
-        insort(self.waiting, sequence, key=lambda queued: queued.rank)
+        sequence.num_planned_tokens = sequence.num_computed_tokens
+        sequence.stop_token_ids = stop_tokens(sequence.request, self.eos_token_ids)
+        self.queues.add(sequence)
 
     def refuse_oversized(self, sequence: Sequence) -> None:
         """Raise `InvalidRequest` if the whole pool is too small for all tokens of this sequence."""
-        num_tokens = sequence.request.max_total_tokens
-        if sequence.sample_limit is not None:
-            num_tokens = min(num_tokens, sequence.num_tokens + sequence.sample_limit)
         # The last token is sampled but not computed, so it needs no slot.
-        if -(-(num_tokens - 1) // self.block_size) > self.pool.num_blocks:
+        if -(-(sequence.max_num_tokens - 1) // self.block_size) > self.pool.num_blocks:
             raise InvalidRequest(
-                "max_tokens", f"{num_tokens} tokens need more than the pool's {self.pool.num_blocks} KV blocks"
+                "max_tokens",
+                f"{sequence.max_num_tokens} tokens need more than the pool's {self.pool.num_blocks} KV blocks",
             )
 
     def abort(self, sequence_id: str) -> bool:
         """End a sequence now. Returns False if the scheduler does not have it, or it has ended."""
-        sequence = self._by_id.get(sequence_id)
+        sequence = self.queues.by_id.get(sequence_id)
         if sequence is None or sequence.finish_reason is not None:
             return False
         self._finish(sequence, FinishReason.ERROR)
         return True
 
     def get(self, sequence_id: str) -> Sequence | None:
-        return self._by_id.get(sequence_id)
+        return self.queues.by_id.get(sequence_id)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens to compute before every sequence of the scheduler is in decode."""
-        return sum(sequence.num_uncomputed_tokens for sequence in self._by_id.values() if not _decodes(sequence))
+        return self.queues.num_waiting_tokens
 
     # ---- steps
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def oldest_step(self) -> StepPlan | None:
+        """The step in flight that ends next."""
+        return self._in_flight[0].plan if self._in_flight else None
 
     def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
         """The next step, or None if there is nothing to compute or no block to compute it in.
 
         `admit_before` is the rank of a sequence in another queue that waits for blocks of this pool. A waiting sequence
-        of lower rank is admitted only if it holds blocks: it has to run in order to free them.
+        of lower rank is admitted only if it holds blocks: it has to run in order to free them. While a step is in
+        flight, None may also mean that the next step needs a preemption.
         """
-        assert self.step_in_flight is None, "one step at a time"
-        chunks: list[ScheduledChunk] = []
-        budget = self.config.max_batched_tokens
-        decodes_behind = sum(_decodes(sequence) for sequence in self.running)
+        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "two steps are in flight"
+        draft = _Draft(self.config.max_batched_tokens)
+        had_enough_blocks = self._plan_running(draft)
+        if not had_enough_blocks:
+            if self._in_flight:
+                return None
+            had_enough_blocks = self._plan_running_and_preempt(draft)
+        if (had_enough_blocks or not draft.chunks) and not self._admit(draft, admit_before):
+            self._take_back(draft)
+        if not draft.chunks:
+            return None
+        self.admitted = draft.admitted
+        plan = StepPlan(self._next_step_id, tuple(draft.chunks))
+        self._in_flight.append(_StepInFlight(plan, draft.sequences))
+        self._next_step_id += 1
+        return plan
+
+    def complete_step(self, output: StepOutput) -> list[TokenEvent]:
+        """Take the results of the oldest step. A finished sequence leaves, unless the step ahead contains it."""
+        assert self._in_flight, "no step is in flight"
+        plan, sequences = self._in_flight[0]
+        assert plan.step_id == output.step_id, "another step is in flight"
+        del self._in_flight[0]
+        block_size, sampled = self.block_size, output.sampled
+        events: list[TokenEvent] = []
+        for sequence, (view, start, num_tokens, samples, _) in zip(sequences, plan.chunks, strict=True):
+            end = sequence.num_computed_tokens = start + num_tokens
+            if num_tokens > 1:
+                self.num_prefilled_tokens += num_tokens
+            if sequence.finish_reason is not None:
+                if end == sequence.num_planned_tokens:
+                    self._leave(sequence)
+                continue
+            if end // block_size != sequence.num_registered_blocks:
+                self.blocks.register_full_blocks(sequence)
+            if sequence.num_counted_tokens:
+                self.queues.update_counts(sequence)
+            if not samples:
+                continue
+            token = sampled[view.sequence_id]
+            token_ids = sequence.token_ids
+            token_ids.append(token.token_id)
+            reason = None
+            if token.token_id in sequence.stop_token_ids or end + 1 >= sequence.max_num_tokens:
+                reason = sequence.finish_reason_after(token.token_id, self.eos_token_ids)
+                assert reason is not None
+                self._finish(sequence, reason)
+            events.append(_new_tuple(TokenEvent, (view.sequence_id, end - view.num_prompt_tokens, token, reason)))
+        return events
+
+    def fail_step(self) -> list[Sequence]:
+        """End every sequence of the oldest step in flight, which failed. Returns those that had not ended before.
+
+        A step that was planned ahead is dropped: its other sequences go back to their computed tokens.
+        """
+        assert self._in_flight, "no step is in flight"
+        in_failed_step = set(self._in_flight[0].sequences)
+        in_flight = dict.fromkeys(sequence for step in self._in_flight for sequence in step.sequences)
+        self._in_flight.clear()
+        failed = []
+        for sequence in in_flight:
+            sequence.num_planned_tokens = sequence.num_computed_tokens
+            if sequence.finish_reason is not None:
+                self._leave(sequence)
+            elif sequence in in_failed_step:
+                failed.append(sequence)
+                self._finish(sequence, FinishReason.ERROR)
+            else:
+                self.queues.update_phase(sequence)
+        return failed
+
+    def _plan_running(self, draft: _Draft) -> bool:
+        """Plan a chunk of every running sequence. Returns False, and changes nothing, if the pool has too few blocks.
+
+        This loop takes most of the scheduler's time.
+        """
+        block_size, budget = self.block_size, draft.budget
+        chunks, sequences = draft.chunks, draft.sequences
+        decodes_behind = len(self.running) - len(self.queues.prefilling)
+        growing: list[tuple[Sequence, int]] = []
+        num_missing = 0
+        for sequence in self.running:
+            start = sequence.num_planned_tokens
+            num_tokens = wanted = len(sequence.token_ids) - start
+            if wanted <= 1:
+                decodes_behind -= 1
+                if start + 1 >= sequence.max_num_tokens:
+                    continue  # the promised token is the last one
+                num_tokens = 1
+            else:
+                num_tokens = min(wanted, budget - decodes_behind)
+                if num_tokens <= 0:
+                    continue
+            end = sequence.num_planned_tokens = start + num_tokens
+            budget -= num_tokens
+            if end > len(sequence.block_table) * block_size:
+                missing = -(-end // block_size) - len(sequence.block_table)
+                growing.append((sequence, missing))
+                num_missing += missing
+            chunks.append(
+                _new_tuple(ScheduledChunk, (sequence.view, start, num_tokens, num_tokens >= wanted, wanted == 0))
+            )
+            sequences.append(sequence)
+        blocks = self.pool.allocate(num_missing) if num_missing else []
+        if blocks is None:
+            self._take_back(draft)
+            return False
+        for sequence, missing in growing:
+            sequence.block_table += blocks[:missing]
+            del blocks[:missing]
+        draft.budget = budget
+        for sequence in list(self.queues.prefilling.values()):
+            self.queues.update_phase(sequence)
+        return True
+
+    def _plan_running_and_preempt(self, draft: _Draft) -> bool:
+        """Plan running sequences with too few blocks in the pool. Returns whether preemptions made enough room."""
         had_enough_blocks = True
+        decodes_behind = len(self.running) - len(self.queues.prefilling)
         for sequence in list(self.running):
             if not sequence.block_table:
                 continue  # preempted in this step by a sequence of higher rank
-            decodes_behind -= _decodes(sequence)
-            wanted = min(sequence.num_uncomputed_tokens, budget - decodes_behind)
+            decodes_behind -= sequence.num_uncomputed_tokens == 1
+            wanted = min(sequence.num_uncomputed_tokens, draft.budget - decodes_behind)
             if wanted <= 0:
                 continue
             granted = self._grow_or_preempt(sequence, wanted)
             had_enough_blocks = had_enough_blocks and granted == wanted
             if granted:
-                chunks.append(_chunk(sequence, granted))
-                budget -= granted
-            elif not chunks and any(holder.rank < sequence.rank for holder in self._holders()):
+                draft.add(sequence, granted)
+                self.queues.update_phase(sequence)
+            elif not draft.chunks and self._first_holder().rank < sequence.rank:
                 # A pulled sequence of higher rank waits and holds blocks. Without this, both would wait for ever.
                 self._preempt(sequence)
-        if had_enough_blocks or not chunks:
-            chunks += self._admit(budget, admit_before)
-        if not chunks:
-            return None
-        self.step_in_flight = StepPlan(self._next_step_id, tuple(chunks))
-        self._next_step_id += 1
-        return self.step_in_flight
+        return had_enough_blocks
 
-    def complete_step(self, output: StepOutput) -> list[TokenEvent]:
-        """Take the results of the step in flight. Finished sequences leave the scheduler and release their blocks."""
-        plan = self.step_in_flight
-        assert plan is not None, "no step is in flight"
-        assert plan.step_id == output.step_id, "another step is in flight"
-        self.step_in_flight = None
-        events = []
-        for chunk in plan.chunks:
-            sequence = self._by_id[chunk.sequence_id]
-            if sequence.finish_reason is not None:
-                self._leave(sequence)  # aborted while the step ran
-                continue
-            sequence.num_computed_tokens += chunk.num_tokens
-            self._register_full_blocks(sequence)
-            if chunk.samples:
-                events.append(self._append_token(sequence, output))
-        return events
+    def _take_back(self, draft: _Draft) -> None:
+        """Undo the chunks of running sequences. Their tables keep new blocks, which the next chunks need."""
+        for sequence, chunk in zip(draft.sequences, draft.chunks, strict=True):
+            sequence.num_planned_tokens = chunk.start
+            self.queues.update_phase(sequence)
+        draft.sequences.clear()
+        draft.chunks.clear()
 
-    def fail_step(self) -> list[Sequence]:
-        """End every sequence of the step in flight, which failed. Returns the sequences that had not ended before."""
-        plan, self.step_in_flight = self.step_in_flight, None
-        assert plan is not None, "no step is in flight"
-        failed = []
-        for chunk in plan.chunks:
-            sequence = self._by_id[chunk.sequence_id]
-            if sequence.finish_reason is None:
-                failed.append(sequence)
-            self._finish(sequence, FinishReason.ERROR)
-        return failed
+    def _admit(self, draft: _Draft, admit_before: Rank | None) -> bool:
+        """Move waiting sequences to `running`, in rank order, up to the first that does not fit.
+
+        Returns False, and admits nobody, if the first one needs a preemption while a step is in flight.
+        """
+        while draft.budget > 0 and len(self.running) < self.config.max_running:
+            sequence = self._first_admissible(admit_before)
+            if sequence is None:
+                break
+            had_blocks = bool(sequence.block_table)
+            if not had_blocks:
+                # The last token is computed even if it is cached: the next token is sampled from its logits.
+                self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
+            num_tokens = min(sequence.num_uncomputed_tokens, draft.budget)
+            end = sequence.num_computed_tokens + num_tokens
+            has_blocks = self.blocks.grow(sequence, end)
+            others_help = not has_blocks and self._others_have_blocks_for(sequence, end)
+            if others_help and not self._in_flight:
+                self._grow_by_preempting_others(sequence, end)
+            elif not has_blocks:
+                if not had_blocks:
+                    self.blocks.drop(sequence)
+                return not others_help or bool(draft.admitted)
+            self.queues.admit(sequence)
+            draft.add(sequence, num_tokens)
+            draft.admitted.append(sequence)
+            self.queues.update_phase(sequence)
+        return True
+
+    def _first_admissible(self, admit_before: Rank | None) -> Sequence | None:
+        if self.waiting and (admit_before is None or self.waiting[0].rank < admit_before):
+            return self.waiting[0]
+        return self.queues.waiting_with_blocks[0] if self.queues.waiting_with_blocks else None
 
     # ---- blocks
 
     def hold_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
-        """Share the longest cached prefix of at most `max_tokens` tokens. The sequence must hold no block."""
-        assert not sequence.block_table
-        blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
-        found = self.pool.match_prefix(blocks, sequence.request.cache_salt)
-        sequence.block_table = [cached.block for cached in found]
-        self.pool.share(sequence.block_table)
-        if found:
-            sequence.cache_parent = found[-1]
-        sequence.num_registered_blocks = len(sequence.block_table)
-        sequence.num_computed_tokens = len(sequence.block_table) * self.block_size
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+        """See `SequenceBlocks`. The counts of a sequence in the scheduler are not updated."""
+        self.blocks.hold_cached_prefix(sequence, max_tokens)
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give `sequence` blocks for its first `num_tokens` tokens. Returns False, and changes nothing, if too few."""
-        missing = -(-num_tokens // self.block_size) - len(sequence.block_table)
-        if missing <= 0:
-            return True
-        blocks = self.pool.allocate(missing)
-        if blocks is None:
-            return False
-        sequence.block_table += blocks
-        return True
-
-    def _holders(self) -> list[Sequence]:
-        """Sequences with blocks: running sequences, and waiting sequences with a pulled prompt."""
-        return [sequence for sequence in self._by_id.values() if sequence.block_table]
+    def drop_blocks(self, sequence: Sequence) -> None:
+        self.blocks.drop(sequence)
 
     def _grow_or_preempt(self, sequence: Sequence, num_tokens: int) -> int:
         """Allocate for `num_tokens` more tokens, preempting lower ranks. Returns the number of tokens with blocks."""
-        while not self._grow(sequence, sequence.num_computed_tokens + num_tokens):
-            victim = max(self._holders(), key=lambda holder: holder.rank)
+        while not self.blocks.grow(sequence, sequence.num_computed_tokens + num_tokens):
+            victim = max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank)
             if victim.rank > sequence.rank:
                 self._preempt(victim)
             else:
@@ -198,126 +345,58 @@ class Scheduler:
                 num_tokens = num_blocks * self.block_size - sequence.num_computed_tokens
         return num_tokens
 
-    def _grow_first_waiting(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate for the first `num_tokens` tokens of the first waiting sequence, preempting the others if it helps.
+    def _first_holder(self) -> Sequence:
+        """The holder of blocks that ranks highest. All running sequences hold blocks."""
+        return min((*self.running[:1], *self.queues.waiting_with_blocks[:1]), key=by_rank)
 
-        Returns False, and changes nothing, if all their blocks are too few.
-        """
-        behind = [other for other in reversed(self.waiting) if other.block_table and other is not sequence]
-        gain = self.pool.num_available_without(block for other in behind for block in other.block_table)
-        if (len(sequence.block_table) + gain) * self.block_size < num_tokens:
-            return False
-        while not self._grow(sequence, num_tokens):
-            self._preempt(behind.pop(0))
-        return True
+    def _others_have_blocks_for(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the blocks of the other waiting sequences would be enough for the first `num_tokens` tokens."""
+        others = [other for other in self.queues.waiting_with_blocks if other is not sequence]
+        gain = self.pool.num_available_without(block for other in others for block in other.block_table)
+        return (len(sequence.block_table) + gain) * self.block_size >= num_tokens
+
+    def _grow_by_preempting_others(self, sequence: Sequence, num_tokens: int) -> None:
+        others = [other for other in self.queues.waiting_with_blocks if other is not sequence]
+        while not self.blocks.grow(sequence, num_tokens):
+            self._preempt(others.pop())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""
-        self.drop_blocks(sequence)
+        assert not self._in_flight
+        self.blocks.drop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        if sequence in self.running:
-            self.running.remove(sequence)
-            insort(self.waiting, sequence, key=lambda queued: queued.rank)
+        self.queues.send_back(sequence)
 
-    def _admit(self, budget: int, admit_before: Rank | None) -> list[ScheduledChunk]:
-        """Move waiting sequences to `running`, in rank order, up to the first that does not fit."""
-        chunks: list[ScheduledChunk] = []
-        while budget > 0 and len(self.running) < self.config.max_running:
-            sequence = self._first_admissible(admit_before)
-            if sequence is None:
-                break
-            had_blocks = bool(sequence.block_table)
-            if not had_blocks:
-                # The last token is computed even if it is cached: the next token is sampled from its logits.
-                self.hold_cached_prefix(sequence, sequence.num_tokens - 1)
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if not self._grow_first_waiting(sequence, sequence.num_computed_tokens + num_tokens):
-                if not had_blocks:
-                    self.drop_blocks(sequence)
-                break
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=lambda admitted: admitted.rank)
-            chunks.append(_chunk(sequence, num_tokens))
-            budget -= num_tokens
-        return chunks
-
-    def _first_admissible(self, admit_before: Rank | None) -> Sequence | None:
-        for sequence in self.waiting:
-            if admit_before is None or sequence.rank < admit_before or sequence.block_table:
-                return sequence
-        return None
-
-    def _register_full_blocks(self, sequence: Sequence) -> None:
-        num_full = sequence.num_computed_tokens // self.block_size
-        if num_full == sequence.num_registered_blocks:
-            return
-        blocks = sequence.full_blocks(self.block_size)
-        for position in range(sequence.num_registered_blocks, num_full):
-            sequence.cache_parent = self.pool.register(
-                sequence.block_table[position], blocks[position], sequence.cache_parent
-            )
-        sequence.num_registered_blocks = num_full
-
-    def _append_token(self, sequence: Sequence, output: StepOutput) -> TokenEvent:
-        token = output.sampled[sequence.sequence_id]
-        sequence.token_ids.append(token.token_id)
-        sequence.num_sampled_tokens += 1
-        reason = sequence.finish_reason_after(token.token_id, self.eos_token_ids)
-        index = sequence.num_tokens - sequence.request.num_prompt_tokens - 1
-        if reason is not None:
-            self._finish(sequence, reason)
-        return TokenEvent(sequence.sequence_id, index, token, reason)
-
-    def drop_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_registered_blocks = sequence.num_computed_tokens = 0
-        sequence.cache_parent = sequence.request.cache_salt
+    # ---- ends
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.finish_reason is None:
-            sequence.finish_reason = reason
-        in_flight = self.step_in_flight is not None and any(
-            chunk.sequence_id == sequence.sequence_id for chunk in self.step_in_flight.chunks
-        )
-        if not in_flight:
+        sequence.finish_reason = reason
+        if sequence.num_planned_tokens > sequence.num_computed_tokens:
+            self.queues.end(sequence)
+        else:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        del self._by_id[sequence.sequence_id]
-        queue = self.running if sequence in self.running else self.waiting
-        queue.remove(sequence)
-        self.drop_blocks(sequence)
+        self.queues.leave(sequence)
+        self.blocks.drop(sequence)
 
     def check(self) -> None:
-        """Every sequence is in one queue, in rank order, and its blocks cover its computed tokens."""
-        assert self.running == sorted(self.running, key=lambda sequence: sequence.rank)
-        assert self.waiting == sorted(self.waiting, key=lambda sequence: sequence.rank)
+        """The queues are right, and the chunks in flight lie between the computed and the planned tokens."""
+        self.queues.check()
         assert len(self.running) <= self.config.max_running
-        queued = {sequence.sequence_id for sequence in [*self.running, *self.waiting]}
-        assert len(queued) == len(self.running) + len(self.waiting)
-        assert queued == self._by_id.keys()
-        for sequence in self._by_id.values():
-            assert sequence.num_computed_tokens <= len(sequence.block_table) * self.block_size
-            assert sequence.num_computed_tokens < sequence.num_tokens
-            assert sequence.finish_reason is None or self.step_in_flight is not None
         assert all(sequence.block_table for sequence in self.running)
-
-
-def _decodes(sequence: Sequence) -> bool:
-    """A sequence in decode has one token to compute: the newest sampled token."""
-    return sequence.num_uncomputed_tokens == 1
-
-
-def _chunk(sequence: Sequence, num_tokens: int) -> ScheduledChunk:
-    return ScheduledChunk(
-        sequence_id=sequence.sequence_id,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=sequence.request.num_prompt_tokens,
-        start=sequence.num_computed_tokens,
-        num_tokens=num_tokens,
-        block_table=sequence.block_table,
-        samples=sequence.num_computed_tokens + num_tokens == sequence.num_tokens,
-        sampling=sequence.request.sampling,
-    )
+        in_flight: dict[Sequence, int] = {}
+        for plan, sequences in self._in_flight:
+            for sequence, chunk in zip(sequences, plan.chunks, strict=True):
+                at = in_flight.get(sequence, sequence.num_computed_tokens)
+                assert chunk.start == at
+                assert chunk.sequence is sequence.view
+                in_flight[sequence] = at + chunk.num_tokens
+        for sequence in self.queues.by_id.values():
+            computed, planned = sequence.num_computed_tokens, sequence.num_planned_tokens
+            assert planned == in_flight.get(sequence, computed)
+            assert planned <= len(sequence.block_table) * self.block_size
+            assert (sequence.finish_reason is None) or sequence in in_flight
+            assert computed < sequence.num_tokens or sequence.finish_reason is not None
+            assert planned < sequence.max_num_tokens

@@ -6,7 +6,7 @@ Ray actor (fleet/ray_hosts.py); in tests and on a machine without Ray it is a pl
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +22,18 @@ def join_address(host: str, port: int | str) -> str:
 class Endpoint:
     """The name and the address of a started service."""
 
-    service_id: str  # unique among all starts: <role>-<n>.<incarnation in hex>, of a router router-<random hex>
+    service_id: str  # unique among all starts: <role>-<n>.<incarnation in hex>
     address: str  # host:port of its gRPC server
     role: ServiceRole
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRouter:
+    """A router of the fleet, as the supervisor publishes it to every router."""
+
+    router_id: str
+    address: str  # host:port
+    draining: bool
 
 
 class Service(Protocol):
@@ -42,11 +51,20 @@ class Service(Protocol):
 
 
 class RouterControl(Service, Protocol):
-    """The router as the supervisor sees it."""
+    """A router as the supervisor sees it."""
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
         """`workers` lists every live worker. Connect to new ones; treat missing ones as lost."""
 
+    async def set_routers(self, routers: list[FleetRouter]) -> None:
+        """`routers` lists every live router of the fleet, this one too."""
 
-# Takes the wanted (prefill, decode) pool sizes, None = unchanged; returns the sizes now wanted.
-Scale = Callable[[int | None, int | None], Awaitable[tuple[int, int]]]
+
+# The name of each role's size in the API and in errors.
+SIZE_FIELDS = {ServiceRole.PREFILL: "prefill", ServiceRole.DECODE: "decode", ServiceRole.ROUTER: "routers"}
+
+# The wanted number of services of a role.
+PoolSizes = Mapping[ServiceRole, int]
+
+# Takes the pool sizes to change; returns all sizes now wanted.
+Scale = Callable[[PoolSizes], Awaitable[PoolSizes]]

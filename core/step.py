@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from core.lifecycle import FinishReason
 from core.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Tokens [start, start + num_tokens) of one sequence, to be computed in this step.
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceView:
+    """The part of a sequence that a runner sees: one object for the life of the sequence on this worker.
 
-    `token_ids` and `block_table` are the lists of the sequence, not copies. The runner must not change them, and they
-    do not change before the step ends. If `samples` is true, the chunk contains the last token of the sequence, and the
-    runner samples the token at position start + num_tokens.
+    `token_ids` and `block_table` are the lists of the sequence, not copies. Both grow at their end, also during a step.
+    The runner must not change them. The block table never shrinks while a step of the sequence is in flight.
     """
 
     sequence_id: str
     token_ids: Sequence[int]
     num_prompt_tokens: int
+    block_table: Sequence[int]
+    sampling: SamplingParams
+
+
+class ScheduledChunk(NamedTuple):
+    """Tokens [start, start + num_tokens) of one sequence, to be computed in this step.
+
+    If `samples` is true, the runner samples the token at position start + num_tokens. A promised chunk has one token:
+    the token that the step before samples. That step is in flight or has just ended, so the runner takes the token from
+    the output of that step. `token_ids[:start]` is complete.
+    """
+
+    sequence: SequenceView
     start: int
     num_tokens: int
-    block_table: Sequence[int]
     samples: bool
-    sampling: SamplingParams
+    promised: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +50,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None  # natural logarithm, in the model's distribution before penalties and filters
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
@@ -53,11 +64,10 @@ class StepOutput:
     sampled: Mapping[str, SampledToken]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A new token of a sequence. `index` 0 is the first token after the prompt."""
 
     sequence_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     token: SampledToken
     finish_reason: FinishReason | None

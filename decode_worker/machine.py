@@ -12,6 +12,7 @@ retry.
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 
 from core.block_pool import Column
@@ -21,7 +22,7 @@ from core.ledger import Claim, SequenceState, check_claims
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
-from core.sequence import Sequence
+from core.sequence import Rank, Sequence
 from core.step import SampledToken, StepOutput, TokenEvent
 from core.worker_load import NO_CALL, CallId, WorkerLoad
 from kv_transfer.events import (
@@ -79,7 +80,7 @@ class DecodeFailed:
 DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Pull:
     """A hand-off from its arrival until its last read has ended."""
 
@@ -104,6 +105,8 @@ class DecodeMachine:
     max_pulls_waiting: int
     _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
     _pulls: dict[TransferId, _Pull] = field(default_factory=dict)  # in order of arrival
+    _waiting_pulls: list[_Pull] = field(default_factory=list)  # without target blocks, in rank order
+    _blocked_by: tuple[Rank, int, int, Rank | None] | None = None  # at the last attempt that found too few blocks
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """Raises `TandemError` if it refuses a `DecodeArrived`."""
@@ -117,7 +120,7 @@ class DecodeMachine:
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):
-                for sequence in self.core.scheduler.fail_step():
+                for sequence in self.core.fail_step(now):
                     actions += self._end(sequence.sequence_id, error, AbortReason.CANCELLED, now)
             case DrainRequested():
                 self.core.draining = True
@@ -130,11 +133,11 @@ class DecodeMachine:
             case _:
                 actions += self._apply_results(self.transfers.handle(event, now), now)
         actions += self._start_pulls(now)
-        first = min((pull.sequence.rank for pull in self._waiting_pulls()), default=None)
+        first = self._waiting_pulls[0].sequence.rank if self._waiting_pulls else None
         return [*self.core.next_step(now, admit_before=first), *actions]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
-        known = (self.core.deadlines.next(), self.transfers.next_deadline())
+        known = (self.core.next_deadline(), self.transfers.next_deadline())
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -146,7 +149,7 @@ class DecodeMachine:
         return self.transfers.alive
 
     def load(self) -> WorkerLoad:
-        return self.core.load(self.transfers, num_pulls_waiting=len(self._waiting_pulls()))
+        return self.core.load(self.transfers, num_pulls_waiting=len(self._waiting_pulls))
 
     def claims(self) -> list[Claim]:
         """Every holder of blocks, and every live transfer."""
@@ -177,31 +180,37 @@ class DecodeMachine:
             self.core.scheduler.add(sequence)
             return []
         self.core.scheduler.refuse_oversized(sequence)
-        if len(self._waiting_pulls()) >= self.max_pulls_waiting:
+        if len(self._waiting_pulls) >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for blocks (max_pulls_waiting)")
         transfer_id, owner = source
         actions = self._apply_results(self.transfers.reserve_pull(transfer_id, owner, now), now)
-        self._pulls[transfer_id] = _Pull(sequence, transfer_id)
+        self._pulls[transfer_id] = pull = _Pull(sequence, transfer_id)
+        insort(self._waiting_pulls, pull, key=lambda waiting: waiting.sequence.rank)
         return actions
 
     # ---- hand-offs
 
-    def _waiting_pulls(self) -> list[_Pull]:
-        """Hand-offs without target blocks."""
-        return [pull for pull in self._pulls.values() if pull.targets is None]
-
     def _start_pulls(self, now: float) -> list[DecodeAction]:
         """Reserve target blocks for waiting hand-offs, in rank order, until too few blocks are available."""
         actions: list[DecodeAction] = []
-        for pull in sorted(self._waiting_pulls(), key=lambda pull: pull.sequence.rank):
+        while self._waiting_pulls and self._blocked_by != self._what_decides():
+            pull = self._waiting_pulls[0]
             targets = self._reserve_targets(pull.sequence)
             if targets is None:
+                self._blocked_by = self._what_decides()
                 break
+            del self._waiting_pulls[0]
             pull.targets = targets
             self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
             started = self.transfers.start_pull(pull.transfer_id, targets, now, pull.sequence.num_tokens)
             actions += self._apply_results(started, now)
         return actions
+
+    def _what_decides(self) -> tuple[Rank, int, int, Rank | None]:
+        """Everything that decides whether the first waiting hand-off gets its blocks."""
+        scheduler = self.core.scheduler
+        first = scheduler.waiting[0].rank if scheduler.waiting else None
+        return self._waiting_pulls[0].sequence.rank, self.core.pool.num_changes, len(scheduler.running), first
 
     def _reserve_targets(self, sequence: Sequence) -> dict[int, int] | None:
         """Hold the cached prefix, and reserve a block for every other position. Returns None if `sequence` has to wait.
@@ -265,6 +274,8 @@ class DecodeMachine:
 
     def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
         pull = self._pulls.pop(failed.transfer_id)
+        if pull.targets is None:
+            self._waiting_pulls.remove(pull)
         self.core.pool.cancel_reservation((pull.targets or {}).values())
         self.core.scheduler.drop_blocks(pull.sequence)
         return self._fail_pulled_call(pull, failed)
@@ -325,5 +336,7 @@ class DecodeMachine:
         for request_id in self._calls:
             assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)
         assert all(pull.targets is not None for pull in self._pulls.values() if pull.call_ended)
+        waiting = [pull for pull in self._pulls.values() if pull.targets is None]
+        assert self._waiting_pulls == sorted(waiting, key=lambda pull: pull.sequence.rank)
         incoming = sum(len(pull.targets or ()) for pull in self._pulls.values())
         assert incoming == self.core.pool.ledger()[Column.INCOMING]

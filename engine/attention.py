@@ -14,23 +14,27 @@ copy a whole strided layer to make the layer contiguous:
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from core.step import ScheduledChunk
+from engine.batch import Batch
+from engine.block_tables import BlockTables, StepTables
 from engine.kv_pool import KVPool
 from engine.rotary import Rotation
 
 
 class AttentionBackend(Protocol):
-    """Made once per model. `begin_step` prepares the part that all layers share; `attend` is called once per layer."""
+    """Made once per model. `begin_step` prepares the part that all layers share; `attend` is called once per layer.
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk], rotation: Rotation) -> StepAttention: ...
+    `begin_step` may be called while the layers of the step before are computed on another thread. At most two steps are
+    begun and not computed. On a CPU, `begin_step` computes with numpy, and so starts no compute threads.
+    """
+
+    def begin_step(self, batch: Batch, rotation: Rotation) -> StepAttention: ...
 
 
 class StepAttention(Protocol):
@@ -77,38 +81,27 @@ class TorchAttention:
         self.num_kv_heads = pool.layout.num_kv_heads
         self.layer_rows = 2 * self.num_kv_heads  # head rows of one layer of one block
         self.block_rows = pool.layout.num_layers * self.layer_rows
-        self.heads = torch.arange(self.num_kv_heads, device=self.device)
+        self.heads = np.arange(self.num_kv_heads)
+        self.block_tables = BlockTables(pool.num_blocks, self.block_size)
+        # numpy has no bfloat16, so masks are made of the bits of -infinity.
+        bits = {2: torch.int16, 4: torch.int32}[pool.tensor.element_size()]
+        self.infinity_bits = torch.tensor(float("-inf"), dtype=pool.tensor.dtype).view(bits).numpy()
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk], rotation: Rotation) -> TorchStepAttention:
-        slots: list[tuple[int, int]] = []  # (block, place in the block) of each row
-        prefills: list[PrefillPart] = []
-        decodes: dict[int, list[tuple[int, ScheduledChunk]]] = {}
-        row = 0
-        for chunk in chunks:
-            positions = range(chunk.start, chunk.start + chunk.num_tokens)
-            slots += [(chunk.block_table[place // self.block_size], place % self.block_size) for place in positions]
-            if chunk.num_tokens == 1:
-                num_blocks = self._num_blocks(chunk)
-                decodes.setdefault(num_blocks.bit_length(), []).append((row, chunk))
-            else:
-                prefills.append(self._prefill_part(row, chunk))
-            row += chunk.num_tokens
+    def begin_step(self, batch: Batch, rotation: Rotation) -> TorchStepAttention:
+        tables = self.block_tables.begin_step(batch)
+        blocks, places = tables.block_of_each_token(batch, self.block_size), batch.positions % self.block_size
+        head_rows = blocks[:, None] * self.block_rows + self.heads
         return TorchStepAttention(
             backend=self,
             rotation=rotation,
-            key_slots=self._key_slots(slots),
-            prefills=prefills,
-            decodes=[self._decode_part(group) for group in decodes.values()],
+            key_slots=self._on_device((head_rows * self.block_size + places[:, None]).ravel()),
+            prefills=self.prefills_of(batch, tables),
+            decodes=[self._decode_part(batch, tables, group) for group in _groups_of_decodes(batch, tables)],
         )
 
-    def prefills_of(self, chunks: Sequence[ScheduledChunk]) -> list[PrefillPart]:
-        """The chunks of several tokens, for a backend that uses torch for prefill only."""
-        first_rows = itertools.accumulate((chunk.num_tokens for chunk in chunks), initial=0)
-        return [
-            self._prefill_part(row, chunk)
-            for row, chunk in zip(first_rows, chunks, strict=False)
-            if chunk.num_tokens > 1
-        ]
+    def prefills_of(self, batch: Batch, tables: StepTables) -> list[PrefillPart]:
+        """The chunks of several tokens."""
+        return [self._prefill_part(batch, tables, chunk) for chunk in np.flatnonzero(batch.num_tokens > 1).tolist()]
 
     def attend_prefill(
         self, part: PrefillPart, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int
@@ -133,47 +126,53 @@ class TorchAttention:
         keys = table.index_select(0, key_rows).view(shape)
         return keys, table.index_select(0, key_rows + self.num_kv_heads).view(shape)
 
-    def _key_slots(self, slots: list[tuple[int, int]]) -> torch.Tensor:
-        """Slot rows of layer 0's keys. # [T * Hkv]"""
-        blocks, offsets = torch.tensor(slots, device=self.device).unbind(1)
-        head_rows = blocks[:, None] * self.block_rows + self.heads[None, :]
-        return (head_rows * self.block_size + offsets[:, None]).flatten()
+    def _prefill_part(self, batch: Batch, tables: StepTables, chunk: int) -> PrefillPart:
+        start, num_tokens = int(batch.start[chunk]), int(batch.num_tokens[chunk])
+        end, mask = start + num_tokens, None
+        if start > 0:
+            mask = self._additive(_places_from(np.arange(start + 1, end + 1), end), (num_tokens, end))
+        key_rows = self._key_rows(tables.table[tables.rows[chunk], : tables.num_blocks[chunk]])
+        return PrefillPart(int(batch.first_row[chunk]), num_tokens, end, key_rows, mask)
 
-    def _key_rows(self, blocks: list[int]) -> torch.Tensor:
-        """Head rows of layer 0's keys, in an order that gathers to [Hkv, blocks * block_size, D]."""
-        table = torch.tensor(blocks, device=self.device)
-        return (table[None, :] * self.block_rows + self.heads[:, None]).flatten()
-
-    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
-        """An additive mask: 0 if seen, else -infinity. Made once per step; torch converts a bool mask per layer."""
-        return torch.zeros_like(seen, dtype=self.pool.tensor.dtype).masked_fill_(~seen, float("-inf"))
-
-    def _num_blocks(self, chunk: ScheduledChunk) -> int:
-        return -(-(chunk.start + chunk.num_tokens) // self.block_size)
-
-    def _prefill_part(self, first_row: int, chunk: ScheduledChunk) -> PrefillPart:
-        num_positions = chunk.start + chunk.num_tokens
-        mask = None
-        if chunk.start > 0:
-            positions = torch.arange(num_positions, device=self.device)
-            mask = self._additive(positions[None, :] <= positions[chunk.start :, None])
-        key_rows = self._key_rows(list(chunk.block_table[: self._num_blocks(chunk)]))
-        return PrefillPart(first_row, chunk.num_tokens, num_positions, key_rows, mask)
-
-    def _decode_part(self, group: list[tuple[int, ScheduledChunk]]) -> _DecodePart:
-        width = max(self._num_blocks(chunk) for _, chunk in group)
-        table: list[int] = []
-        for _, chunk in group:
-            blocks = list(chunk.block_table[: self._num_blocks(chunk)])
-            table += blocks + blocks[:1] * (width - len(blocks))
-        lengths = torch.tensor([chunk.start + 1 for _, chunk in group], device=self.device)
-        seen = torch.arange(width * self.block_size, device=self.device)[None, :] < lengths[:, None]
+    def _decode_part(self, batch: Batch, tables: StepTables, group: np.ndarray) -> _DecodePart:
+        width = int(tables.num_blocks[group].max())
+        num_positions = width * self.block_size
+        unseen = _places_from(batch.start[group] + 1, num_positions)
         return _DecodePart(
-            rows=torch.tensor([row for row, _ in group], device=self.device),
-            key_rows=self._key_rows(table),
-            mask=self._additive(seen)[:, None, None, :],
-            unseen=seen.flatten().logical_not().nonzero().flatten(),
+            rows=self._on_device(batch.first_row[group].astype(np.int64)),
+            key_rows=self._key_rows(tables.table[tables.rows[group], :width]),
+            mask=self._additive(unseen, (len(group), 1, 1, num_positions)),
+            unseen=self._on_device(unseen),
         )
+
+    def _key_rows(self, blocks: np.ndarray) -> torch.Tensor:
+        """Head rows of layer 0's keys, in an order that gathers to [Hkv, blocks * block_size, D]."""
+        first_rows = blocks.ravel().astype(np.int64) * self.block_rows
+        return self._on_device((first_rows + self.heads[:, None]).ravel())
+
+    def _additive(self, unseen: np.ndarray, shape: tuple[int, ...]) -> torch.Tensor:
+        """An additive mask: -infinity in the unseen places, else 0. Torch converts a bool mask in every layer."""
+        bits = np.zeros(shape, self.infinity_bits.dtype)
+        bits.ravel()[unseen] = self.infinity_bits
+        return self._on_device(bits).view(self.pool.tensor.dtype)
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _groups_of_decodes(batch: Batch, tables: StepTables) -> list[np.ndarray]:
+    """The chunks of one token, in groups of similar context: the numbers of blocks have the same bit length."""
+    decodes = np.flatnonzero(batch.num_tokens == 1)
+    bit_lengths = np.frexp(tables.num_blocks[decodes])[1]
+    return [decodes[bit_lengths == length] for length in np.unique(bit_lengths)]
+
+
+def _places_from(first: np.ndarray, width: int) -> np.ndarray:
+    """The places [first[i], width) of every row i, in an array of rows that is `width` wide. # int64"""
+    counts = width - first.astype(np.int64)
+    ends = np.cumsum(counts)  # of the rows' runs in the result
+    row_ends = np.arange(1, len(first) + 1) * width
+    return np.arange(ends[-1]) + np.repeat(row_ends - ends, counts)
 
 
 class TorchStepAttention:

@@ -23,8 +23,9 @@ from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.request import Request
-from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
-from engine.sampling import sample
+from core.step import SampledToken, ScheduledChunk, SequenceView, StepOutput, StepPlan
+from engine.sampling import Sampler
+from engine.step_queue import PromisedTokens, StepQueue, tokens_of
 from model_files.builtin_configs import FAKE_CONFIGS
 from model_files.model_source import describe, resolve_model
 
@@ -47,6 +48,7 @@ class FakeRunner:
         )
         self._pool[:] = 0
         self._closed = False
+        self._steps = StepQueue(self._prepare, self._compute)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> FakeRunner:
@@ -80,32 +82,42 @@ class FakeRunner:
     def start_background_work(self) -> None:
         """The fake runner has no background work."""
 
-    def run(self, step: StepPlan) -> StepOutput:
-        assert not self._closed, "the runner is closed"
-        logits, sampling = [], []
-        for chunk in step.chunks:
-            end = chunk.start + chunk.num_tokens
-            previous = self._read(chunk, chunk.start - 1, chunk.start)
-            for position in range(chunk.start, end):
-                previous = slot_content(previous, chunk.token_ids[position], position, self.layout.token_bytes)
-                self._write(chunk, position, previous)
-            if chunk.samples:
-                logits.append(logits_after(self._read(chunk, 0, end), self.info.vocab_size))
-                sampling.append(chunk)
-        sampled: dict[str, SampledToken] = sample(np.stack(logits), sampling) if sampling else {}
-        return StepOutput(step.step_id, sampled)
+    def submit(self, step: StepPlan) -> None:
+        self._steps.submit(step)
+
+    def collect(self) -> StepOutput:
+        return self._steps.collect()
 
     def close(self) -> None:
         self._closed = True
 
+    def _prepare(self, step: StepPlan) -> tuple[ScheduledChunk, ...]:
+        assert not self._closed, "the runner is closed"
+        return step.chunks
+
+    def _compute(self, chunks: tuple[ScheduledChunk, ...], promised: PromisedTokens) -> dict[str, SampledToken]:
+        assert not self._closed, "the runner is closed"
+        logits = []
+        for chunk in chunks:
+            previous = self._read(chunk, chunk.start - 1, chunk.start)
+            for position, token_id in enumerate(tokens_of(chunk, promised), start=chunk.start):
+                previous = slot_content(previous, token_id, position, self.layout.token_bytes)
+                self._write(chunk, position, previous)
+            if chunk.samples:
+                logits.append(logits_after(self._read(chunk, 0, chunk.start + chunk.num_tokens), self.info.vocab_size))
+        return Sampler(chunks).sample(np.stack(logits), promised) if logits else {}
+
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
         """The pool's current bytes of slots [max(start, 0), end), in order."""
         positions = np.arange(max(start, 0), end)
-        blocks = np.asarray(chunk.block_table)[positions // self.layout.block_size]
+        blocks = np.asarray(chunk.sequence.block_table)[positions // self.layout.block_size]
         return self._pool[blocks, :, positions % self.layout.block_size].tobytes()
 
     def _write(self, chunk: ScheduledChunk, position: int, content: bytes) -> None:
-        block, offset = chunk.block_table[position // self.layout.block_size], position % self.layout.block_size
+        block, offset = (
+            chunk.sequence.block_table[position // self.layout.block_size],
+            position % self.layout.block_size,
+        )
         rows = self._pool[block, :, offset]
         rows[:] = np.frombuffer(content, np.uint8).reshape(rows.shape)
 
@@ -149,14 +161,6 @@ def expected_tokens(
 
 
 def _drawn(logits: np.ndarray, token_ids: Sequence[int], request: Request) -> int:
-    chunk = ScheduledChunk(
-        sequence_id=request.request_id,
-        token_ids=token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
-        start=0,
-        num_tokens=len(token_ids),
-        block_table=(),
-        samples=True,
-        sampling=request.sampling,
-    )
-    return sample(logits[None], [chunk])[request.request_id].token_id
+    view = SequenceView(request.request_id, token_ids, request.num_prompt_tokens, (), request.sampling)
+    chunk = ScheduledChunk(view, 0, len(token_ids), samples=True, promised=False)
+    return Sampler([chunk]).sample(logits[None])[request.request_id].token_id

@@ -4,22 +4,26 @@
 
 The rows of a step are the tokens of all its chunks in order; only attention separates the sequences. The forward pass
 names no kernel: a `LinearMethod` prepares the matrices, the attention backend reads and writes the cache, and `Ops`
-computes the rest.
+computes the rest. `Model.prepare` makes everything that needs no token of the step before. It may run on another thread
+while `Model.forward` computes the step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from core.step import ScheduledChunk
-from engine.attention import AttentionBackend
+from engine.attention import AttentionBackend, StepAttention
+from engine.batch import Batch
 from engine.linear import LinearMethod
 from engine.model_weights import LayerWeights, ModelWeights
 from engine.ops import Ops
-from engine.rotary import Rotation
+from engine.rotary import RotaryTable
 
 
 class _Layer:
@@ -52,6 +56,14 @@ class _Layer:
         return self.down(self.gate_up(normed))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    token_ids: np.ndarray  # int64 [T]; 0 for the promised tokens
+    promised_rows: np.ndarray  # int64: the rows of the promised tokens, in order
+    sampling_rows: list[int]  # the rows whose logits are wanted
+    attention: StepAttention
+
+
 class Model:
     """Computes steps with the prepared weights and an attention backend, which holds the pool.
 
@@ -64,6 +76,7 @@ class Model:
         attention: AttentionBackend,
         linear_method: LinearMethod,
         ops: Ops,
+        max_positions: int,
     ) -> None:
         self.config = weights.config
         self.ops = ops
@@ -75,26 +88,32 @@ class Model:
         while weights.layers:
             self.layers.append(_Layer(weights.layers.pop(0), self, linear_method))
         self.head = linear_method.prepare_head(weights.head)
-        self.inverse_frequencies = torch.tensor(
-            self.config.inverse_frequencies(), dtype=torch.float32, device=self.device
+        frequencies = torch.tensor(self.config.inverse_frequencies(), dtype=torch.float32, device=self.device)
+        self.rotary_table = RotaryTable(frequencies, max_positions)
+
+    def prepare(self, chunks: Sequence[ScheduledChunk]) -> ModelInputs:
+        batch = Batch.of(chunks)
+        token_ids: list[int] = []
+        sampling_rows: list[int] = []
+        for view, start, num_tokens, samples, promised in chunks:
+            token_ids += (0,) if promised else view.token_ids[start : start + num_tokens]
+            if samples:
+                sampling_rows.append(len(token_ids) - 1)
+        return ModelInputs(
+            token_ids=np.array(token_ids, np.int64),
+            promised_rows=batch.first_row[[chunk.promised for chunk in chunks]],
+            sampling_rows=sampling_rows,
+            attention=self.attention.begin_step(batch, self.rotary_table.rows(batch.positions)),
         )
 
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-        """Compute every token of the step. Returns the logits of the chunks that sample, in order.
+    def forward(self, inputs: ModelInputs, promised: Sequence[int] = ()) -> torch.Tensor:
+        """Compute every token of the step. `promised` has the promised tokens, in order.
 
-        # -> float32 [number of chunks that sample, vocab]
+        Returns the logits of the chunks that sample, in order. # -> float32 [number of chunks that sample, vocab]
         """
-        token_ids: list[int] = []
-        positions: list[int] = []
-        sampling_rows: list[int] = []
-        for chunk in chunks:
-            end = chunk.start + chunk.num_tokens
-            token_ids += chunk.token_ids[chunk.start : end]
-            positions += range(chunk.start, end)
-            if chunk.samples:
-                sampling_rows.append(len(token_ids) - 1)
-        hidden = self.embed(torch.tensor(token_ids, device=self.device))
-        step = self.attention.begin_step(chunks, Rotation.of(positions, self.inverse_frequencies))
+        token_ids, sampling_rows, step = inputs.token_ids, inputs.sampling_rows, inputs.attention
+        token_ids[inputs.promised_rows] = promised
+        hidden = self.embed(torch.from_numpy(token_ids).to(self.device))
         update, epsilon = None, self.config.rms_norm_eps
         for index, layer in enumerate(self.layers):
             normed = self.ops.add_rms_norm(hidden, update, layer.input_norm, epsilon)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -15,15 +15,27 @@ class Rotation:
     cosine: torch.Tensor  # float32 [T, D / 2]
     sine: torch.Tensor  # float32 [T, D / 2]
 
-    @classmethod
-    def of(cls, positions: Sequence[int], inverse_frequencies: torch.Tensor) -> Rotation:
-        """# inverse_frequencies: float32 [D / 2]"""
-        places = torch.tensor(positions, dtype=torch.float32, device=inverse_frequencies.device)
-        angles = places[:, None] * inverse_frequencies
-        return cls(angles.cos(), angles.sin())
-
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """# [T, heads, D] -> [T, heads, D]"""
         cosine, sine = self.cosine.to(heads.dtype)[:, None], self.sine.to(heads.dtype)[:, None]
         first, second = heads.chunk(2, dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class RotaryTable:
+    """The angles of all positions, made once: then a step looks up its rows, and computes no cosine."""
+
+    def __init__(self, inverse_frequencies: torch.Tensor, num_positions: int) -> None:
+        """# inverse_frequencies: float32 [D / 2]"""
+        places = torch.arange(num_positions, dtype=torch.float32, device=inverse_frequencies.device)
+        angles = places[:, None] * inverse_frequencies
+        self._cosine, self._sine = angles.cos(), angles.sin()
+
+    def rows(self, positions: np.ndarray) -> Rotation:
+        """# int32 [T]"""
+        if self._cosine.is_cuda:
+            rows = torch.from_numpy(positions).to(self._cosine.device)
+            return Rotation(self._cosine.index_select(0, rows), self._sine.index_select(0, rows))
+        # numpy looks up on the calling thread; torch would start compute threads for it.
+        cosine, sine = (table.numpy().take(positions, axis=0) for table in (self._cosine, self._sine))
+        return Rotation(torch.from_numpy(cosine), torch.from_numpy(sine))

@@ -2,8 +2,17 @@
 
 A runner owns one KV pool and follows each StepPlan exactly. For each chunk, the runner reads its sequence's slots of
 positions [0, start), writes the slots of [start, start + num_tokens), and touches nothing else in the pool. A runner
-decides nothing and keeps no state of a sequence between steps. A sequence that began on another worker therefore
-continues as soon as its KV is in the pool's blocks.
+decides nothing. Between steps, a runner keeps copies of block tables, but nothing that decides a token. A sequence that
+began on another worker therefore continues as soon as its KV is in the pool's blocks.
+
+    submit(k)   submit(k + 1)        submit(k + 2)
+                collect() -> k       collect() -> k + 1
+
+Every submitted step is collected once, in the order of submission. At most two steps are submitted and not collected.
+The second may contain promised chunks: their tokens are sampled by the first. One thread submits, and one thread
+collects, so the inputs of a step are prepared while the step before is computed. When a step raises an exception, the
+step that is submitted behind the failed step is dropped: its `collect` raises `StepDropped` and computes nothing. So
+does a step with a promised chunk if the step before has no token for that sequence.
 """
 
 from __future__ import annotations
@@ -13,6 +22,10 @@ from typing import Protocol
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.step import StepOutput, StepPlan
+
+
+class StepDropped(Exception):
+    """The step was not computed, because the step before has failed or has no token for a promised chunk."""
 
 
 class Runner(Protocol):
@@ -36,10 +49,20 @@ class Runner(Protocol):
         """Start background work. Call once, after the worker has started everything else."""
         ...
 
-    def run(self, step: StepPlan) -> StepOutput:
-        """Compute one step. After the return, the step's KV may be read. Calls come from any thread, one at a time."""
+    def submit(self, step: StepPlan) -> None:
+        """Accept a step and prepare its inputs. Starts no compute threads."""
+        ...
+
+    def collect(self) -> StepOutput:
+        """Compute the oldest submitted step, or wait for its end. After the return, peers may read the step's KV."""
         ...
 
     def close(self) -> None:
         """Release the model. The pool's memory stays valid while a memoryview refers to it."""
         ...
+
+
+def run_step(runner: Runner, step: StepPlan) -> StepOutput:
+    """Compute one step. No other step is submitted."""
+    runner.submit(step)
+    return runner.collect()

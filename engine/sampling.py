@@ -12,34 +12,56 @@ these suffice. With C kernels, `engine/cpu/sampling.py` replaces `draw_token`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from core.request import SamplingParams, uniform_draw
 from core.step import SampledToken, ScheduledChunk
+from engine.step_queue import NO_TOKENS, PromisedTokens, tokens_of
 
 _PREFIXES = (64, 1024, 8192)  # numbers of likeliest tokens to sort before sorting all
 # (logits after bias and penalties, parameters, quantile in [0, 1)) -> the filtered distribution's token at the quantile
 Draw = Callable[[np.ndarray, SamplingParams, float], int]
 
 
-def sample(logits: np.ndarray, chunks: Sequence[ScheduledChunk], draw: Draw | None = None) -> dict[str, SampledToken]:
-    """One token for each chunk; row i of `logits` belongs to chunk i. # logits: float32 [len(chunks), vocab]
+class Sampler:
+    """Samples the tokens of one step. The constructor does everything that needs no logits."""
 
-    `draw` replaces `draw_token`.
-    """
-    assert len(logits) == len(chunks), "one row of logits for each chunk that samples"
-    plain_greedy = [index for index, chunk in enumerate(chunks) if is_plain_greedy(chunk.sampling)]
-    chosen: dict[int, int] = {}
-    if plain_greedy:
-        rows = logits if len(plain_greedy) == len(chunks) else logits[plain_greedy]
-        chosen = dict(zip(plain_greedy, rows.argmax(axis=-1).tolist(), strict=True))
-    sampled = {}
-    for index, chunk in enumerate(chunks):
-        token_id = chosen[index] if index in chosen else choose(logits[index], chunk, draw)
-        sampled[chunk.sequence_id] = with_logprobs(logits[index], token_id, chunk.sampling.num_logprobs)
-    return sampled
+    def __init__(self, chunks: Iterable[ScheduledChunk]) -> None:
+        self.chunks = [chunk for chunk in chunks if chunk.samples]
+        self._names = [chunk.sequence.sequence_id for chunk in self.chunks]
+        self._plain = [row for row, chunk in enumerate(self.chunks) if is_plain_greedy(chunk.sequence.sampling)]
+        bare = {row for row in self._plain if self.chunks[row].sequence.sampling.num_logprobs is None}
+        self._others = [row for row in range(len(self.chunks)) if row not in bare]
+
+    def sample(
+        self, logits: np.ndarray, promised: PromisedTokens = NO_TOKENS, draw: Draw | None = None
+    ) -> dict[str, SampledToken]:
+        """One token for each chunk that samples; row i of `logits` belongs to chunk i of these.
+
+        `promised` has the tokens of the promised chunks, and `draw` replaces `draw_token`.
+        # logits: float32 [len(self.chunks), vocab]
+        """
+        assert len(logits) == len(self.chunks), "one row of logits for each chunk that samples"
+        token_ids = [0] * len(logits)
+        if len(self._plain) == len(logits) > 0:
+            token_ids = logits.argmax(axis=-1).tolist()
+        elif self._plain:
+            for row, token_id in zip(self._plain, logits[self._plain].argmax(axis=-1).tolist(), strict=True):
+                token_ids[row] = token_id
+        sampled = dict(zip(self._names, map(SampledToken, token_ids), strict=True))
+        for row in self._others:
+            sampled[self._names[row]] = self._sample_row(logits[row], row, token_ids[row], promised, draw)
+        return sampled
+
+    def _sample_row(
+        self, logits: np.ndarray, row: int, highest: int, promised: PromisedTokens, draw: Draw | None
+    ) -> SampledToken:
+        chunk = self.chunks[row]
+        sampling = chunk.sequence.sampling
+        token_id = highest if is_plain_greedy(sampling) else choose(logits, chunk, promised, draw)
+        return with_logprobs(logits, token_id, sampling.num_logprobs)
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
@@ -57,14 +79,18 @@ def is_plain(sampling: SamplingParams) -> bool:
     )
 
 
-def choose(logits: np.ndarray, chunk: ScheduledChunk, draw: Draw | None = None) -> int:
+def choose(
+    logits: np.ndarray, chunk: ScheduledChunk, promised: PromisedTokens = NO_TOKENS, draw: Draw | None = None
+) -> int:
     """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
-    sampling = chunk.sampling
-    position = chunk.start + chunk.num_tokens
-    adjusted = adjust(logits, sampling, chunk.token_ids[:position], chunk.num_prompt_tokens)
+    view, position = chunk.sequence, chunk.start + chunk.num_tokens
+    sampling = view.sampling
+    if not is_plain(sampling):
+        token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]
+        logits = adjust(logits, sampling, token_ids, view.num_prompt_tokens)
     if sampling.greedy:
-        return int(adjusted.argmax())
-    return (draw or draw_token)(adjusted, sampling, uniform_draw(sampling.seed, position))
+        return int(logits.argmax())
+    return (draw or draw_token)(logits, sampling, uniform_draw(sampling.seed, position))
 
 
 def draw_token(adjusted: np.ndarray, sampling: SamplingParams, draw: float) -> int:
@@ -77,9 +103,7 @@ def draw_token(adjusted: np.ndarray, sampling: SamplingParams, draw: float) -> i
 def adjust(
     logits: np.ndarray, sampling: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
 ) -> np.ndarray:
-    """Logits after bias and penalties. # float32 [vocab] -> float32 [vocab]; `logits` itself if nothing changes"""
-    if is_plain(sampling):
-        return logits
+    """Logits after bias and penalties. # float32 [vocab] -> float32 [vocab]"""
     adjusted = logits.copy()
     if sampling.logit_bias:
         adjusted[list(sampling.logit_bias.keys())] += list(sampling.logit_bias.values())

@@ -10,15 +10,18 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
-from core.step import StepOutput, StepPlan
+from core.step import SampledToken, StepOutput, StepPlan
 from engine.backend import choose_backend, choose_device, choose_dtype
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
-from engine.model import Model
+from engine.model import Model, ModelInputs
 from engine.model_weights import allocate_weights
-from engine.sampling import sample
+from engine.sampling import Sampler
+from engine.step_queue import PromisedTokens, StepQueue
 from engine.weights import Progress, fill_weights
 from model_files.model_source import describe, load_config, resolve_model
+
+_StepInputs = tuple[ModelInputs, Sampler]
 
 
 class TorchRunner:
@@ -52,7 +55,9 @@ class TorchRunner:
         weights = allocate_weights(model_config, TORCH_DTYPES[dtype], device, config.quantization)
         fill_weights(weights, source, on_progress, backend.dequantize)
         self._draw = backend.draw
-        self._model: Model | None = Model(weights, backend.attention, backend.linear_method, backend.ops)
+        self._steps = StepQueue(self._prepare, self._compute)
+        max_positions = min(model_config.context_length, self.num_blocks * config.block_size)
+        self._model: Model | None = Model(weights, backend.attention, backend.linear_method, backend.ops, max_positions)
         if device.type == "cpu":
             keep_freed_memory()  # after loading, so malloc returns the loader's memory to the system
 
@@ -69,14 +74,25 @@ class TorchRunner:
     def start_background_work(self) -> None:
         self._pool.touch_rest()
 
-    def run(self, step: StepPlan) -> StepOutput:
-        assert self._model is not None, "the runner is closed"
-        with torch.inference_mode():
-            logits = self._model.forward(step.chunks)
-            if logits.is_cuda:
-                torch.cuda.current_stream(logits.device).synchronize()  # peers may read the step's KV after the return
-            sampling = [chunk for chunk in step.chunks if chunk.samples]
-            return StepOutput(step.step_id, sample(logits.cpu().numpy(), sampling, self._draw))
+    def submit(self, step: StepPlan) -> None:
+        self._steps.submit(step)
+
+    def collect(self) -> StepOutput:
+        return self._steps.collect()
 
     def close(self) -> None:
         self._model = None
+
+    def _prepare(self, step: StepPlan) -> _StepInputs:
+        assert self._model is not None, "the runner is closed"
+        with torch.inference_mode():  # a setting of each thread
+            return self._model.prepare(step.chunks), Sampler(step.chunks)
+
+    def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> dict[str, SampledToken]:
+        assert self._model is not None, "the runner is closed"
+        model_inputs, sampler = inputs
+        with torch.inference_mode():
+            logits = self._model.forward(model_inputs, list(promised.values()))
+            if logits.is_cuda:
+                torch.cuda.current_stream(logits.device).synchronize()  # peers may read the step's KV after the return
+            return sampler.sample(logits.cpu().numpy(), promised, self._draw)

@@ -20,7 +20,7 @@ from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailable
-from core.service import Endpoint
+from core.service import Endpoint, PoolSizes
 from fleet.ray_head import RayHead
 from fleet.ray_hosts import SupervisorActor, await_actor, log_dir, on_this_machine, scale_fleet
 from fleet.supervisor import FleetSpec, HostDied, News
@@ -88,10 +88,10 @@ class Cluster:
         self._pending_news = None
         return news
 
-    async def router(self) -> Endpoint | None:
-        """The endpoint of the router; None before its first start."""
-        endpoint: Endpoint | None = await self._ask(self._supervisor.router.remote())
-        return endpoint
+    async def routers(self) -> list[Endpoint]:
+        """The endpoints of the routers that serve, by their numbers."""
+        endpoints: list[Endpoint] = await self._ask(self._supervisor.routers.remote())
+        return endpoints
 
     @property
     def log_dir(self) -> str:
@@ -105,9 +105,9 @@ class Cluster:
         assert self._head is not None
         return f"Ray cannot go on: {await self._head.died()} has ended; the logs are in {log_dir()}"
 
-    async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int]:
+    async def scale(self, sizes: PoolSizes) -> PoolSizes:
         """As `scale_fleet`."""
-        return await scale_fleet(self._supervisor, prefill, decode)
+        return await scale_fleet(self._supervisor, sizes)
 
     async def shutdown(self) -> None:
         """Begin to drain every service; `FleetStopped` is the last news."""
@@ -149,8 +149,9 @@ def begin(config: ClusterConfig) -> Cluster:
         _require_reachable(config.address)
         return Cluster(config.address)
     _require_ray_token()
-    resources = {config.prefill_resource: config.max_workers, config.decode_resource: config.max_workers}
-    num_processes = 2 + config.num_prefill + config.num_decode  # and the supervisor and the router
+    names = filter(None, (config.prefill_resource, config.decode_resource, config.router_resource))
+    resources = dict.fromkeys(names, config.max_workers)
+    num_processes = 1 + config.num_routers + config.num_prefill + config.num_decode  # and the supervisor
     return Cluster(head=RayHead(num_processes, resources, OBJECT_STORE_BYTES))
 
 

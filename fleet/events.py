@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from core.lifecycle import ServiceRole
 from core.machine import Tick
+from core.service import PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +24,19 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A started member, as the router learns of it."""
+    """A started member, as the routers learn of it."""
 
     member: Member
     service_id: str
     address: str  # host:port
+    draining: bool = False  # set for routers only: a worker itself reports that it drains
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleTo:
-    """The wanted pool sizes; None leaves a size unchanged."""
+    """The pool sizes to change. A role without an entry keeps its size."""
 
-    prefill: int | None
-    decode: int | None
+    sizes: PoolSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,6 @@ FleetEvent = ScaleTo | ServiceStarted | StartFailed | ServiceDied | Drained | Sh
 @dataclass(frozen=True, slots=True)
 class StartService:
     member: Member
-    address: str  # host:port of the previous start, to serve on again; empty at the first start
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,11 @@ class KillService:
 
 @dataclass(frozen=True, slots=True)
 class PublishFleet:
-    """Send this router the list of workers: the serving ones, and the draining ones until they end."""
+    """Send this router the lists of workers and routers: the serving ones, and the draining ones until they end."""
 
     router: Member
     workers: tuple[Serving, ...]
+    routers: tuple[Serving, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ event of a member that is not the newest start of its slot.
        +--- StartFailed, too slow +------- ServiceDied -------+     (after a pause that doubles, up to 30 s)
 
 Rule 1: the number of slots of a pool that do not drain equals the wanted size.
-Rule 2: the router learns of a change in the step in which the machine learns of it.
+Rule 2: every router learns of a change in the step in which the machine learns of it.
 Rule 3: removed slots drain, newest first. A drain past its time limit is killed.
-Rule 4: at shutdown the router drains before any worker, so that dispatched requests can finish.
+Rule 4: at shutdown all routers drain before any worker, so that dispatched requests can finish.
+Rule 5: at least one router is wanted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.machine import Tick
+from core.service import SIZE_FIELDS, PoolSizes
 from fleet.events import (
     Drained,
     DrainService,
@@ -81,21 +83,21 @@ class FleetMachine:
         self._wanted: dict[ServiceRole, int] = {
             ServiceRole.PREFILL: config.num_prefill,
             ServiceRole.DECODE: config.num_decode,
-            ServiceRole.ROUTER: 1,
+            ServiceRole.ROUTER: config.num_routers,
         }
         self._slots: dict[tuple[ServiceRole, int], _Slot] = {}
         self._num_starts = 0
-        self._published: PublishFleet | None = None
+        self._published: dict[Member, PublishFleet] = {}  # the newest of each live router
         self._was_ready = self._has_failed = self._ending = self._stopped = False
         self._actions: list[FleetAction] = []
 
     @property
-    def wanted(self) -> tuple[int, int]:
-        """(prefill, decode)."""
-        return self._wanted[ServiceRole.PREFILL], self._wanted[ServiceRole.DECODE]
+    def wanted(self) -> PoolSizes:
+        """The wanted number of services of every role."""
+        return dict(self._wanted)
 
     def handle(self, event: FleetEvent, now: float) -> list[FleetAction]:
-        """Raises `InvalidRequest` for a `ScaleTo` beyond `max_workers`, and then changes nothing."""
+        """Raises `InvalidRequest` for a `ScaleTo` with a size out of range, and then changes nothing."""
         match event:
             case ScaleTo():
                 self._scale(event)
@@ -127,22 +129,21 @@ class FleetMachine:
             staying = self._staying(role)
             if not self._ending:
                 assert len(staying) == wanted, f"{len(staying)} slots of {role} for {wanted} wanted"
+        assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
         starts = [slot.member.start for slot in self._slots.values()]
         assert len(set(starts)) == len(starts), "two members share a start"
-        router = self._router()
-        assert router is None or self._published == PublishFleet(router, self._workers()), (
-            "the router has not been told of a change"
-        )
+        news = {news.router: news for news in self._news()}
+        assert self._published == news, "a router has not been told of a change"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
     def _scale(self, event: ScaleTo) -> None:
         limit = self._config.max_workers
-        sizes = {ServiceRole.PREFILL: event.prefill, ServiceRole.DECODE: event.decode}
-        for role, size in sizes.items():
-            if size is not None and not 0 <= size <= limit:
-                raise InvalidRequest(role.value, f"must be in [0, {limit}] (cluster.max_workers), is {size}")
-        for role, size in sizes.items():
-            self._wanted[role] = self._wanted[role] if size is None else size
+        for role, size in event.sizes.items():
+            least = 1 if role is ServiceRole.ROUTER else 0
+            if not least <= size <= limit:
+                message = f"must be in [{least}, {limit}] (cluster.max_workers), is {size}"
+                raise InvalidRequest(SIZE_FIELDS[role], message)
+        self._wanted |= event.sizes
 
     def _record(self, slot: _Slot, event: ServiceStarted | StartFailed | ServiceDied | Drained, now: float) -> None:
         match event:
@@ -173,10 +174,14 @@ class FleetMachine:
                 self._forget(slot)
 
     def _missing(self, slot: _Slot) -> str:
-        """The resource that may be missing. A Ray of our own has room for every worker, and a router needs none."""
+        """The resource that may be missing. A Ray of our own has room for every service."""
         config = self._config
-        resources = {ServiceRole.PREFILL: config.prefill_resource, ServiceRole.DECODE: config.decode_resource}
-        resource = resources.get(slot.member.role)
+        resources = {
+            ServiceRole.PREFILL: config.prefill_resource,
+            ServiceRole.DECODE: config.decode_resource,
+            ServiceRole.ROUTER: config.router_resource,
+        }
+        resource = resources[slot.member.role]
         return f" (no machine with a free {resource!r}?)" if config.address and resource else ""
 
     def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
@@ -196,7 +201,7 @@ class FleetMachine:
         self._num_starts += 1
         slot.member = Member(slot.member.role, slot.member.ordinal, self._num_starts)
         slot.state, slot.since, slot.deadline = _State.STARTING, now, now + self._config.start_timeout_s
-        self._actions.append(StartService(slot.member, slot.address))
+        self._actions.append(StartService(slot.member))
 
     def _forget(self, slot: _Slot) -> None:
         del self._slots[(slot.member.role, slot.member.ordinal)]
@@ -222,7 +227,7 @@ class FleetMachine:
                 self._leave(slot, self._drain_timeout_s[ServiceRole.ROUTER], now)
             elif slot.state in (_State.WAITING, _State.STARTING):
                 self._leave(slot, LAST_DRAIN_S, now)
-        if self._router() is None:
+        if not self._live(ServiceRole.ROUTER):
             for slot in list(self._slots.values()):
                 if slot.state is _State.DRAINING:
                     slot.deadline = min(slot.deadline or now, now + LAST_DRAIN_S + DRAIN_GRACE_S)
@@ -240,12 +245,9 @@ class FleetMachine:
 
     def _announce(self) -> None:
         """Rule 2, and the news that the supervisor waits for."""
-        router = self._router()
-        if router is not None:
-            news = PublishFleet(router, self._workers())
-            if news != self._published:
-                self._published = news
-                self._actions.insert(0, news)
+        published, self._published = self._published, {news.router: news for news in self._news()}
+        changed = [news for router, news in self._published.items() if published.get(router) != news]
+        self._actions[:0] = changed
         serving = [slot.state is _State.SERVING for slot in self._slots.values()]
         if not self._was_ready and not self._ending and all(serving):
             self._was_ready = True
@@ -260,14 +262,20 @@ class FleetMachine:
         order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
         return sorted(slots, key=lambda s: (order[s.state], s.member.start))
 
-    def _router(self) -> Member | None:
-        slot = self._slots.get((ServiceRole.ROUTER, 0))
-        return slot.member if slot is not None and slot.state in (_State.SERVING, _State.DRAINING) else None
+    def _news(self) -> list[PublishFleet]:
+        """The lists that every live router must have."""
+        routers, workers = self._live(ServiceRole.ROUTER), self._live(ServiceRole.PREFILL, ServiceRole.DECODE)
+        return [PublishFleet(router.member, workers, routers) for router in routers]
 
-    def _workers(self) -> tuple[Serving, ...]:
-        known = [
-            Serving(slot.member, slot.service_id, slot.address)
+    def _live(self, *roles: ServiceRole) -> tuple[Serving, ...]:
+        """The serving and the draining members of these roles, by their start."""
+        live = [
+            Serving(slot.member, slot.service_id, slot.address, _drains_as_router(slot))
             for slot in self._slots.values()
-            if slot.member.role is not ServiceRole.ROUTER and slot.state in (_State.SERVING, _State.DRAINING)
+            if slot.member.role in roles and slot.state in (_State.SERVING, _State.DRAINING)
         ]
-        return tuple(sorted(known, key=lambda serving: serving.member.start))
+        return tuple(sorted(live, key=lambda serving: serving.member.start))
+
+
+def _drains_as_router(slot: _Slot) -> bool:
+    return slot.member.role is ServiceRole.ROUTER and slot.state is _State.DRAINING

@@ -1,7 +1,8 @@
 """Ray actors: one hosts each service, one is the supervisor.
 
-The supervisor places every actor by the resource of its pool. A call that waits inside an actor fails when its process
-dies; so a death is noticed without polling. Requests, tokens and blocks never pass through Ray.
+The supervisor places every actor by the resource of its pool, and routers without a resource on its own machine. A call
+that waits inside an actor fails when its process dies; so a death is noticed without polling. Requests, tokens and
+blocks never pass through Ray.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 from core.config import ClusterConfig
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.service import Endpoint
+from core.service import Endpoint, FleetRouter, PoolSizes
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import Member
 from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.supervisor import FleetSpec, HostDied, Refusal, Seat, Supervisor
+from fleet.supervisor import FleetSpec, Here, HostDied, Refusal, Seat, Supervisor
 
 SCALE_TIMEOUT_S = 5.0
 
@@ -36,17 +37,14 @@ class HostActor(ServiceHost):
         self, factory: bytes, member: Member, address: str, config: ClusterConfig, seat: Seat, supervisor: Any
     ) -> Endpoint | StartFault:
         """`supervisor` is the actor handle of the caller."""
-        import ray
-
-        node_id = await self.machine()
-        node = next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+        node = _node(await self.machine())
         room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
         num_sharers = min(seat.num_workers, int(room) or seat.num_workers)
         is_router = member.role is ServiceRole.ROUTER
         cores = () if is_router else share_of_cores(usable_cores(), seat.number, num_sharers)
         placement = Placement(
             ordinal=member.ordinal,
-            host=node["NodeManagerAddress"] if config.address else "",
+            host=_host_of(node, config),
             address=address,
             num_threads=max(1, len(cores)),
             scale=partial(scale_fleet, supervisor) if is_router else None,
@@ -62,7 +60,7 @@ class RayHost:
         import ray
 
         options: dict[str, Any] = {"num_cpus": 0, "resources": spec.resources(member.role)}
-        if member.role is ServiceRole.ROUTER:
+        if not options["resources"]:
             options["scheduling_strategy"] = on_this_machine()
         self._member = member
         self._spec = spec
@@ -90,8 +88,8 @@ class RayHost:
     async def drain(self, timeout_s: float) -> None:
         await self._finish(self._actor.drain.remote(timeout_s))
 
-    async def set_workers(self, workers: list[Endpoint]) -> None:
-        await self._finish(self._actor.set_workers.remote(workers))
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
+        await self._finish(self._actor.set_fleet.remote(workers, routers))
 
     async def _finish(self, call: Any) -> Any:
         """The result of a call. A method that raises is a bug of the service, so the call also ends its process."""
@@ -113,7 +111,22 @@ class SupervisorActor(Supervisor):
     """A `Supervisor` inside a Ray actor, on the machine of `tandem serve`."""
 
     def __init__(self, spec: FleetSpec) -> None:
-        super().__init__(spec, lambda member: RayHost(member, spec))
+        import ray
+
+        node_id = str(ray.get_runtime_context().get_node_id())
+        here = Here(node_id, _host_of(_node(node_id), spec.config))
+        super().__init__(spec, lambda member: RayHost(member, spec), here)
+
+
+def _node(node_id: str) -> dict[str, Any]:
+    import ray
+
+    return next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+
+
+def _host_of(node: dict[str, Any], config: ClusterConfig) -> str:
+    """The `host` of a `Placement` on this node."""
+    return str(node["NodeManagerAddress"]) if config.address else ""
 
 
 async def await_actor(call: Any) -> Any:
@@ -126,7 +139,7 @@ async def await_actor(call: Any) -> Any:
         raise HostDied(f"its process ended; its log is in {log_dir()}") from error
 
 
-async def scale_fleet(supervisor: Any, prefill: int | None, decode: int | None) -> tuple[int, int]:
+async def scale_fleet(supervisor: Any, sizes: PoolSizes) -> PoolSizes:
     """A `core.service.Scale`, once bound to a supervisor handle. Looking up the actor by name would block the loop.
 
     Raises `InvalidRequest` for sizes out of bounds, `WorkerUnavailable` if the supervisor is dead or silent.
@@ -135,7 +148,7 @@ async def scale_fleet(supervisor: Any, prefill: int | None, decode: int | None) 
 
     try:
         async with asyncio.timeout(SCALE_TIMEOUT_S):
-            answer: tuple[int, int] | Refusal = await supervisor.scale.remote(prefill, decode)
+            answer: PoolSizes | Refusal = await supervisor.scale.remote(sizes)
     except ray.exceptions.RayActorError as error:
         raise WorkerUnavailable("the fleet's supervisor is gone; start `tandem serve` again") from error
     except TimeoutError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from core.errors import TandemError
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, RouterControl, Scale, Service, join_address
+from core.service import Endpoint, FleetRouter, RouterControl, Scale, Service, join_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Placement:
 
     ordinal: int  # number of the service in its pool
     host: str  # address of this machine as peers reach it; empty when the whole fleet runs on one machine
-    address: str  # host:port of the previous start of this service; empty at the first start
+    address: str  # of a router: host:port that routers of this machine share; empty = alone on the configured port
     num_threads: int  # compute threads, unless the config gives a number
     scale: Scale | None  # for a router: changes the pool sizes
     cores: tuple[int, ...] = ()  # for compute threads; empty = every core
@@ -101,9 +101,10 @@ class ServiceHost:
             await self._service.stop()
         self._stopped.set()
 
-    async def set_workers(self, workers: list[Endpoint]) -> None:
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None:
         router: RouterControl = self._service  # type: ignore[assignment]  # the supervisor calls this on routers only
         await router.set_workers(workers)
+        await router.set_routers(routers)
 
     async def wait(self) -> str:
         """Return an empty text after `stop`, or the reason after a fault of the service.

@@ -2,6 +2,10 @@
 
 The supervisor creates one host for each member, waits until the host dies, and posts the death to the machine. A `Host`
 is a process; fleet/cluster.py makes Ray actors of hosts.
+
+The supervisor claims the port of the routers on its own machine, until it ends (runtime/shared_port.py). So all routers
+of this machine listen on one port, a restarted router gets this port again, and no second fleet can take it. On every
+other machine a router listens alone, on the same port number.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from core.config import ClusterConfig
 from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.machine import Tick
-from core.service import Endpoint
+from core.service import Endpoint, FleetRouter, PoolSizes, join_address
 from fleet.cores import Seats
 from fleet.events import (
     Drained,
@@ -34,7 +38,6 @@ from fleet.events import (
     ScaleTo,
     ServiceDied,
     ServiceStarted,
-    Serving,
     Shutdown,
     StartFailed,
     StartService,
@@ -42,10 +45,15 @@ from fleet.events import (
 from fleet.machine import FleetMachine
 from fleet.service_host import ServiceFactory, StartFault
 from runtime.driver import Driver
+from runtime.shared_port import PortClaim
 
 MAX_NEWS = 1000  # unread; then the oldest is dropped
 
 News = Notice | FleetReady | FleetFailed | FleetStopped
+
+
+# The address that routers listen on, from the machine's address as in `Placement`. Pickled by name.
+RouterHost = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,8 @@ class FleetSpec:
     router: ServiceFactory
     prefill: ServiceFactory
     decode: ServiceFactory
+    router_host: RouterHost
+    router_port: int  # 0 = any free port
     drain_timeout_s: float  # of a worker
     router_drain_timeout_s: float
 
@@ -69,12 +79,24 @@ class FleetSpec:
 
     def resources(self, role: ServiceRole) -> dict[str, float]:
         """The Ray resources of one member."""
-        needs = {ServiceRole.PREFILL: self.config.prefill_resource, ServiceRole.DECODE: self.config.decode_resource}
-        return {needs[role]: 1.0} if role in needs else {}
+        needs = {
+            ServiceRole.PREFILL: self.config.prefill_resource,
+            ServiceRole.DECODE: self.config.decode_resource,
+            ServiceRole.ROUTER: self.config.router_resource,
+        }
+        return {needs[role]: 1.0} if needs[role] else {}
 
 
 class HostDied(Exception):
     """The process of a host has ended, or was ended because a call into it failed. Every later call raises this too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The machine of the supervisor."""
+
+    name: str  # as `Host.machine` names it
+    host: str  # as in `Placement`
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +114,14 @@ class Host(Protocol):
         """Wait for the placement, and return the name of the machine."""
 
     async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
-        """`address` as in `StartService`."""
+        """`address` as in `Placement`."""
 
     async def wait(self) -> None:
         """Return when the service was stopped."""
 
     async def drain(self, timeout_s: float) -> None: ...
 
-    async def set_workers(self, workers: list[Endpoint]) -> None: ...
+    async def set_fleet(self, workers: list[Endpoint], routers: list[FleetRouter]) -> None: ...
 
     def kill(self) -> None: ...
 
@@ -115,37 +137,48 @@ class Refusal:
 class Supervisor:
     """Runs on one asyncio loop. Call `start` once, before anything else."""
 
-    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host]) -> None:
+    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: Here) -> None:
+        self._spec = spec
         self._create_host = create_host
+        self._here = here
+        self._claim: PortClaim | None = None
         self._machine = FleetMachine(spec.config, spec.drain_timeout_s, spec.router_drain_timeout_s)
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._hosts: dict[Member, Host] = {}
-        self._unpublished: dict[Member, tuple[Serving, ...]] = {}  # for each router, the newest list not yet delivered
+        self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered
         self._news: deque[News] = deque(maxlen=MAX_NEWS)
         self._has_news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._router: Endpoint | None = None
+        self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
         self._seats = Seats()
 
     async def start(self) -> None:
+        """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
         self._driver = Driver(self._machine, self._perform, self._fail)
+        host, port = self._spec.router_host(self._here.host), self._spec.router_port
+        try:
+            self._claim = PortClaim(host, port)
+        except OSError as error:
+            where = join_address(host, port)
+            self._tell(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
+            return
         self._post(Tick())
 
     async def shutdown(self) -> None:
         """Drain every service; `FleetStopped` is the last news."""
         self._post(Shutdown())
 
-    async def scale(self, prefill: int | None, decode: int | None) -> tuple[int, int] | Refusal:
-        """Set the wanted sizes; None leaves a size unchanged. Returns the (prefill, decode) sizes now wanted."""
+    async def scale(self, sizes: PoolSizes) -> PoolSizes | Refusal:
+        """Set the wanted sizes of these roles. Returns every size now wanted."""
         try:
-            self._post(ScaleTo(prefill, decode))
+            self._post(ScaleTo(sizes))
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return self._machine.wanted
 
-    async def router(self) -> Endpoint | None:
-        """The endpoint of the router; None before its first start."""
-        return self._router
+    async def routers(self) -> list[Endpoint]:
+        """The endpoints of the routers that serve, by their numbers."""
+        return [self._routers[member] for member in sorted(self._routers, key=lambda member: member.ordinal)]
 
     async def news(self) -> list[News]:
         """The news since the last call. Waits until there is some."""
@@ -169,14 +202,14 @@ class Supervisor:
     def _perform(self, action: FleetAction) -> None:
         match action:
             case StartService():
-                self._spawn(self._live(action.member, action.address))
+                self._spawn(self._live(action.member))
             case DrainService():
                 self._spawn(self._drain(action.member, action.timeout_s))
             case KillService():
                 self._kill(action.member)
             case PublishFleet():
                 idle = action.router not in self._unpublished
-                self._unpublished[action.router] = action.workers
+                self._unpublished[action.router] = action
                 if idle:
                     self._spawn(self._publish(action.router))
             case Notice() | FleetReady() | FleetFailed() | FleetStopped():
@@ -195,18 +228,22 @@ class Supervisor:
         if error is not None:
             self._fail(error)
 
-    async def _live(self, member: Member, address: str) -> None:
+    async def _live(self, member: Member) -> None:
         """Follow one member from its start to its death."""
         host = self._hosts[member] = self._create_host(member)
+        is_router = member.role is ServiceRole.ROUTER
         try:
-            number = 0 if member.role is ServiceRole.ROUTER else self._seats.take(await host.machine(), member)
-            result = await host.start(address, Seat(number, sum(self._machine.wanted)))
+            machine = await host.machine()
+            claim = self._claim if is_router and machine == self._here.name else None
+            number = 0 if is_router else self._seats.take(machine, member)
+            seat = Seat(number, self._num_wanted_workers())
+            result = await host.start("" if claim is None else claim.address, seat)
             if isinstance(result, StartFault):
                 self._kill(member)
                 self._post(StartFailed(member, result.reason, result.permanent))
                 return
-            if member.role is ServiceRole.ROUTER:
-                self._router = result
+            if is_router:
+                self._routers[member] = result
             self._post(ServiceStarted(member, result.service_id, result.address))
             await host.wait()
         except HostDied as death:
@@ -214,6 +251,10 @@ class Supervisor:
             self._post(ServiceDied(member, str(death)))
         finally:
             self._seats.leave(member)
+            self._routers.pop(member, None)
+
+    def _num_wanted_workers(self) -> int:
+        return sum(size for role, size in self._machine.wanted.items() if role is not ServiceRole.ROUTER)
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
         with contextlib.suppress(HostDied):  # `_live` reports the death
@@ -227,15 +268,16 @@ class Supervisor:
             host.kill()
 
     async def _publish(self, router: Member) -> None:
-        """Deliver one list at a time, the newest last: a router never sees an older list after a newer one."""
+        """Deliver the lists in order, the newest last: a router never sees an older list after a newer one."""
         try:
             while True:
-                workers = self._unpublished[router]
-                endpoints = [Endpoint(serving.service_id, serving.address, serving.member.role) for serving in workers]
-                await self._hosts[router].set_workers(endpoints)
-                if self._unpublished[router] is workers:
+                news = self._unpublished[router]
+                workers = [Endpoint(s.service_id, s.address, s.member.role) for s in news.workers]
+                routers = [FleetRouter(s.service_id, s.address, s.draining) for s in news.routers]
+                await self._hosts[router].set_fleet(workers, routers)
+                if self._unpublished[router] is news:
                     return
         except (HostDied, KeyError):
-            return  # the router is gone; the next one gets the full list when it starts
+            return  # the router is gone; the next one gets the full lists when it starts
         finally:
             self._unpublished.pop(router, None)

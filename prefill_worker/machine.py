@@ -95,7 +95,7 @@ class PrefillMachine:
             case StepFinished(output):
                 actions += self._on_step(output, now)
             case StepFailed(error):
-                for sequence in self.core.scheduler.fail_step():
+                for sequence in self.core.fail_step(now):
                     actions += self._end(sequence.sequence_id, error)
             case DrainRequested():
                 self.core.draining = True
@@ -105,12 +105,11 @@ class PrefillMachine:
                     actions += self._end(request_id, DeadlineExceeded("the deadline passed during prefill"))
             case _:
                 actions += self._agent_actions(self.transfers.handle(event, now))
-        actions += self.core.next_step(now)
-        return actions + self._unblock(now)
+        return [*self.core.next_step(now), *actions, *self._unblock(now)]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
         stalled_until = None if self._stalled_since is None else self._stalled_since + MAX_STALL_S
-        known = (self.core.deadlines.next(), self.transfers.next_deadline(), stalled_until)
+        known = (self.core.next_deadline(), self.transfers.next_deadline(), stalled_until)
         return min((when for when in known if when is not None), default=None)
 
     @property
@@ -145,7 +144,7 @@ class PrefillMachine:
         return actions
 
     def _on_step(self, output: StepOutput, now: float) -> list[PrefillAction]:
-        plan = self.core.scheduler.step_in_flight
+        plan = self.core.scheduler.oldest_step
         assert plan is not None
         actions: list[PrefillAction] = []
         for chunk in plan.chunks:
@@ -170,14 +169,14 @@ class PrefillMachine:
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
         """Offer the blocks that this step has filled; after the last chunk, the partly filled block too."""
-        call = self._calls.get(chunk.sequence_id)
+        call = self._calls.get(chunk.sequence.sequence_id)
         if call is None:
             return []  # ended while the step ran
         num_computed = chunk.start + chunk.num_tokens
         block_size = self.core.scheduler.block_size
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
-        first_token_id = output.sampled[chunk.sequence_id].token_id if chunk.samples else None
-        blocks = enumerate(chunk.block_table[:num_ready])
+        first_token_id = output.sampled[chunk.sequence.sequence_id].token_id if chunk.samples else None
+        blocks = enumerate(chunk.sequence.block_table[:num_ready])
         offered = self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
         return self._agent_actions(offered)
 
@@ -198,8 +197,9 @@ class PrefillMachine:
 
         The router retries the requests of withdrawn offers.
         """
-        idle = self.core.scheduler.step_in_flight is None
-        if not idle or not any(self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()):
+        if self.core.scheduler.num_steps_in_flight or not any(
+            self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()
+        ):
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = now

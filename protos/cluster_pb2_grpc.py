@@ -63,7 +63,7 @@ class ClusterServicer:
     """
 
     def GetFleet(self, request, context):
-        """List the workers of this router, with their newest reports.
+        """List the workers of this router, with their newest reports, and the routers of the fleet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,7 +77,7 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Set the wanted sizes of the pools. The call returns before workers have started or stopped: GetFleet lists them.
+        """Set the wanted sizes of the pools. The call returns before services have started or stopped: GetFleet lists them.
         If the cluster has a token, the call needs it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

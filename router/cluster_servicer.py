@@ -10,7 +10,7 @@ import grpc.aio
 from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
-from core.service import Scale
+from core.service import SIZE_FIELDS, FleetRouter, PoolSizes, Scale
 from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2, report_codec, worker_pb2
 from router import validation
 from router.bounded_pool import BoundedPool
@@ -29,7 +29,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """`scale` is None for a router without a supervisor, which refuses Scale."""
+    """`scale` is None for a router without a supervisor, which refuses Scale. `routers` are those of the fleet."""
 
     def __init__(
         self,
@@ -44,12 +44,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._shell = shell
         self._validation_pool = validation_pool
         self._scale = scale
+        self.routers: list[FleetRouter] = []
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: Context) -> cluster_pb2.GetFleetResponse:
-        wanted = (0, 0)
+        wanted: PoolSizes = {}
         try:
             if self._scale is not None:
-                wanted = await self._scale(None, None)
+                wanted = await self._scale({})
         except TandemError as error:
             await abort(context, error)
         links = sorted(self._shell.links.values(), key=lambda link: link.endpoint.service_id)
@@ -57,9 +58,22 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             workers=[self._describe(link) for link in links],
             num_queued=self._shell.machine.num_queued,
             num_in_flight=self._shell.machine.num_in_flight,
-            wanted_prefill=wanted[0],
-            wanted_decode=wanted[1],
+            wanted_prefill=wanted.get(ServiceRole.PREFILL, 0),
+            wanted_decode=wanted.get(ServiceRole.DECODE, 0),
+            wanted_routers=wanted.get(ServiceRole.ROUTER, 0),
+            routers=[self._describe_router(router) for router in sorted(self.routers, key=lambda r: r.router_id)],
         )
+
+    def _describe_router(self, router: FleetRouter) -> cluster_pb2.FleetRouter:
+        """A router knows the load of no other router."""
+        state = WorkerState.DRAINING if router.draining else WorkerState.SERVING
+        described = cluster_pb2.FleetRouter(
+            router_id=router.router_id, address=router.address, state=codec.STATE_TO_WIRE[state]
+        )
+        if router.router_id == self._shell.router_id:
+            described.num_queued = self._shell.machine.num_queued
+            described.num_in_flight = self._shell.machine.num_in_flight
+        return described
 
     def _describe(self, link: WorkerLink) -> cluster_pb2.FleetWorker:
         endpoint = link.endpoint
@@ -105,15 +119,17 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             if self._scale is None:
                 raise WorkerUnavailable("this router runs without a supervisor and cannot scale its workers")
-            if not request.HasField("prefill") and not request.HasField("decode"):
-                raise InvalidRequest("prefill", "prefill, decode or both must be set, neither is")
-            prefill, decode = await self._scale(
-                request.prefill if request.HasField("prefill") else None,
-                request.decode if request.HasField("decode") else None,
-            )
+            sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
+            if not sizes:
+                raise InvalidRequest("prefill", "prefill, decode or routers must be set, none is")
+            wanted = await self._scale(sizes)
         except TandemError as error:
             await abort(context, error)
-        return cluster_pb2.ScaleResponse(wanted_prefill=prefill, wanted_decode=decode)
+        return cluster_pb2.ScaleResponse(
+            wanted_prefill=wanted[ServiceRole.PREFILL],
+            wanted_decode=wanted[ServiceRole.DECODE],
+            wanted_routers=wanted[ServiceRole.ROUTER],
+        )
 
     async def GetLedger(self, request: cluster_pb2.GetLedgerRequest, context: Context) -> cluster_pb2.GetLedgerResponse:
         """Ask the workers at the same time. A worker that does not answer in time is listed with an error."""

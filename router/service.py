@@ -1,14 +1,16 @@
-"""The router as a service: its tokenizer, its shell, and the two public gRPC services."""
+"""A router as a service: its tokenizer, its shell, and the two public gRPC services."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from core.config import RouterConfig, SecurityConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, Scale
+from core.service import Endpoint, FleetRouter, Scale
 from protos import cluster_pb2_grpc, inference_pb2_grpc
 from router.bounded_pool import BoundedPool
 from router.cluster_servicer import ClusterServicer
@@ -22,6 +24,15 @@ from text.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RouterPlace:
+    """The place of a router among the routers of its fleet."""
+
+    ordinal: int = 0
+    shares_port: bool = False  # with other routers of this machine
+    scale: Scale | None = None  # None: no supervisor
+
+
 class RouterService:
     """A `core.service.RouterControl`. `start` calls `load_tokenizer` once, in a thread."""
 
@@ -30,35 +41,40 @@ class RouterService:
         config: RouterConfig,
         load_tokenizer: Callable[[], ModelTokenizer],
         telemetry_config: TelemetryConfig,
-        scale: Scale | None = None,
+        place: RouterPlace = RouterPlace(),
         security: SecurityConfig = SecurityConfig(),  # noqa: B008 - it is frozen
     ) -> None:
         """Raises `ConfigError` if the credentials of `security` cannot be read."""
         self._config = config
         self._load_tokenizer = load_tokenizer
         self._telemetry_config = telemetry_config
-        self._telemetry = Telemetry(telemetry_config, "tandem-router")
-        self._scale = scale
+        self._place = place
+        self._router_id = f"router-{place.ordinal}.{secrets.token_hex(4)}"
+        self._telemetry = Telemetry(telemetry_config, "tandem-router", self._router_id)
         self._credentials, self._rules = load_credentials(security), router_rules(security)
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
+        self._cluster: ClusterServicer | None = None
         self._validation = BoundedPool(config.max_queued)
 
     async def start(self) -> Endpoint:
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         self._shell = shell = RouterShell(
-            self._config, tokenizer.eos_token_ids, self._telemetry, self._telemetry_config, self._credentials
-        )
+            self._config, tokenizer.eos_token_ids, self._telemetry, self._telemetry_config, self._credentials,
+            self._router_id,
+        )  # fmt: skip
         self._server = server = GrpcServer(
-            self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules
-        )
+            self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules,
+            self._place.shares_port,
+        )  # fmt: skip
         inference = InferenceServicer(self._config, tokenizer, shell, self._validation)
-        cluster = ClusterServicer(self._config, tokenizer, shell, self._validation, self._scale)
+        self._cluster = cluster = ClusterServicer(self._config, tokenizer, shell, self._validation, self._place.scale)
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
         address = await server.start()
-        logger.info("%s serves %s on %s", shell.router_id, tokenizer.info.name, address)
-        return Endpoint(shell.router_id, address, ServiceRole.ROUTER)
+        cluster.routers = [FleetRouter(self._router_id, address, draining=False)]  # until the supervisor knows more
+        logger.info("%s serves %s on %s", self._router_id, tokenizer.info.name, address)
+        return Endpoint(self._router_id, address, ServiceRole.ROUTER)
 
     async def failed(self) -> BaseException:
         assert self._shell is not None
@@ -67,6 +83,10 @@ class RouterService:
     async def set_workers(self, workers: list[Endpoint]) -> None:
         assert self._shell is not None
         await self._shell.set_workers(workers)
+
+    async def set_routers(self, routers: list[FleetRouter]) -> None:
+        assert self._cluster is not None
+        self._cluster.routers = routers
 
     async def drain(self, timeout_s: float) -> None:
         """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""

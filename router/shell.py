@@ -37,11 +37,12 @@ class RouterShell:
         telemetry: Telemetry,
         telemetry_config: TelemetryConfig,
         credentials: Credentials,
+        router_id: str,
     ) -> None:
         self.telemetry = telemetry
         self._credentials = credentials
-        self.router_id = f"router-{secrets.token_hex(4)}"
-        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, self.router_id)
+        self.router_id = router_id
+        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, router_id)
         self.links: dict[str, WorkerLink] = {}  # by worker id
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)

@@ -29,6 +29,9 @@ from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_f
 from runtime.security import Credentials
 
 CONNECT_TIMEOUT_S = 2.0
+# A busy router reads late. With a window of some hundred tokens, the worker soon waits, and joins its next steps into
+# one message. With gRPC's own window, dozens of steps would wait in the connection, each as a message of its own.
+WINDOW_BYTES = 4096
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # pauses before an attempt to subscribe; the last one repeats
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ class WorkerLink:
         self._post = post
         self._is_known = is_known
         self._credentials = credentials
-        self._channel = open_channel(endpoint.address, MAX_GRPC_MESSAGE_BYTES, credentials)
+        self._channel = open_channel(endpoint.address, MAX_GRPC_MESSAGE_BYTES, credentials, WINDOW_BYTES)
         self._worker = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._prefill = worker_pb2_grpc.PrefillWorkerStub(self._channel)  # type: ignore[no-untyped-call]
         self._decode = worker_pb2_grpc.DecodeWorkerStub(self._channel)  # type: ignore[no-untyped-call]

@@ -69,20 +69,26 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_TIME_S * 1e3 / 2)),
-        ("grpc.so_reuseport", 0),  # else two servers could share one port
         ("grpc.max_metadata_size", 64 * 1024),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ]
 
 
-def open_channel(address: str, max_message_bytes: int, credentials: Credentials = OPEN) -> grpc.aio.Channel:
-    """Uses TLS if `credentials` have a certificate. Each call carries the token itself, in `Credentials.metadata`."""
+def open_channel(
+    address: str, max_message_bytes: int, credentials: Credentials = OPEN, window_bytes: int = 0
+) -> grpc.aio.Channel:
+    """Uses TLS if `credentials` have a certificate. Each call carries the token itself, in `Credentials.metadata`.
+
+    `window_bytes`: what a server may send on one call before this side reads; 0 = as much as gRPC finds useful.
+    """
     options: list[tuple[str, int | str]] = [
         *channel_options(max_message_bytes),
         ("grpc.use_local_subchannel_pool", 1),  # a new channel never reuses a broken connection
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
+    if window_bytes:
+        options += [("grpc.http2.lookahead_bytes", window_bytes), ("grpc.http2.bdp_probe", 0)]
     tls = credentials.for_channel()
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
@@ -123,12 +129,20 @@ class GrpcServer:
     """A grpc.aio server with health and reflection services, which need no token."""
 
     def __init__(
-        self, host: str, port: int, max_message_bytes: int, credentials: Credentials, rules: ServerRules
+        self,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        credentials: Credentials,
+        rules: ServerRules,
+        shares_port: bool = False,
     ) -> None:
+        """`shares_port`: other servers may listen on the port, which is claimed (runtime/shared_port.py)."""
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
         guards = [TokenGuard(credentials.token, rules.guarded)] if credentials.token else []
-        self._server = grpc.aio.server(interceptors=guards, options=channel_options(max_message_bytes))
+        options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
+        self._server = grpc.aio.server(interceptors=guards, options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names: list[str] = []

@@ -1,7 +1,8 @@
 """Metrics of a router and its fleet, for Prometheus. `METRICS` lists every metric with its labels.
 
-Only the router has a metrics page. It also shows what each worker reports to the router. Names and units follow
-OpenTelemetry's semantic conventions for generative AI, in the spelling of Prometheus.
+Only routers have a metrics page, each its own, also with what each worker reports to the router. So with several
+routers a value of a worker is on several pages; the counts of requests add up. Names and units follow OpenTelemetry's
+semantic conventions for generative AI, in the spelling of Prometheus.
 """
 
 from __future__ import annotations

@@ -133,10 +133,13 @@ class JsonLinesExporter(SpanExporter):
 class Telemetry:
     """The tracer of a process. Without a collector and a trace file, no span is recorded."""
 
-    def __init__(self, config: TelemetryConfig, service_name: str) -> None:
-        """Raises `ConfigError` if the trace file cannot be written."""
+    def __init__(self, config: TelemetryConfig, service_name: str, instance_id: str = "") -> None:
+        """`instance_id` tells services of one name apart. Raises `ConfigError` if the trace file cannot be written."""
         self.enabled = bool(config.otlp_endpoint or config.trace_file)
-        resource = Resource.create({"service.name": service_name, "service.namespace": config.service_namespace})
+        attributes = {"service.name": service_name, "service.namespace": config.service_namespace}
+        if instance_id:
+            attributes["service.instance.id"] = instance_id
+        resource = Resource.create(attributes)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         if config.trace_file:
             self._export(JsonLinesExporter(Path(config.trace_file)))

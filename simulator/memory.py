@@ -66,6 +66,7 @@ class Memory:
     def __init__(self, num_blocks: int, block_size: int, garbage: int) -> None:
         """`garbage`: seed of the content of unwritten memory; differs for each start of each worker."""
         self.block_size = block_size
+        self._newest = StepOutput(-1, {})
         self._blocks = [
             [mix(garbage, block * block_size + slot) for slot in range(block_size)] for block in range(num_blocks)
         ]
@@ -85,20 +86,22 @@ class Memory:
         for chunk in plan.chunks:
             self._compute(chunk)
             if chunk.samples:
-                sampled[chunk.sequence_id] = self._sample(chunk)
-        return StepOutput(plan.step_id, sampled)
+                sampled[chunk.sequence.sequence_id] = self._sample(chunk)
+        self._newest = StepOutput(plan.step_id, sampled)
+        return self._newest
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         slot = self._slot(chunk, chunk.start - 1) if chunk.start else _ROOT
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            slot = mix(slot, chunk.token_ids[position])
-            block = chunk.block_table[position // self.block_size]
+            promised = self._newest.sampled[chunk.sequence.sequence_id] if chunk.promised else None
+            slot = mix(slot, chunk.sequence.token_ids[position] if promised is None else promised.token_id)
+            block = chunk.sequence.block_table[position // self.block_size]
             self._blocks[block][position % self.block_size] = slot
 
     def _sample(self, chunk: ScheduledChunk) -> SampledToken:
         folded = _fold(self._slot(chunk, position) for position in range(chunk.start + chunk.num_tokens))
-        wanted = chunk.sampling.num_logprobs is not None
-        return SampledToken(_token_from(folded, chunk.sampling.seed), logprob=-1.0 if wanted else None)
+        wanted = chunk.sequence.sampling.num_logprobs is not None
+        return SampledToken(_token_from(folded, chunk.sequence.sampling.seed), logprob=-1.0 if wanted else None)
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
-        return self._blocks[chunk.block_table[position // self.block_size]][position % self.block_size]
+        return self._blocks[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]

@@ -9,11 +9,12 @@ The machine checks itself after every event.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.block_pool import BlockPool
+from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
 from core.errors import TandemError, TokenStreamEnded
 from core.handoff import AgentAddress, Location
@@ -21,7 +22,7 @@ from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
 from core.scheduler import Scheduler
-from core.step import StepPlan, TokenEvent
+from core.step import StepOutput, StepPlan, TokenEvent
 from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction
@@ -33,7 +34,7 @@ from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
 from worker.changes import ChangeTracker
-from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
+from worker.core import DrainRequested, Planned, RunStep, StepFailed, StepFinished, WorkerCore
 
 TIMER_LATENESS_S = 1e-6  # like an event loop; rounding between two clocks never makes a timer early
 MAX_PULLS_WAITING = 32
@@ -75,6 +76,8 @@ class WorkerNode:
         self._timer_at: float | None = None
         self._changed = False
         self._tracker = ChangeTracker()
+        self._steps: deque[StepPlan] = deque()  # in flight, oldest first
+        self._step_failed = False  # the newest step failed or was dropped
         self.pool = BlockPool(spec.num_blocks)
         self.memory = Memory(spec.num_blocks, spec.layout.block_size, incarnation)
         name = f"{spec.worker_id}@{incarnation:04x}"
@@ -142,8 +145,8 @@ class WorkerNode:
             self.agent.perform(action)
             return
         match action:
-            case RunStep(plan):
-                self._run_step(plan)
+            case RunStep():
+                self._run_step(action)
             case PrefillDone(request_id=call_id):
                 timeline = action.timeline
                 result = events.PrefillResult(
@@ -161,33 +164,60 @@ class WorkerNode:
             case _:
                 raise SimulationError(f"no code performs {action}")
 
-    def _run_step(self, plan: StepPlan) -> None:
+    def _run_step(self, step: RunStep) -> None:
+        """Compute a step after the step in flight, as `StepExecutor` does."""
+        self._world.counts[f"step planned {step.planned.value}"] += 1
+        if step.planned is Planned.AHEAD and self._step_failed:
+            self._world.counts["dropped step"] += 1
+            return
+        self._step_failed = False
+        self._steps.append(step.plan)
+        if len(self._steps) == 1:
+            self._start_step()
+
+    def _start_step(self) -> None:
         """Write the slots in the middle of the step, and return the result at its end."""
-        world = self._world
+        world, plan = self._world, self._steps[0]
         duration = (self.spec.step_s + self.spec.token_s * plan.num_tokens) * world.random.uniform(0.7, 1.5)
         if world.chance(self.spec.step_failure):
             world.counts["failed step"] += 1
-            world.marks.update(f"failed step of {chunk.sequence_id}" for chunk in plan.chunks)
-            world.after(duration, lambda: self.post(StepFailed(TandemError("the step failed"))))
-            return
-        world.after(duration / 2, lambda: self._compute(plan, duration / 2))
+            world.marks.update(f"failed step of {chunk.sequence.sequence_id}" for chunk in plan.chunks)
+            world.after(duration, self._fail_step)
+        else:
+            world.after(duration / 2, lambda: self._compute(plan, duration / 2))
+
+    def _fail_step(self) -> None:
+        """The oldest step fails, and takes the step that was planned ahead with it."""
+        self._world.counts["dropped step"] += len(self._steps) - 1
+        self._steps.clear()
+        self._step_failed = True
+        self.post(StepFailed(TandemError("the step failed")))
 
     def _compute(self, plan: StepPlan, remaining_s: float) -> None:
         if not self.alive:
             return
         self._check_writes(plan)
         output = self.memory.run(plan)
-        self._world.after(remaining_s, lambda: self.post(StepFinished(output)))
+        self._world.after(remaining_s, lambda: self._end_step(output))
+
+    def _end_step(self, output: StepOutput) -> None:
+        self._steps.popleft()
+        if self._steps:
+            self._start_step()
+        self.post(StepFinished(output))
 
     def _check_writes(self, plan: StepPlan) -> None:
-        """Raises `SimulationError` if a step writes into a block of two sequences or a leased block."""
+        """Raises `SimulationError` if a step writes into a block of two sequences, a leased block or a free block."""
         block_size = self.spec.layout.block_size
         written: set[int] = set()
         for chunk in plan.chunks:
             first, last = chunk.start // block_size, (chunk.start + chunk.num_tokens - 1) // block_size
-            for block in chunk.block_table[first : last + 1]:
-                if block in written or self.pool.num_leases(block):
-                    raise SimulationError(f"{self.agent.name}: block {block} of {chunk.sequence_id} is not its own")
+            for block in chunk.sequence.block_table[first : last + 1]:
+                held = self.pool.column_of(block) is Column.HELD
+                if block in written or self.pool.num_leases(block) or not held:
+                    raise SimulationError(
+                        f"{self.agent.name}: block {block} of {chunk.sequence.sequence_id} is not its own"
+                    )
                 written.add(block)
 
     # ---- calls

@@ -80,9 +80,11 @@ class AsyncClient:
     async def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return await self._answer(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest(), self._token)
 
-    async def scale(self, prefill: int | None, decode: int | None) -> cluster_pb2.ScaleResponse:
-        """Set the wanted pool sizes; None leaves a pool as it is."""
-        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode)
+    async def scale(
+        self, prefill: int | None = None, decode: int | None = None, routers: int | None = None
+    ) -> cluster_pb2.ScaleResponse:
+        """Set the wanted sizes; None leaves a size as it is."""
+        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers)
         return await self._answer(self._cluster.Scale, request, self._token)
 
     async def _answer(self, call: Callable[..., Awaitable[T]], request: Any, metadata: Any = None) -> T:
@@ -152,9 +154,11 @@ class Client:
     def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return self._answer(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest(), self._token)
 
-    def scale(self, prefill: int | None, decode: int | None) -> cluster_pb2.ScaleResponse:
-        """Set the wanted pool sizes; None leaves a pool as it is."""
-        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode)
+    def scale(
+        self, prefill: int | None = None, decode: int | None = None, routers: int | None = None
+    ) -> cluster_pb2.ScaleResponse:
+        """Set the wanted sizes; None leaves a size as it is."""
+        request = cluster_pb2.ScaleRequest(prefill=prefill, decode=decode, routers=routers)
         return self._answer(self._cluster.Scale, request, self._token)
 
     def _answer(self, call: Callable[..., T], request: Any, metadata: Any = None) -> T:

@@ -1,12 +1,22 @@
 """The common part of the prefill and decode machines: steps, deadlines, and the load of the worker.
 
-The machine of each role owns a `WorkerCore` and adds its own rules. One step is in flight at a time: `next_step`
-returns the step, and the shell answers with `StepFinished` or `StepFailed`.
+The machine of each role owns a `WorkerCore` and adds its own rules. `next_step` returns a step, and the shell answers
+with `StepFinished` or `StepFailed`. At most two steps are in flight:
+
+    step k      |---------------- runs ----------------|
+    step k + 1                        planned |=====>  |------ runs ------|
+                                              plan_at = started + expected duration - PLAN_AHEAD_S
+
+So the model never waits for the event loop, and a sequence that arrives before `plan_at` is in step k + 1. A step that
+is shorter than PLAN_AHEAD_S gets its successor at once. The expected duration comes from earlier steps of similar size;
+after a step of unknown duration, the next step is planned at its end. The same holds if the next step needs a
+preemption. A failed step takes the step that was planned ahead with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from core.block_pool import BlockPool
 from core.deadlines import Deadlines
@@ -21,6 +31,8 @@ from core.step import StepOutput, StepPlan, TokenEvent
 from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
+
+PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
 # ---- events and actions of every worker
 
@@ -42,23 +54,64 @@ class DrainRequested:
     """Refuse new calls from now on."""
 
 
+class Planned(Enum):
+    """When a step was planned."""
+
+    AHEAD = "ahead"  # while the step before is in flight
+    AT_END = "at_end"  # at the end of the step before: the model waits for this step
+    IDLE = "idle"  # after a time without work
+
+
 @dataclass(frozen=True, slots=True)
 class RunStep:
     plan: StepPlan
+    planned: Planned
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """The expected duration of a step, by its rough number of tokens.
+
+    A shorter step changes the expectation at once, a longer one by a quarter: a step that is planned a little early
+    costs less than a model that waits.
+    """
+
+    _expected_s: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def record(self, num_tokens: int, duration_s: float) -> None:
+        size = _rough_size(num_tokens)
+        known = self._expected_s.get(size, duration_s)
+        self._expected_s[size] = duration_s if duration_s < known else known + (duration_s - known) / 4
+
+    def expected_s(self, num_tokens: int) -> float | None:
+        return self._expected_s.get(_rough_size(num_tokens))
+
+
+def _rough_size(num_tokens: int) -> tuple[int, int]:
+    """The three leading bits, and the number of bits behind them."""
+    num_behind = max(num_tokens.bit_length() - 3, 0)
+    return num_tokens >> num_behind, num_behind
 
 
 @dataclass(slots=True)
 class WorkerCore:
     scheduler: Scheduler
     pool: BlockPool
+    plans_ahead: bool = True
     draining: bool = False
     deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
     timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
     calls: dict[str, CallId] = field(default_factory=dict)  # by request id
     router_calls: dict[str, RouterCalls] = field(default_factory=dict)  # by router id; only routers with open calls
     num_arrived: int = 0
-    num_prefilled_tokens: int = 0
     num_sampled_tokens: int = 0
+    step_started_at: float = 0.0  # of the oldest step in flight
+    _num_step_tokens: list[int] = field(default_factory=list)  # of the steps in flight, oldest first
+    _step_times: StepTimes = field(default_factory=StepTimes)
+    _plan_at: float | None = None  # when to plan the next step while one is in flight; None: at its end
+    _tried_to_plan: bool = False  # since `_plan_at`
+    _step_ended: bool = False  # by the event that is being handled
+    _prefilling: dict[str, Timeline] = field(default_factory=dict)  # the timelines in stage PREFILL
 
     def admit(
         self, request: Request, deadline: float, now: float, sample_limit: int | None = None, call: CallId = NO_CALL
@@ -79,6 +132,7 @@ class WorkerCore:
     def dismiss(self, request_id: str) -> None:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
+        self._prefilling.pop(request_id, None)
         self.deadlines.cancel(request_id)
         call = self.calls.pop(request_id, None)
         if call is not None:
@@ -97,29 +151,69 @@ class WorkerCore:
         self.dismiss(sequence.sequence_id)
 
     def next_step(self, now: float, admit_before: Rank | None = None) -> list[RunStep]:
-        """Start a step, unless one is in flight or there is nothing to compute. `admit_before`: see the scheduler."""
-        if self.scheduler.step_in_flight is not None:
-            return []
+        """Start a step if there is something to compute, and if it is time for one. `admit_before`: see the scheduler.
+
+        Call this after every event.
+        """
+        steps: list[RunStep] = []
+        step_ended, self._step_ended = self._step_ended, False
+        if not self.scheduler.num_steps_in_flight:
+            steps += self._plan(Planned.AT_END if step_ended else Planned.IDLE, now, admit_before)
+        if self.scheduler.num_steps_in_flight == 1 and self._plan_at is not None and now >= self._plan_at:
+            self._tried_to_plan = True
+            steps += self._plan(Planned.AHEAD, now, admit_before)
+        return steps
+
+    def next_deadline(self) -> float | None:
+        """Of a request, or for planning ahead."""
+        deadline = self.deadlines.next()
+        if self._plan_at is None or self._tried_to_plan or self.scheduler.num_steps_in_flight != 1:
+            return deadline
+        return self._plan_at if deadline is None else min(deadline, self._plan_at)
+
+    def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
+        """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on."""
+        events = self.scheduler.complete_step(output)
+        self._step_times.record(self._num_step_tokens.pop(0), now - self.step_started_at)
+        self._on_step_ended(now)
+        self.num_sampled_tokens += len(events)
+        for request_id in [name for name in self._prefilling if name in output.sampled]:
+            self._prefilling.pop(request_id).enter(Stage.DECODE, now)
+        return events
+
+    def fail_step(self, now: float) -> list[Sequence]:
+        """Returns the sequences of the failed step. The caller ends their calls."""
+        failed = self.scheduler.fail_step()
+        self._num_step_tokens.clear()
+        self._on_step_ended(now)
+        return failed
+
+    def _plan(self, planned: Planned, now: float, admit_before: Rank | None) -> list[RunStep]:
         plan = self.scheduler.schedule(admit_before)
         if plan is None:
             return []
-        for chunk in plan.chunks:
-            timeline = self.timelines[chunk.sequence_id]
+        for sequence in self.scheduler.admitted:
+            timeline = self.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
                 timeline.enter(Stage.PREFILL, now)
-        return [RunStep(plan)]
+                self._prefilling[sequence.sequence_id] = timeline
+        self._num_step_tokens.append(plan.num_tokens)
+        if planned is not Planned.AHEAD:
+            self._on_step_started(now)
+        return [RunStep(plan, planned)]
 
-    def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
-        """Take the output of the step. Returns one event for each sampled token, with its sequence in stage DECODE."""
-        assert self.scheduler.step_in_flight is not None
-        self.num_prefilled_tokens += sum(c.num_tokens for c in self.scheduler.step_in_flight.chunks if c.num_tokens > 1)
-        events = self.scheduler.complete_step(output)
-        self.num_sampled_tokens += len(events)
-        for event in events:
-            timeline = self.timelines[event.sequence_id]
-            if timeline.stage is Stage.PREFILL:
-                timeline.enter(Stage.DECODE, now)
-        return events
+    def _on_step_started(self, now: float) -> None:
+        """The oldest step in flight starts."""
+        self.step_started_at = now
+        expected_s = self._step_times.expected_s(self._num_step_tokens[0]) if self.plans_ahead else None
+        self._plan_at = None if expected_s is None else now + expected_s - PLAN_AHEAD_S
+        self._tried_to_plan = False
+
+    def _on_step_ended(self, now: float) -> None:
+        """The oldest step has left the scheduler. A step that was planned ahead starts now."""
+        self._step_ended = True
+        if self._num_step_tokens:
+            self._on_step_started(now)
 
     def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0) -> WorkerLoad:
         counters = transfers.counters
@@ -132,7 +226,7 @@ class WorkerCore:
             num_pulls_waiting=num_pulls_waiting,
             num_queued_tokens=self.scheduler.num_waiting_tokens,
             ledger=self.pool.ledger(),
-            num_prefilled_tokens=self.num_prefilled_tokens,
+            num_prefilled_tokens=self.scheduler.num_prefilled_tokens,
             num_sampled_tokens=self.num_sampled_tokens,
             num_preemptions=self.scheduler.num_preemptions,
             num_transfers=transfers.num_alive,
@@ -148,11 +242,8 @@ class WorkerCore:
         """The claims of the scheduler's sequences that have blocks."""
         states = [(sequence, SequenceState.WAITING) for sequence in self.scheduler.waiting]
         states += [(sequence, SequenceState.RUNNING) for sequence in self.scheduler.running]
-        return [
-            claim_of(sequence, SequenceState.ENDING if sequence.finish_reason is not None else state)
-            for sequence, state in states
-            if sequence.block_table
-        ]
+        states += [(sequence, SequenceState.ENDING) for sequence in self.scheduler.queues.ending.values()]
+        return [claim_of(sequence, state) for sequence, state in states if sequence.block_table]
 
     def check(self) -> None:
         self.pool.check()
@@ -160,6 +251,8 @@ class WorkerCore:
         assert len(self.deadlines) == len(self.timelines)
         assert self.calls.keys() == self.timelines.keys()
         assert len(self.calls) == sum(calls.num_open for calls in self.router_calls.values())
+        in_prefill = {name for name, timeline in self.timelines.items() if timeline.stage is Stage.PREFILL}
+        assert self._prefilling.keys() == in_prefill
 
 
 def claim_of(sequence: Sequence, state: SequenceState) -> Claim:

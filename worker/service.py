@@ -117,7 +117,6 @@ class WorkerService:
         self._parts: WorkerParts | None = None
         self._for_agent: list[Any] = []
         self._driver: Driver[Any, Any] | None = None
-        self._step_started_at = 0.0  # of the step in flight, or of the last step
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
         self._tracker = ChangeTracker()
@@ -182,10 +181,9 @@ class WorkerService:
     def _perform(self, action: Any) -> None:
         assert self._parts is not None
         if isinstance(action, RunStep):
-            self._step_started_at = self._loop.time()
+            self._parts.executor.submit(action.plan, action.planned, self._on_step_done)
             if self._step_watch is None:
                 self._watch_step()
-            self._parts.executor.submit(action.plan, self._on_step_done)
         elif not self._servicer.perform(action):
             self._for_agent.append(action)  # an action unknown to the agent, too, fails the agent and so this worker
 
@@ -206,16 +204,18 @@ class WorkerService:
             self._post_threadsafe(StepFinished(result))
 
     def _watch_step(self) -> None:
-        """Check the step when it is overdue. One timer serves all steps: thousands of timers would cost time."""
-        overdue_at = self._step_started_at + self._config.step_timeout_s
+        """Check the oldest step when it is overdue. One timer serves all steps: thousands of timers would cost time."""
+        assert self._parts is not None
+        overdue_at = self._parts.machine.core.step_started_at + self._config.step_timeout_s
         self._step_watch = self._loop.call_at(overdue_at, self._check_step)
 
     def _check_step(self) -> None:
         assert self._parts is not None
         self._step_watch = None
-        if self._parts.machine.core.scheduler.step_in_flight is None:
+        core = self._parts.machine.core
+        if not core.scheduler.num_steps_in_flight:
             return
-        if self._loop.time() < self._step_started_at + self._config.step_timeout_s:
+        if self._loop.time() < core.step_started_at + self._config.step_timeout_s:
             self._watch_step()
         else:
             limit = f"{self._config.step_timeout_s:g} s (step_timeout_s)"

@@ -109,7 +109,7 @@ async def serve() -> None:
         command = json.loads(line)
         if "workers" in command:
             followed = [Endpoint(w["id"], w["address"], ServiceRole.DECODE) for w in command["workers"]]
-            await host.set_workers(followed)
+            await host.set_fleet(followed, routers=[])
         print(json.dumps(statistics_of(host) if "stats" in command else {}), flush=True)
     await host.stop()
 

@@ -33,6 +33,7 @@ from core.config import EngineConfig, SchedulerConfig, TandemConfig
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.step import ScheduledChunk, TokenEvent
+from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from model_files.model_source import load_config, resolve_model
 from protos import worker_pb2
@@ -51,7 +52,7 @@ MAX_FLOOR_S = 2.0  # torch multiplies bf16 very slowly on a CPU without AVX-512
 class Probe:
     """Times the model, and attention in it, inside each step.
 
-    The model runs from the end of `begin_step`, which makes the batch, to the logits. Attention is the C kernel, with
+    The model runs from its prepared inputs to the logits. Attention is the C kernel, with
     rope and the write into the cache, without the Python around each call.
     """
 
@@ -59,25 +60,24 @@ class Probe:
         self.model_s = self.attention_s = 0.0
         self.steps: list[tuple[int, float, float]] = []  # (sequences, start, end) of the model in each step
         self.length = 0.0  # mean tokens of the last step's sequences
-        self._started_at = 0.0
         model: Any = runner._model
-        self._forward, self._begin_step = model.forward, model.attention.begin_step
-        model.forward, model.attention.begin_step = self.forward, self.begin_step
+        self._prepare, self._forward = model.prepare, model.forward
+        model.prepare, model.forward = self.prepare, self.forward
         if (kernels := getattr(model.attention, "kernels", None)) is not None:  # torch's attention is not timed
             kernels.attend = self.timed(kernels.attend)
 
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> Any:
-        logits = self._forward(chunks)
-        end = time.perf_counter()
-        self.model_s += end - self._started_at
-        self.steps.append((len(chunks), self._started_at, end))
-        self.length = sum(chunk.start + chunk.num_tokens for chunk in chunks) / len(chunks)
-        return logits
+    def prepare(self, chunks: Sequence[ScheduledChunk]) -> Any:
+        length = sum(chunk.start + chunk.num_tokens for chunk in chunks) / len(chunks)
+        return len(chunks), length, self._prepare(chunks)
 
-    def begin_step(self, *arguments: Any) -> Any:
-        step = self._begin_step(*arguments)
-        self._started_at = time.perf_counter()
-        return step
+    def forward(self, prepared: Any, *arguments: Any) -> Any:
+        num_sequences, self.length, inputs = prepared
+        start = time.perf_counter()
+        logits = self._forward(inputs, *arguments)
+        end = time.perf_counter()
+        self.model_s += end - start
+        self.steps.append((num_sequences, start, end))
+        return logits
 
     def timed(self, kernel: Callable[..., int]) -> Callable[..., int]:
         def attend(*arguments: int) -> int:
@@ -110,7 +110,8 @@ class Worker:
             sequence = self._core.admit(request, NEVER, 0.0)
             blocks = self._core.pool.allocate(-(-context // self._runner.layout.block_size))
             assert blocks is not None, "kv_memory_mb is too small for this batch"
-            sequence.block_table, sequence.num_computed_tokens = blocks, context
+            sequence.block_table += blocks
+            sequence.num_computed_tokens = context
             self._core.scheduler.add(sequence)
             self._detokenizers[request.request_id] = self._tokenizer.detokenizer()
         self._step()  # hashes the blocks of the prompts, which a worker does while it pulls them
@@ -161,7 +162,8 @@ class Worker:
 
     def _empty_core(self) -> WorkerCore:
         pool = BlockPool(self._runner.num_blocks)
-        return WorkerCore(Scheduler(SchedulerConfig(), pool, self._runner.layout.block_size, frozenset()), pool)
+        scheduler = Scheduler(SchedulerConfig(), pool, self._runner.layout.block_size, frozenset())
+        return WorkerCore(scheduler, pool, plans_ahead=False)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
         self._num_added += 1
@@ -173,7 +175,7 @@ class Worker:
 
     def _step(self) -> list[TokenEvent]:
         (action,) = self._core.next_step(0.0)
-        return self._core.complete_step(self._runner.run(action.plan), 0.0)
+        return self._core.complete_step(run_step(self._runner, action.plan), 0.0)
 
     def _emit(self, events: list[TokenEvent]) -> None:
         worker_pb2.StepTokens(

@@ -28,7 +28,8 @@ from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.request import SamplingParams
-from core.step import ScheduledChunk, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
+from engine.runner import run_step
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
 from kv_transfer.machine import TransferMachine
@@ -119,9 +120,11 @@ class Side:
         for start in range(0, num_tokens, CHUNK_TOKENS):
             count = min(CHUNK_TOKENS, num_tokens - start)
             last = start + count == num_tokens
-            plan = StepPlan(0, (ScheduledChunk("p", tokens, num_tokens, start, count, blocks, last, SAMPLING),))
+            plan = StepPlan(
+                0, (ScheduledChunk(SequenceView("p", tokens, num_tokens, blocks, SAMPLING), start, count, last, False),)
+            )
             started_at = time.perf_counter()
-            await self._loop.run_in_executor(self._compute, self._runner.run, plan)
+            await self._loop.run_in_executor(self._compute, run_step, self._runner, plan)
             seconds += time.perf_counter() - started_at
             if last or not late:
                 ready = num_blocks if last else (start + count) // self._layout.block_size

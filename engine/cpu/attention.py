@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from core.step import ScheduledChunk
 from engine.attention import PrefillPart, TorchAttention
+from engine.batch import Batch
+from engine.block_tables import BlockTables, StepTables
 from engine.cpu.kernels import Kernels, KVCacheStruct, PagedBatchStruct, StepAttentionStruct
 from engine.kv_pool import KVPool
 from engine.rotary import Rotation
@@ -34,6 +33,7 @@ class NativeAttention:
         self.block_size = layout.block_size
         self.num_heads = num_heads
         self.torch_prefill = TorchAttention(pool) if torch_prefill else None
+        self.block_tables = BlockTables(pool.num_blocks, layout.block_size)
         self.cache = KVCacheStruct(
             base=pool.address(),
             block_stride=block,
@@ -50,61 +50,34 @@ class NativeAttention:
             scale=1.0 / math.sqrt(layout.head_dim),
         )
 
-    def begin_step(self, chunks: Sequence[ScheduledChunk], rotation: Rotation) -> NativeStepAttention:
-        num_tokens = np.array([chunk.num_tokens for chunk in chunks], np.int32)
-        start = np.array([chunk.start for chunk in chunks], np.int32)
-        num_blocks = -(-(start + num_tokens) // self.block_size)
-        tables: list[int] = []
-        for chunk, count in zip(chunks, num_blocks.tolist(), strict=True):
-            tables += chunk.block_table[:count]
-        rows = _Rows(
-            tables=np.array(tables, np.int32),
-            first_block=np.cumsum(num_blocks, dtype=np.int32) - num_blocks,
-            first_row=np.cumsum(num_tokens, dtype=np.int32) - num_tokens,
-            num_tokens=num_tokens,
-            start=start,
-        )
-        assert len(tables) == num_blocks.sum(), "a table is shorter than its sequence"
-        assert rows.tables.min() >= 0, "the kernel would read outside the pool"
-        assert rows.tables.max() < self.pool.num_blocks, "the kernel would read outside the pool"
-        decodes = num_tokens == 1
+    def begin_step(self, batch: Batch, rotation: Rotation) -> NativeStepAttention:
+        tables = self.block_tables.begin_step(batch)
+        decodes = batch.num_tokens == 1
         prefills = ~decodes if self.torch_prefill is None else np.zeros_like(decodes)
-        torch_prefills: list[PrefillPart] = []
-        if self.torch_prefill is not None and not decodes.all():
-            torch_prefills = self.torch_prefill.prefills_of(chunks)
-        batches = _Batch(rows, decodes), _Batch(rows, prefills)
-        return NativeStepAttention(self, rotation, self._slots(rows), batches, torch_prefills)
+        torch_prefills = [] if self.torch_prefill is None else self.torch_prefill.prefills_of(batch, tables)
+        batches = _PagedBatch(batch, tables, decodes), _PagedBatch(batch, tables, prefills)
+        return NativeStepAttention(self, rotation, self._slots(batch, tables), batches, torch_prefills)
 
-    def _slots(self, rows: _Rows) -> np.ndarray:
+    def _slots(self, batch: Batch, tables: StepTables) -> np.ndarray:
         """The offset of each row's key of layer 0, head 0. # int64 [T] bytes from the pool's base"""
-        chunk = np.repeat(np.arange(len(rows.start)), rows.num_tokens)  # of each row
-        positions = rows.start[chunk] + np.arange(len(chunk)) - rows.first_row[chunk]
-        blocks = rows.tables[rows.first_block[chunk] + positions // self.block_size].astype(np.int64)
-        return blocks * self.cache.block_stride + positions % self.block_size * self.cache.row_stride
+        blocks = tables.block_of_each_token(batch, self.block_size)
+        return blocks * self.cache.block_stride + batch.positions % self.block_size * self.cache.row_stride
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """All chunks of a step, as int32 arrays. All but `tables` have one element per chunk."""
-
-    tables: np.ndarray  # the chunks' block tables, concatenated
-    first_block: np.ndarray  # index in `tables` of the chunk's first block
-    first_row: np.ndarray  # of the step's rows
-    num_tokens: np.ndarray
-    start: np.ndarray
-
-
-class _Batch:
+class _PagedBatch:
     """A `paged_batch` of the chosen chunks, and the arrays that the struct points to."""
 
-    def __init__(self, rows: _Rows, chosen: np.ndarray) -> None:
-        self.struct = PagedBatchStruct(num_sequences=int(chosen.sum()))
+    def __init__(self, batch: Batch, tables: StepTables, chosen: np.ndarray) -> None:
+        self.struct = PagedBatchStruct(num_sequences=np.count_nonzero(chosen))
         if not self.struct.num_sequences:
             return
         self._arrays = {
-            name: np.ascontiguousarray(getattr(rows, name)[chosen])
-            for name in ("first_block", "first_row", "num_tokens", "start")
-        } | {"tables": rows.tables}
+            "tables": tables.table,
+            "first_block": (tables.rows[chosen] * tables.table.shape[1]).astype(np.int32),
+            "first_row": batch.first_row[chosen],
+            "num_tokens": batch.num_tokens[chosen],
+            "start": batch.start[chosen],
+        }
         for name, array in self._arrays.items():
             setattr(self.struct, name, array.ctypes.data)
 
@@ -120,7 +93,7 @@ class NativeStepAttention:
         backend: NativeAttention,
         rotation: Rotation,
         slots: np.ndarray,  # int64 [T] bytes from the pool's base
-        batches: tuple[_Batch, _Batch],  # decodes, prefills
+        batches: tuple[_PagedBatch, _PagedBatch],  # decodes, prefills
         torch_prefills: list[PrefillPart],
     ) -> None:
         self.backend = backend

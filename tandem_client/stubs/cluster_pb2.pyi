@@ -30,19 +30,37 @@ class FleetWorker(_message.Message):
     num_dispatched: int
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.WorkerRole, str]] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., address: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.LoadReport, _Mapping]] = ..., report_age_ms: _Optional[float] = ..., num_dispatched: _Optional[int] = ...) -> None: ...
 
+class FleetRouter(_message.Message):
+    __slots__ = ("router_id", "address", "state", "num_queued", "num_in_flight")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    address: str
+    state: _worker_pb2.WorkerState
+    num_queued: int
+    num_in_flight: int
+    def __init__(self, router_id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[_worker_pb2.WorkerState, str]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ...) -> None: ...
+
 class GetFleetResponse(_message.Message):
-    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode")
+    __slots__ = ("workers", "num_queued", "num_in_flight", "wanted_prefill", "wanted_decode", "routers", "wanted_routers")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     WANTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
     WANTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[FleetWorker]
     num_queued: int
     num_in_flight: int
     wanted_prefill: int
     wanted_decode: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ...) -> None: ...
+    routers: _containers.RepeatedCompositeFieldContainer[FleetRouter]
+    wanted_routers: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "queued_tokens", "decode_load", "transfer_blocks", "cost", "chosen")
@@ -79,20 +97,24 @@ class ExplainResponse(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., path: _Optional[_Union[_inference_pb2.RequestPath, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("prefill", "decode")
+    __slots__ = ("prefill", "decode", "routers")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+    routers: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., routers: _Optional[int] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("wanted_prefill", "wanted_decode")
+    __slots__ = ("wanted_prefill", "wanted_decode", "wanted_routers")
     WANTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
     WANTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     wanted_prefill: int
     wanted_decode: int
-    def __init__(self, wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ...) -> None: ...
+    wanted_routers: int
+    def __init__(self, wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., wanted_routers: _Optional[int] = ...) -> None: ...
 
 class GetLedgerRequest(_message.Message):
     __slots__ = ("worker_ids",)

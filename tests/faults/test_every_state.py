@@ -66,12 +66,19 @@ async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
 
 async def in_the_prefill_workers_queue(scene: Scene, timeout_s: float) -> Stream:
     scene.gate.close()
+    scheduler = scene.deployment.prefill[0]._parts.machine.core.scheduler  # type: ignore[union-attr]
+
+    def num_in_front() -> int:
+        return len(scheduler.waiting) + scheduler.num_steps_in_flight  # each of these prompts fills a step
+
     first = Stream(scene.deployment.inference, prompt_of(6, num_tokens=64), num_output=5)
     await until(lambda: scene.gate.waiting, "another prompt is being computed")
+    second = Stream(scene.deployment.inference, prompt_of(7, num_tokens=64), num_output=5)
+    await until(lambda: num_in_front() == 2, "a second prompt is in the next step, or waits for that step")
+    scene.let_go += [first.right, second.right]
     stream = scene.start(timeout_s)
-    machine = scene.deployment.prefill[0]._parts.machine  # type: ignore[union-attr]
-    await until(lambda: len(machine.core.scheduler.waiting) == 1, "it waits behind it")
-    scene.let_go.append(first.right)
+    await until(lambda: num_in_front() == 3, "it waits behind both")
+    assert scheduler.waiting, "it is in a step"
     return stream
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -11,7 +12,6 @@ import pytest
 
 from core.config import WorkerConfig
 from core.request import Request, SamplingParams
-from core.step import StepPlan
 from prefill_worker.machine import PrefillArrived
 from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
 from runtime.grpc_server import open_channel
@@ -89,15 +89,15 @@ async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retry
 async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on() -> None:
     async with deploy(tiny_config()) as deployment:
         runner = runner_of(deployment.decode[0])
-        run, failed = runner.run, list[StepPlan]()
+        compute, failed = runner._steps._compute, []
 
-        def fail_once(plan: StepPlan) -> object:
+        def fail_once(inputs: Any, promised: Any) -> object:
             if not failed:
-                failed.append(plan)
+                failed.append(inputs)
                 raise MemoryError("no memory for this step")
-            return run(plan)
+            return compute(inputs, promised)
 
-        runner.run = fail_once
+        runner._steps._compute = fail_once
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
         assert failed, "the fault did not happen"

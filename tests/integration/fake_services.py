@@ -18,7 +18,7 @@ from pathlib import Path
 from core.config import ClusterConfig
 from core.errors import ModelNotFound
 from core.lifecycle import ServiceRole
-from core.service import Endpoint
+from core.service import Endpoint, FleetRouter
 from fleet.service_host import Placement
 from fleet.supervisor import FleetSpec
 
@@ -35,16 +35,18 @@ class FakeService:
         self.name = f"{role.value}-{placement.ordinal}"
 
     async def start(self) -> Endpoint:
-        port = int(self._placement.address.rpartition(":")[2] or 0)
-        # Shared, so that a test may keep the port for whoever is started on it next (tests/support/ports.py).
-        self._server = await asyncio.start_server(self._break, "127.0.0.1", port, reuse_port=True)
-        address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        host, _, port = self._placement.address.rpartition(":")
+        self._server = await asyncio.start_server(
+            self._break, host or "127.0.0.1", int(port or 0), reuse_port=bool(port)
+        )
+        address = f"{host or '127.0.0.1'}:{self._server.sockets[0].getsockname()[1]}"
         scale = self._placement.scale
         self._say(
             "started",
-            wanted=None if scale is None else await scale(None, None),
+            wanted=None if scale is None else {role.value: size for role, size in (await scale({})).items()},
             address=address,
             host=self._placement.host,
+            shared=self._placement.address,
             num_threads=self._placement.num_threads,
             cores=self._placement.cores,
             omp=os.environ["OMP_NUM_THREADS"],
@@ -58,6 +60,11 @@ class FakeService:
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
         self._say("workers", workers=sorted(worker.service_id.rpartition("-")[0] for worker in workers))
+
+    async def set_routers(self, routers: list[FleetRouter]) -> None:
+        drained = [router.router_id.rpartition("-")[0] for router in routers if router.draining]
+        names = [router.router_id.rpartition("-")[0] for router in routers]
+        self._say("routers", routers=sorted(names), draining=sorted(drained))
 
     async def failed(self) -> BaseException:
         """Whoever connects to its port breaks it."""
@@ -76,6 +83,10 @@ class FakeService:
         message = json.dumps({"name": self.name, "event": event, "pid": os.getpid(), **details})
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
             out.sendto(message.encode(), self._journal)
+
+
+def router_host(machine: str) -> str:
+    return machine or "127.0.0.1"
 
 
 def build_router(journal: str, placement: Placement) -> FakeService:
@@ -100,6 +111,8 @@ def fake_fleet(journal: Path, config: ClusterConfig) -> FleetSpec:
         router=functools.partial(build_router, str(journal)),
         prefill=functools.partial(build_prefill_worker, str(journal)),
         decode=functools.partial(build_decode_worker, str(journal)),
+        router_host=router_host,
+        router_port=0,
         drain_timeout_s=7.0,
         router_drain_timeout_s=5.0,
     )

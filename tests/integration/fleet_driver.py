@@ -1,6 +1,6 @@
 """A driver that brings up a fleet of fake services and then waits: run as a process of its own, to be killed.
 
-Usage: python -m tests.integration.fleet_driver JOURNAL [HOST:PORT of a Ray cluster to join]
+Usage: python -m tests.integration.fleet_driver JOURNAL [HOST:PORT of a Ray cluster to join [resource of routers]]
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from tests.integration.fake_services import fake_fleet
 
 
 async def main() -> None:
-    config = ClusterConfig(address=sys.argv[2] if len(sys.argv) > 2 else "", max_workers=4)
+    journal, address, router_resource = [*sys.argv[1:], "", ""][:3]
+    config = ClusterConfig(address=address, router_resource=router_resource, max_workers=4)
     cluster = connect(config)
-    await cluster.start(fake_fleet(Path(sys.argv[1]), config))
+    await cluster.start(fake_fleet(Path(journal), config))
     while True:
         for news in await cluster.news():
             print("ready" if isinstance(news, FleetReady) else news, flush=True)

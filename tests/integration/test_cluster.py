@@ -20,15 +20,19 @@ import pytest_asyncio
 from cli.serve import fleet_spec
 from core.config import ClusterConfig, EngineConfig, RouterConfig, TandemConfig
 from core.errors import ConfigError, InvalidRequest
+from core.lifecycle import ServiceRole
+from core.service import Endpoint
 from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
-from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
+from fleet.events import FleetFailed, FleetReady, FleetStopped, Member, Notice
+from fleet.supervisor import Here, Host, Supervisor
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
-from tests.support.ports import kept_for_its_successor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONFIG = ClusterConfig(max_workers=4, restart_backoff_s=0.2)
+P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
+SIZES = {P: 1, D: 1, R: 1}
 SMALLEST = ["decode-0", "prefill-0"]
 Fleet = tuple[Cluster, Journal]
 
@@ -78,8 +82,8 @@ async def fleet(fleet_here: Fleet) -> AsyncIterator[Fleet]:
     """The same fleet for every test, brought back to its first size after each."""
     cluster, journal = fleet_here
     yield cluster, journal
-    if await cluster.scale(None, None) != (1, 1):
-        await cluster.scale(1, 1)
+    if await cluster.scale({}) != SIZES:
+        await cluster.scale(SIZES)
         await journal.wait_for(event="workers", workers=SMALLEST)
 
 
@@ -166,7 +170,7 @@ async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
     fleet: Fleet,
 ) -> None:
     cluster, journal = fleet
-    await cluster.scale(None, 2)
+    await cluster.scale({D: 2})
     second = await journal.wait_for(name="decode-1", event="started")
     await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
     os.kill(int(str(second["pid"])), signal.SIGKILL)
@@ -179,7 +183,7 @@ async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
 
 async def test_a_worker_that_fails_by_its_own_fault_is_ended_and_the_operator_told(fleet: Fleet) -> None:
     cluster, journal = fleet
-    await cluster.scale(2, None)
+    await cluster.scale({P: 2})
     started = await journal.wait_for(name="prefill-1", event="started")
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
     host, port = str(started["address"]).split(":")
@@ -195,24 +199,69 @@ async def test_a_dead_router_comes_back_at_its_address_and_hears_of_every_worker
     fleet: Fleet,
 ) -> None:
     cluster, journal = fleet
-    router = await cluster.router()
-    assert router is not None
-    pid = int(router.service_id.rpartition("-")[2], 16)
-    host, port = router.address.split(":")
-    with kept_for_its_successor(host, int(port)):
-        os.kill(pid, signal.SIGKILL)
-        again = await journal.wait_for(name="router-0", event="started")
+    (router,) = await cluster.routers()
+    pid = pid_of(router)
+    os.kill(pid, signal.SIGKILL)
+    again = await journal.wait_for(name="router-0", event="started")
     assert again["address"] == router.address
     assert again["pid"] != pid
     assert (await journal.wait_for(event="workers"))["workers"] == SMALLEST
 
 
+async def test_routers_share_one_port_learn_of_each_other_and_drain_when_removed(fleet: Fleet) -> None:
+    cluster, journal = fleet
+    assert await cluster.scale({R: 3}) == SIZES | {R: 3}
+    for name in ("router-1", "router-2"):
+        await journal.start_of(name)
+    await journal.wait_for(event="routers", name="router-0", routers=["router-0", "router-1", "router-2"])
+    routers = await cluster.routers()
+    assert len({pid_of(router) for router in routers}) == 3
+    assert len({router.address for router in routers}) == 1
+
+    os.kill(pid_of(routers[1]), signal.SIGKILL)
+    await journal.wait_for(event="routers", name="router-2", routers=["router-0", "router-2"])
+    again = await journal.wait_for(name="router-1", event="started")
+    assert again["address"] == routers[0].address
+    assert await journal.wait_for(event="workers", name="router-1", workers=SMALLEST)
+
+    await cluster.scale({R: 1})
+    drained = await journal.wait_for(event="drained")
+    assert (drained["name"], drained["timeout_s"]) == ("router-1", 5.0), "the newest drains first"
+    await journal.wait_for(event="routers", name="router-0", routers=["router-0"])
+    assert [router.service_id for router in await cluster.routers()] == [routers[0].service_id]
+
+
+async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    """A port that all routers share with SO_REUSEPORT keeps out every other fleet, also before a router serves."""
+    cluster, _ = fleet
+    (router,) = await cluster.routers()
+    port = int(router.address.rpartition(":")[2])
+    other = Supervisor(
+        replace(fake_fleet(tmp_path / "other", CONFIG), router_port=port), create_no_host, Here("this machine", "")
+    )
+    await other.start()
+    assert await other.news() == [
+        FleetFailed(f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another port with --port")
+    ]
+    await other.shutdown()
+    assert await other.news() == [FleetStopped()]
+
+
+def create_no_host(_: Member) -> Host:
+    raise AssertionError("a service starts although the port is taken")
+
+
+def pid_of(service: Endpoint) -> int:
+    """The process of a fake service."""
+    return int(service.service_id.rpartition("-")[2], 16)
+
+
 async def test_pools_grow_and_shrink_while_serving_and_shrinking_drains(fleet: Fleet) -> None:
     cluster, journal = fleet
-    assert await cluster.scale(3, None) == (3, 1)
+    assert await cluster.scale({P: 3}) == SIZES | {P: 3}
     grown = ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
     await journal.wait_for(event="workers", workers=grown)
-    assert await cluster.scale(2, 1) == (2, 1)
+    assert await cluster.scale({P: 2, D: 1}) == SIZES | {P: 2}
     assert (await journal.wait_for(event="drained"))["timeout_s"] == 7.0
     stopped = await journal.wait_for(event="stopped")
     await journal.wait_for(event="workers", workers=[name for name in grown if name != stopped["name"]])
@@ -222,15 +271,17 @@ async def test_pools_grow_and_shrink_while_serving_and_shrinking_drains(fleet: F
 async def test_a_size_out_of_bounds_is_refused_by_name(fleet: Fleet) -> None:
     cluster, _ = fleet
     with pytest.raises(InvalidRequest, match=r"decode: must be in \[0, 4\]"):
-        await cluster.scale(1, 5)
-    assert await cluster.scale(None, None) == (1, 1)
+        await cluster.scale({P: 1, D: 5})
+    with pytest.raises(InvalidRequest, match=r"routers: must be in \[1, 4\]"):
+        await cluster.scale({R: 0})
+    assert await cluster.scale({}) == SIZES
 
 
 async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     cluster, journal = fleet
     first: set[tuple[int, ...]] = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
     assert first == {share_of_cores(usable_cores(), seat, 2) for seat in range(2)}
-    await cluster.scale(2, None)
+    await cluster.scale({P: 2})
     started = await journal.wait_for(name="prefill-1", event="started")
     assert started["cores"] == [*share_of_cores(usable_cores(), 2, 3)]
     assert started["num_threads"] == len(started["cores"])  # type: ignore[arg-type]
@@ -247,7 +298,7 @@ async def test_a_service_runs_at_the_niceness_of_the_command_that_started_it(fle
 async def test_the_router_alone_can_ask_the_supervisor_for_the_wanted_sizes(fleet: Fleet) -> None:
     _, journal = fleet
     wanted = {name: journal.started[name]["wanted"] for name in ("router-0", *SMALLEST)}
-    assert wanted == dict.fromkeys(SMALLEST) | {"router-0": [1, 1]}
+    assert wanted == dict.fromkeys(SMALLEST) | {"router-0": {role.value: 1 for role in SIZES}}
 
 
 async def test_a_second_fleet_in_the_same_cluster_is_refused(fleet: Fleet, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from protos import cluster_pb2, inference_pb2
+from core.service import FleetRouter
+from protos import cluster_pb2, inference_pb2, worker_pb2
 from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from runtime.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
@@ -333,6 +334,29 @@ async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(de
             ledger.free + ledger.cached + ledger.held + ledger.leased + ledger.incoming
             == shell._parts.machine.core.pool.num_blocks
         )
+
+
+async def test_a_router_without_a_supervisor_lists_itself_with_its_load(deployment: Deployment) -> None:
+    fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
+    (router,) = fleet.routers
+    assert router.router_id.startswith("router-0.")
+    assert router.address == deployment.router_address
+    assert router.HasField("num_queued")
+    assert router.HasField("num_in_flight")
+    assert fleet.wanted_routers == 0
+
+
+async def test_a_router_lists_the_routers_of_its_fleet_and_the_load_of_itself_alone(deployment: Deployment) -> None:
+    fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
+    (own,) = fleet.routers
+    published = [FleetRouter("router-1.0badcafe", "h:1", draining=True), FleetRouter(own.router_id, own.address, False)]
+    await deployment.router.set_routers(published)
+    fleet = await deployment.cluster.GetFleet(cluster_pb2.GetFleetRequest(), timeout=PATIENCE_S)
+    await deployment.router.set_routers(published[1:])
+    assert [router.router_id for router in fleet.routers] == [own.router_id, "router-1.0badcafe"]
+    assert [router.HasField("num_queued") for router in fleet.routers] == [True, False]
+    states = [worker_pb2.WORKER_STATE_SERVING, worker_pb2.WORKER_STATE_DRAINING]
+    assert [router.state for router in fleet.routers] == states
 
 
 async def test_scaling_without_a_supervisor_is_unavailable(deployment: Deployment) -> None:

@@ -9,14 +9,18 @@ import secrets
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from tests.integration.fake_services import Journal
 from tests.support.ports import kept_port
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROOT = Path(__file__).parents[2]
 HEAD_IP, PREFILL_IP, DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3"
@@ -54,40 +58,68 @@ async def wait_for_line(process: Process, wanted: str) -> None:
     raise AssertionError(f"it ended without saying {wanted!r}: {''.join(seen[-5:])}")
 
 
-@pytest.fixture
-def head_port() -> Iterator[int]:
-    with kept_port(HEAD_IP) as port:
-        yield port
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """A Ray cluster of three machines."""
+
+    head: str  # host:port
+    environment: dict[str, str]
 
 
-@pytest.mark.timeout(240)
-async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(tmp_path: Path, head_port: int) -> None:
-    token = tmp_path / "token"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RayCluster]:
+    token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text(secrets.token_hex(32))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "PATH": path}
-    head = f"{HEAD_IP}:{head_port}"
-    # One after the other: on one real machine two starts at the same time fight for socket names.
-    async with (
-        machine("head.sh", environment=environment | {"NODE_IP": HEAD_IP, "PORT": str(head_port)}),
-        machine("prefill.sh", head, environment=environment | {"NODE_IP": PREFILL_IP}),
-        machine("decode.sh", head, environment=environment | {"NODE_IP": DECODE_IP}),
-        Journal.open(tmp_path / "journal") as journal,
-    ):
-        driver = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.integration.fleet_driver", str(tmp_path / "journal"), head,
-            env=environment, stdout=PIPE, stderr=DEVNULL,
-        )  # fmt: skip
-        try:
-            await wait_for_line(driver, "ready")
+    with kept_port(HEAD_IP) as port:
+        head = f"{HEAD_IP}:{port}"
+        # One after the other: on one real machine two starts at the same time fight for socket names.
+        async with (
+            machine("head.sh", environment=environment | {"NODE_IP": HEAD_IP, "PORT": str(port)}),
+            machine("prefill.sh", head, environment=environment | {"NODE_IP": PREFILL_IP}),
+            machine("decode.sh", head, "2", environment=environment | {"NODE_IP": DECODE_IP}),
+        ):
+            yield RayCluster(head, environment)
+
+
+@contextlib.asynccontextmanager
+async def driver(cluster: RayCluster, journal: Path, *arguments: str) -> AsyncIterator[None]:
+    """A fleet of fake services in this cluster, as soon as it is ready; ended by SIGKILL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.integration.fleet_driver", str(journal), cluster.head, *arguments,
+        env=cluster.environment, stdout=PIPE, stderr=DEVNULL,
+    )  # fmt: skip
+    try:
+        await wait_for_line(process, "ready")
+        yield
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.communicate()
+
+
+@pytest.mark.timeout(240)
+async def test_each_pool_lands_on_its_own_machine_and_dies_with_the_driver(tmp_path: Path, cluster: RayCluster) -> None:
+    async with Journal.open(tmp_path / "journal") as journal:
+        async with driver(cluster, tmp_path / "journal"):
             started = {name: await journal.start_of(name) for name in ("router-0", "prefill-0", "decode-0")}
-        finally:
-            services = [psutil.Process(pid) for pid in journal.pids if psutil.pid_exists(pid)]
-            driver.send_signal(signal.SIGKILL)
-            await driver.communicate()
+            services = [psutil.Process(pid) for pid in journal.pids]
         hosts = {name: start["host"] for name, start in started.items()}
         assert hosts == {"router-0": HEAD_IP, "prefill-0": PREFILL_IP, "decode-0": DECODE_IP}
+        assert started["router-0"]["shared"].startswith(f"{HEAD_IP}:"), "the supervisor claimed no port"  # type: ignore[attr-defined]
         assert {start["niceness"] for start in started.values()} == {os.nice(0)}, "a service loses to other programs"
         assert len(services) == 3
         _, left = await asyncio.to_thread(psutil.wait_procs, services, 10)
         assert left == [], "what a driver started ends with it, also on other machines"
+
+
+async def test_routers_with_a_resource_run_where_it_is_and_listen_there_alone(
+    tmp_path: Path, cluster: RayCluster
+) -> None:
+    async with (
+        Journal.open(tmp_path / "journal") as journal,
+        driver(cluster, tmp_path / "journal", "decode"),  # the other place there is for a decode worker
+    ):
+        started = await journal.start_of("router-0")
+        assert (started["host"], started["shared"]) == (DECODE_IP, "")
+        await journal.wait_for(name="router-0", event="workers", workers=["decode-0", "prefill-0"])

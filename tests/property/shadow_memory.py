@@ -9,7 +9,7 @@ Content = int  # hash of a cache salt and all tokens up to a position
 
 def contents(sequence: Sequence, start: int, end: int) -> list[Content]:
     """The contents that `sequence` needs in the slots of positions [start, end)."""
-    salt, tokens = sequence.request.cache_salt, tuple(sequence.token_ids)
+    salt, tokens = sequence.request.cache_salt, (*sequence.token_ids, "dropped")
     return [hash((salt, tokens[: position + 1])) for position in range(start, end)]
 
 
@@ -23,6 +23,9 @@ class ShadowMemory:
         return [self.blocks[block_table[p // size]][p % size] for p in range(start, end)]
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:
-        """Write positions [start, end), computed by `sequence` or by a peer for it."""
+        """Write positions [start, end), computed by `sequence` or by a peer for it.
+
+        The token of the last position may be missing: a step samples it for the step ahead, and drops it at an abort.
+        """
         for position, content in enumerate(contents(sequence, start, end), start):
             self.blocks[sequence.block_table[position // self.block_size]][position % self.block_size] = content

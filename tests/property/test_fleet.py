@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.config import ClusterConfig
+from core.lifecycle import ServiceRole
 from core.machine import Tick
 from fleet.events import (
     Drained,
@@ -30,10 +31,12 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = FleetMachine(ClusterConfig(max_workers=3), drain_timeout_s=5.0, router_drain_timeout_s=2.0)
+        config = ClusterConfig(max_workers=3, num_routers=2)
+        self.fleet = FleetMachine(config, drain_timeout_s=5.0, router_drain_timeout_s=2.0)
         self.now = 0.0
         self.alive: dict[Member, str] = {}  # -> starting | serving | draining
         self.dead: list[Member] = []
+        self.published: dict[Member, PublishFleet] = {}  # the newest lists of each router
         self.ended = False
         self.send(Tick())
 
@@ -46,26 +49,30 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
                     self.alive[member] = "starting"
                 case DrainService(member):
                     assert self.alive[member] == "serving"
+                    if self.ended and member.role is not ServiceRole.ROUTER:
+                        assert not [other for other in self.alive if other.role is ServiceRole.ROUTER]
                     self.alive[member] = "draining"
                 case KillService(member):
                     self.mark_dead(member)
-                case PublishFleet(router, workers):
+                case PublishFleet(router, workers, routers):
                     assert self.alive[router] != "starting"
-                    assert all(self.alive[serving.member] != "starting" for serving in workers)
+                    assert all(self.alive[serving.member] != "starting" for serving in (*workers, *routers))
+                    self.published[router] = action
                 case FleetStopped():
                     assert not self.alive
 
     def mark_dead(self, member: Member) -> None:
         del self.alive[member]
+        self.published.pop(member, None)
         self.dead.append(member)
 
     def member_in(self, data: st.DataObject, *states: str) -> Member | None:
         members = [member for member, state in self.alive.items() if state in states]
         return data.draw(st.sampled_from(members)) if members else None
 
-    @rule(prefill=st.none() | st.integers(0, 3), decode=st.none() | st.integers(0, 3))
-    def scale(self, prefill: int | None, decode: int | None) -> None:
-        self.send(ScaleTo(prefill, decode))
+    @rule(sizes=st.dictionaries(st.sampled_from(ServiceRole), st.integers(1, 3)), empty=st.booleans())
+    def scale(self, sizes: dict[ServiceRole, int], empty: bool) -> None:
+        self.send(ScaleTo(sizes | ({ServiceRole.DECODE: 0} if empty else {})))
 
     @rule(data=st.data())
     def a_start_succeeds(self, data: st.DataObject) -> None:
@@ -104,6 +111,16 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
     @invariant()
     def every_rule_holds(self) -> None:
         self.fleet.check()
+
+    @invariant()
+    def all_routers_have_the_same_lists_of_everything_that_serves(self) -> None:
+        live = {member for member, state in self.alive.items() if state != "starting"}
+        routers = {member for member in live if member.role is ServiceRole.ROUTER}
+        assert self.published.keys() == routers
+        for news in self.published.values():
+            assert {serving.member for serving in news.workers} == live - routers
+            assert {serving.member for serving in news.routers} == routers
+            assert all(serving.draining == (self.alive[serving.member] == "draining") for serving in news.routers)
 
     def teardown(self) -> None:
         """From any state, no member is left after a shutdown and the last deadline."""

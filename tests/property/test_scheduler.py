@@ -2,7 +2,8 @@
 
 The model records for each slot the prefix that its KV was computed from. Every slot that a chunk reads must hold the
 prefix of its own sequence, so the test sees each read of a stale, evicted or foreign block. A chunk may write only
-blocks that no other sequence holds, that no peer reads, and that are neither reserved nor in the prefix cache.
+blocks that no other sequence holds, that no peer reads, and that are neither reserved nor in the prefix cache. A step
+may be planned while another is in flight.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting)
         self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
         self.memory = ShadowMemory(num_blocks, BLOCK_SIZE)
-        self.sequences: dict[str, Sequence] = {}  # in the scheduler and not ended
+        self.sequences: dict[str, Sequence] = {}  # in the scheduler; ended ones only while a step contains them
+        self.steps: list[StepPlan] = []  # in flight, oldest first
         self.pulls: list[Pull] = []
         self.leases: list[Lease] = []
         self.born: list[Sequence] = []
@@ -123,12 +125,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def abort(self, pick: int) -> None:
         sequence = list(self.sequences.values())[pick % len(self.sequences)]
-        alive = sequence.finish_reason is None
-        assert self.scheduler.abort(sequence.sequence_id) == alive
+        reason = sequence.finish_reason
+        assert self.scheduler.abort(sequence.sequence_id) == (reason is None)
         assert not self.scheduler.abort(sequence.sequence_id)
-        assert sequence.finish_reason is FinishReason.ERROR
-        if self.scheduler.get(sequence.sequence_id) is None:
-            del self.sequences[sequence.sequence_id]
+        assert sequence.finish_reason is (reason or FinishReason.ERROR)
+        self.forget_those_that_left([sequence])
 
     # ---- hand-offs in
 
@@ -190,12 +191,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- steps
 
-    @precondition(lambda self: self.scheduler.step_in_flight is None)
+    @precondition(lambda self: len(self.steps) < 2)
     @rule()
     def begin_step(self) -> None:
         self.schedule(None)
 
-    @precondition(lambda self: self.scheduler.step_in_flight is None)
+    @precondition(lambda self: len(self.steps) < 2)
     @rule(priority=st.integers(0, 2), pick=picks)
     def begin_step_while_another_waits(self, priority: int, pick: int) -> None:
         """A sequence in another queue waits for blocks, too."""
@@ -206,7 +207,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self, admit_before: Rank | None) -> None:
         preemptions = self.scheduler.num_preemptions
+        before = {name: sequence.num_planned_tokens for name, sequence in self.sequences.items()}
         plan = self.scheduler.schedule(admit_before)
+        if self.steps:
+            assert self.scheduler.num_preemptions == preemptions, "a step ahead preempts a sequence"
+            if plan is None:
+                after = {name: sequence.num_planned_tokens for name, sequence in self.sequences.items()}
+                assert after == before, "a refused step changes the plan"
+                return
         if plan is None and admit_before is not None:
             behind = [s.rank >= admit_before and not s.block_table for s in self.sequences.values()]
             assert all(behind) or self.leases or self.pulls, "no step runs, although no pull or lease keeps a block"
@@ -216,9 +224,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.leases or self.pulls, "no step runs, although no pull or lease keeps a block"
             assert not self.scheduler.running or self.pool.num_available == 0, "no step runs despite available blocks"
             return
+        self.steps.append(plan)
         config = self.scheduler.config
         assert 0 < plan.num_tokens <= config.max_batched_tokens
-        assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
+        assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
         if self.scheduler.num_preemptions == preemptions:
             self.assert_decodes_are_planned(plan)
         self.assert_chunks_are_safe(plan)
@@ -226,23 +235,43 @@ class SchedulerMachine(RuleBasedStateMachine):
     def assert_decodes_are_planned(self, plan: StepPlan) -> None:
         if self.pool.num_available == 0:
             return
-        planned = {chunk.sequence_id for chunk in plan.chunks}
+        if len(self.steps) == 2:
+            return self.assert_decodes_go_on(plan)
+        planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
         decoding = [s for s in self.scheduler.running if s.num_uncomputed_tokens == 1]
         assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
 
+    def assert_decodes_go_on(self, plan: StepPlan) -> None:
+        """A sequence that samples in the step in flight is in the step ahead, unless its promised token is the last."""
+        planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
+        for chunk in self.steps[0].chunks:
+            sequence = self.sequences[chunk.sequence.sequence_id]
+            if chunk.samples and sequence.finish_reason is None:
+                at_most = sequence.request.max_total_tokens - len(sequence.token_ids)
+                if sequence.sample_limit is not None:
+                    num_sampled = len(sequence.token_ids) - sequence.request.num_prompt_tokens
+                    at_most = min(at_most, sequence.sample_limit - num_sampled)
+                assert (sequence.sequence_id in planned) == (at_most > 1)
+
     def assert_chunks_are_safe(self, plan: StepPlan) -> None:
-        """Every chunk reads its own prefix, and writes to blocks that no other sequence or peer uses."""
+        """Every chunk starts where the last one ends, and writes to blocks that no other sequence or peer uses."""
+        oldest = plan is self.steps[0]
         holders = self.holders()
         findable = {block for sequence in self.born for block in self.find(sequence)}
         leased = {block for lease in self.leases for block in lease.blocks}
         incoming = {block for pull in self.pulls for block in pull.reserved}
         for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
-            assert chunk.block_table is sequence.block_table
-            assert chunk.start == sequence.num_computed_tokens
-            assert chunk.samples == (chunk.start + chunk.num_tokens == len(sequence.token_ids))
-            self.assert_readable(sequence, chunk.start)
+            sequence = self.sequences[chunk.sequence.sequence_id]
+            assert chunk.sequence.block_table is sequence.block_table
             end = chunk.start + chunk.num_tokens
+            if oldest:
+                assert chunk.start == sequence.num_computed_tokens
+                self.assert_readable(sequence, chunk.start)
+            else:
+                assert end == sequence.num_planned_tokens
+                assert chunk.promised == (chunk.start == len(sequence.token_ids))
+                assert chunk.samples == (end >= len(sequence.token_ids))
+                assert sequence.finish_reason is None, "an ended sequence is planned"
             written = set(sequence.block_table[chunk.start // BLOCK_SIZE : (end - 1) // BLOCK_SIZE + 1])
             assert all(holders[block] == 1 for block in written), "writes a block that another sequence holds"
             assert not written & (findable | leased | incoming), "writes a block that others may read"
@@ -255,43 +284,51 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run the step as a runner does, but at its end, so that the events during the step can do harm."""
         self.assert_chunks_are_safe(plan)
         for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
+            sequence = self.sequences[chunk.sequence.sequence_id]
             end = chunk.start + chunk.num_tokens
             self.memory.write(sequence, chunk.start, end)
         for chunk in plan.chunks:
-            self.assert_readable(self.sequences[chunk.sequence_id], chunk.start + chunk.num_tokens)
+            self.assert_readable(self.sequences[chunk.sequence.sequence_id], chunk.start + chunk.num_tokens)
 
-    @precondition(lambda self: self.scheduler.step_in_flight is not None)
+    @precondition(lambda self: self.steps)
     @rule(seed=picks, offers=st.booleans())
     def end_step(self, seed: int, offers: bool) -> None:
-        plan = self.scheduler.step_in_flight
-        assert plan is not None
+        plan = self.steps[0]
+        assert plan is self.scheduler.oldest_step
         self.execute(plan)
+        del self.steps[0]
         if offers:
             self.offer_finished_prompts(plan)
         draw = random.Random(seed)
-        sampled = {c.sequence_id: SampledToken(draw.choice(TOKENS)) for c in plan.chunks if c.samples}
-        before = {c.sequence_id: list(self.sequences[c.sequence_id].token_ids) for c in plan.chunks}
-        aborted = {c.sequence_id for c in plan.chunks if self.sequences[c.sequence_id].finish_reason is not None}
+        sampled = {c.sequence.sequence_id: SampledToken(draw.choice(TOKENS)) for c in plan.chunks if c.samples}
+        before = {c.sequence.sequence_id: list(self.sequences[c.sequence.sequence_id].token_ids) for c in plan.chunks}
+        aborted = {
+            c.sequence.sequence_id
+            for c in plan.chunks
+            if self.sequences[c.sequence.sequence_id].finish_reason is not None
+        }
         events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
         assert {event.sequence_id for event in events} == sampled.keys() - aborted
         for event in events:
             self.assert_token_counts_once(event, before[event.sequence_id], sampled[event.sequence_id])
-        self.forget({event.sequence_id for event in events if event.finish_reason is not None} | aborted)
+        ended = {event.sequence_id for event in events if event.finish_reason is not None} | aborted
+        self.forget_those_that_left([self.sequences[name] for name in ended])
 
-    @precondition(lambda self: self.scheduler.step_in_flight is None)
-    @rule(num_steps=st.integers(2, 6), seed=picks)
-    def run_steps(self, num_steps: int, seed: int) -> None:
+    @precondition(lambda self: not self.steps)
+    @rule(num_steps=st.integers(2, 6), seed=picks, ahead=st.booleans())
+    def run_steps(self, num_steps: int, seed: int, ahead: bool) -> None:
         for step in range(num_steps):
             self.begin_step()
-            if self.scheduler.step_in_flight is not None:
+            if ahead and len(self.steps) == 1:
+                self.begin_step()
+            if self.steps:
                 self.end_step(seed + step, offers=False)
             self.the_ledger_balances()
 
     def offer_finished_prompts(self, plan: StepPlan) -> None:
         """Lease the blocks of finished prompts with the last, partial block, as a prefill worker does."""
         for chunk in plan.chunks:
-            sequence = self.sequences[chunk.sequence_id]
+            sequence = self.sequences[chunk.sequence.sequence_id]
             if chunk.samples and sequence.sample_limit == 1 and sequence.finish_reason is None:
                 self.lease(sequence, chunk.start + chunk.num_tokens)
 
@@ -301,22 +338,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert event.index == len(before) - sequence.request.num_prompt_tokens
         assert event.finish_reason is sequence.finish_reason
 
-    def forget(self, ended: set[str]) -> None:
-        for sequence_id in ended:
-            assert self.scheduler.get(sequence_id) is None
-            assert not self.sequences.pop(sequence_id).block_table
+    def forget_those_that_left(self, ended: list[Sequence]) -> None:
+        """An ended sequence leaves once no step in flight contains it, and then holds no block."""
+        in_flight = {chunk.sequence.sequence_id for plan in self.steps for chunk in plan.chunks}
+        for sequence in ended:
+            assert (self.scheduler.get(sequence.sequence_id) is not None) == (sequence.sequence_id in in_flight)
+            if sequence.sequence_id not in in_flight:
+                assert not self.sequences.pop(sequence.sequence_id).block_table
 
-    @precondition(lambda self: self.scheduler.step_in_flight is not None)
+    @precondition(lambda self: self.steps)
     @rule()
     def fail_step(self) -> None:
-        plan = self.scheduler.step_in_flight
-        assert plan is not None
-        ids = {chunk.sequence_id for chunk in plan.chunks}
-        alive = {i for i in ids if self.sequences[i].finish_reason is None}
+        in_failed = {chunk.sequence.sequence_id for chunk in self.steps[0].chunks}
+        ids = {chunk.sequence.sequence_id for plan in self.steps for chunk in plan.chunks}
+        ended = {name for name in ids if self.sequences[name].finish_reason is not None}
+        self.steps.clear()
         failed = self.scheduler.fail_step()
-        assert {sequence.sequence_id for sequence in failed} == alive
+        assert {sequence.sequence_id for sequence in failed} == in_failed - ended
         assert all(sequence.finish_reason is FinishReason.ERROR for sequence in failed)
-        self.forget(ids)
+        assert all(s.num_planned_tokens == s.num_computed_tokens for s in self.sequences.values())
+        self.forget_those_that_left([self.sequences[name] for name in in_failed | ended])
 
     # ---- invariants
 
@@ -324,7 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_ledger_balances(self) -> None:
         self.pool.check()
         self.scheduler.check()
-        assert {s.sequence_id for s in [*self.scheduler.running, *self.scheduler.waiting]} == self.sequences.keys()
+        assert self.scheduler.queues.by_id == self.sequences
         held = self.holders().keys()
         leased = {block for lease in self.leases for block in lease.blocks}
         incoming = [block for pull in self.pulls for block in pull.reserved]
@@ -356,10 +397,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.leases:
             self.unlease(0)
         tokens_left = sum(s.request.max_total_tokens for s in self.sequences.values())
-        for _ in range(2 + tokens_left * (1 + len(self.sequences))):
-            if self.scheduler.step_in_flight is None:
+        for number in range(2 + tokens_left * (1 + len(self.sequences))):
+            while len(self.steps) < 1 + number % 2:
+                num_steps = len(self.steps)
                 self.begin_step()
-            if self.scheduler.step_in_flight is not None:
+                if len(self.steps) == num_steps:
+                    break
+            if self.steps:
                 self.end_step(seed=1, offers=False)
             self.the_ledger_balances()
             if not self.sequences:

@@ -51,16 +51,17 @@ class DrivenWorker:
         build: Callable[[WorkerCore, TransferMachine], PrefillMachine | DecodeMachine],
         num_blocks: int = 16,
         scheduler: SchedulerConfig | None = None,
+        plans_ahead: bool = False,
     ) -> None:
         self.now = 50.0
         self.me, self.peer = address("me", num_blocks), address("peer")
         self.pool = BlockPool(num_blocks)
         config = scheduler or SchedulerConfig(max_batched_tokens=8, max_running=4, max_waiting=8)
-        self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool)
+        self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool, plans_ahead)
         transfers = TransferMachine(TransferConfig(lease_s=LEASE_S, transport="memory"), self.pool, self.me)
         self.machine = build(self.core, transfers)
         self.actions: list[Any] = []
-        self.plan: StepPlan | None = None  # the step in flight
+        self.plans: list[StepPlan] = []  # the steps in flight, oldest first
         self._counter = 0
 
     # ---- driving
@@ -71,28 +72,30 @@ class DrivenWorker:
         self.actions += actions
         for action in actions:
             if isinstance(action, RunStep):
-                assert self.plan is None, "one step at a time"
-                self.plan = action.plan
+                assert not self.plans or self.core.plans_ahead, "one step at a time"
+                self.plans.append(action.plan)
         return actions
 
     def finish_step(self, **tokens: int) -> list[Any]:
-        """End the step in flight. `tokens` replaces sampled tokens, by sequence id."""
-        plan, self.plan = self.plan, None
-        assert plan is not None, "no step is in flight"
+        """End the oldest step in flight. `tokens` replaces sampled tokens, by sequence id."""
+        assert self.plans, "no step is in flight"
+        plan = self.plans.pop(0)
         sampled = {
-            chunk.sequence_id: SampledToken(tokens.get(chunk.sequence_id, chunk.start + chunk.num_tokens))
+            chunk.sequence.sequence_id: SampledToken(
+                tokens.get(chunk.sequence.sequence_id, chunk.start + chunk.num_tokens)
+            )
             for chunk in plan.chunks
             if chunk.samples
         }
         return self.post(StepFinished(StepOutput(plan.step_id, sampled)))
 
     def fail_step(self) -> list[Any]:
-        self.plan = None
+        self.plans.clear()
         return self.post(StepFailed(TandemError("the step failed")))
 
     def run_until_idle(self) -> None:
         for _ in range(200):
-            if self.plan is None:
+            if not self.plans:
                 return
             self.finish_step()
         raise AssertionError("still not idle after 200 steps")
@@ -122,9 +125,10 @@ class DrivenWorker:
     def sent(self, kind: type[A]) -> list[A]:
         return [action.message for action in self.of(SendMessage) if isinstance(action.message, kind)]
 
-    def chunks(self) -> list[tuple[str, int, int]]:
-        """(sequence, start, tokens) of the step in flight."""
-        return [] if self.plan is None else [(c.sequence_id, c.start, c.num_tokens) for c in self.plan.chunks]
+    def chunks(self, step: int = 0) -> list[tuple[str, int, int]]:
+        """(sequence, start, tokens) of a step in flight, by default of the oldest one."""
+        chunks = self.plans[step].chunks if len(self.plans) > step else ()
+        return [(chunk.sequence.sequence_id, chunk.start, chunk.num_tokens) for chunk in chunks]
 
     @property
     def ledger(self) -> dict[str, int]:

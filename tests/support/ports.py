@@ -17,12 +17,3 @@ def kept_port(host: str) -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, 0))
         yield int(holder.getsockname()[1])
-
-
-@contextlib.contextmanager
-def kept_for_its_successor(host: str, port: int) -> Iterator[None]:
-    """Reserve the port of a listening server for the next server on it. Both servers set SO_REUSEPORT."""
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, port))
-        yield

@@ -8,7 +8,7 @@ from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Sequence
 from engine.factory import build_runner
-from engine.runner import Runner
+from engine.runner import Runner, run_step
 
 
 class CoLocatedEngine:
@@ -23,7 +23,7 @@ class CoLocatedEngine:
         sequence = Sequence(request, arrival=0)
         scheduler.add(sequence)
         while (plan := scheduler.schedule()) is not None:
-            scheduler.complete_step(self.runner.run(plan))
+            scheduler.complete_step(run_step(self.runner, plan))
         return sequence.token_ids[request.num_prompt_tokens :]
 
     def close(self) -> None:

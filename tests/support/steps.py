@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from core.step import StepOutput, StepPlan
+from core.step import StepOutput
 
 
 def runner_of(worker: Any) -> Any:
@@ -18,14 +18,14 @@ def runner_of(worker: Any) -> Any:
 def slow_down(worker: Any, step_s: float) -> None:
     """Make every step take `step_s` longer."""
     runner = runner_of(worker)
-    run = runner.run
+    collect = runner.collect
 
-    def slow(plan: StepPlan) -> StepOutput:
+    def slow() -> StepOutput:
         time.sleep(step_s)
-        output: StepOutput = run(plan)
+        output: StepOutput = collect()
         return output
 
-    runner.run = slow
+    runner.collect = slow
 
 
 class Gate:
@@ -33,20 +33,20 @@ class Gate:
 
     def __init__(self, worker: Any) -> None:
         runner = runner_of(worker)
-        self._run, runner.run = runner.run, self._pass
+        self._collect, runner.collect = runner.collect, self._pass
         self._open = threading.Event()
         self._open.set()
         self._passes = 0
         self.waiting = False
 
-    def _pass(self, plan: StepPlan) -> StepOutput:
+    def _pass(self) -> StepOutput:
         if self._passes:
             self._passes -= 1
         else:
             self.waiting = True
             assert self._open.wait(30), "the gate stayed closed for 30 s"
             self.waiting = False
-        output: StepOutput = self._run(plan)
+        output: StepOutput = self._collect()
         return output
 
     def close(self, after: int = 0) -> None:

@@ -35,5 +35,13 @@ def test_what_is_drawn_is_on_the_page(expression: str, legend: str) -> None:
         assert set(re.findall(r"{{(\w+)}}", legend)) <= (groups[0] if groups else labels)
 
 
+@pytest.mark.parametrize("expression", [expression for expression, _ in TARGETS])
+def test_with_several_routers_the_report_of_a_worker_is_drawn_once(expression: str) -> None:
+    """Every router has the reports of every worker on its page."""
+    for name in NAME.findall(expression):
+        if name.startswith(("tandem_worker_", "tandem_transfer_")):
+            assert re.search(rf"max by \([^)]*\bworker\b[^)]*\) \((rate\()?{name}\b", expression)
+
+
 def test_every_metric_is_drawn() -> None:
     assert {metric_of(name) for expression, _ in TARGETS for name in NAME.findall(expression)} == set(Metric)

@@ -36,6 +36,7 @@ GIVEN = [
     ("model", "fake:tiny", "engine", "model"),
     ("prefill", 9, "cluster", "num_prefill"),
     ("decode", 9, "cluster", "num_decode"),
+    ("routers", 9, "cluster", "num_routers"),
     ("host", "0.0.0.0", "router", "host"),
     ("port", 1234, "router", "port"),
     ("address", "head:6379", "cluster", "address"),

@@ -28,9 +28,10 @@ from core.config import (
     TransferConfig,
 )
 from core.errors import ConfigError
+from runtime.shared_port import PortClaim
 
 
-def fake_config(**parts: EngineConfig | TelemetryConfig) -> TandemConfig:
+def fake_config(**parts: EngineConfig | TelemetryConfig | ClusterConfig) -> TandemConfig:
     """A config that passes every check, with `parts` replaced."""
     config = TandemConfig(engine=EngineConfig(model="fake:tiny"), router=RouterConfig(port=0))
     return replace(config, **parts)  # type: ignore[arg-type]
@@ -59,6 +60,26 @@ def test_the_error_for_a_taken_metrics_port_names_the_flag_that_changes_it() -> 
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
             check_before_start(fake_config(telemetry=TelemetryConfig(metrics_port=port)), Console())
+
+
+def test_each_router_needs_a_metrics_port_of_its_own() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = fake_config(telemetry=TelemetryConfig(metrics_port=port - 2), cluster=ClusterConfig(num_routers=3))
+        with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
+            check_before_start(config, Console())
+
+
+def test_a_port_that_routers_of_another_fleet_share_is_taken() -> None:
+    claim = PortClaim("127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{claim.port} .* --port"):
+            check_port(RouterConfig(port=claim.port))
+    finally:
+        claim.close()
+    check_port(RouterConfig(port=claim.port))
 
 
 def test_the_error_for_an_unwritable_trace_file_names_its_option(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from cli import status
 from cli.paths import MAX_BROKEN_PATHS, path_lines
 from cli.pools import NO_DECODE, pool_lines, ready_line
 from cli.status import MAX_HOLDER_ROWS, Sample, fleet_table, holders_table, rates
+from core.config import ClusterConfig
+from core.errors import InvalidRequest
 from tandem_client.stubs import cluster_pb2, worker_pb2
 
 
@@ -42,6 +44,49 @@ def text_of(response: cluster_pb2.GetFleetResponse, with_ledger: bool = False) -
 
 def test_the_title_shows_serving_and_wanted_workers() -> None:
     assert text_of(fleet(worker("decode-0")))[0] == "prefill 0/1 · decode 1/3 · 8 in flight · 9 queued"
+
+
+def test_one_router_has_no_row_and_no_place_in_the_title() -> None:
+    found = fleet(worker("decode-0"))
+    found.wanted_routers = 1
+    found.routers.add(router_id="router-0.1a2b3c4d", state=worker_pb2.WORKER_STATE_SERVING)
+    assert not [line for line in text_of(found) if "router" in line]
+
+
+def test_each_of_several_routers_has_a_row_and_only_the_answering_one_has_its_load() -> None:
+    found = fleet(worker("decode-0"))
+    found.wanted_routers = 3
+    found.routers.add(
+        router_id="router-0.1a2b3c4d", state=worker_pb2.WORKER_STATE_SERVING, num_in_flight=8, num_queued=9
+    )
+    found.routers.add(router_id="router-1.5e6f7a8b", state=worker_pb2.WORKER_STATE_DRAINING)
+    lines = text_of(found)
+    assert lines[0] == "routers 1/3 · prefill 0/1 · decode 1/3"
+    assert "router-0.1a2b3c4d serving 8 9" in lines
+    assert "router-1.5e6f7a8b draining - -" in lines
+    assert "router-1.5e6f7a8b draining" in text_of(found, with_ledger=True)
+
+
+class Scaled:
+    """A router that accepts every size."""
+
+    async def scale(self, **sizes: int | None) -> cluster_pb2.ScaleResponse:
+        self.sizes = sizes
+        return cluster_pb2.ScaleResponse(wanted_prefill=1, wanted_decode=1, wanted_routers=2)
+
+
+async def test_scale_sends_the_given_sizes_and_prints_the_wanted_ones() -> None:
+    client, out = Scaled(), io.StringIO()
+    sizes = {"prefill": None, "decode": None, "routers": 2}
+    await status.scale(contextlib.nullcontext(client), sizes, Console(file=out, width=120))  # type: ignore[arg-type]
+    assert client.sizes == sizes
+    assert "wanted: 1 prefill, 1 decode, 2 routers; " in out.getvalue()
+
+
+async def test_scale_without_a_size_names_its_flags() -> None:
+    sizes = dict.fromkeys(("prefill", "decode", "routers"))
+    with pytest.raises(InvalidRequest, match="give --prefill, --decode or --routers"):
+        await status.scale(contextlib.nullcontext(Scaled()), sizes, Console())  # type: ignore[arg-type]
 
 
 def test_a_row_shows_use_queue_and_speed() -> None:
@@ -148,13 +193,20 @@ async def test_status_says_that_no_request_is_served_and_how_to_add_a_worker(mon
     ("sizes", "line"),
     [
         ((2, 1), "serving m at h:1 (2 prefill, 1 decode); Ctrl-C drains and stops"),
+        ((2, 1, 3), "serving m at h:1 (2 prefill, 1 decode, 3 routers); Ctrl-C drains and stops"),
         ((0, 1), "serving m at h:1 (0 prefill, 1 decode): decode workers compute the prompts; Ctrl-C drains and stops"),
         ((1, 0), f"no request is served at h:1 (1 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
         ((0, 0), f"no request is served at h:1 (0 prefill, 0 decode): {NO_DECODE}; Ctrl-C drains and stops"),
     ],
 )
-def test_the_ready_line_says_whether_requests_are_served(sizes: tuple[int, int], line: str) -> None:
-    assert ready_line("m", "h:1", *sizes) == line
+def test_the_ready_line_says_whether_requests_are_served(sizes: tuple[int, ...], line: str) -> None:
+    config = ClusterConfig(**dict(zip(("num_prefill", "num_decode", "num_routers"), sizes, strict=False)))  # type: ignore[arg-type]
+    assert ready_line("m", ["h:1"], config) == line
+
+
+def test_the_ready_line_names_the_address_of_each_machine_with_routers() -> None:
+    line = ready_line("m", ["h:1", "i:1"], ClusterConfig(num_routers=2))
+    assert line.startswith("serving m at h:1, i:1 (1 prefill, 1 decode, 2 routers)")
 
 
 def test_a_long_ledger_is_cut_and_the_last_line_counts_the_rest() -> None:

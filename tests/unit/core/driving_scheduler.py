@@ -65,7 +65,7 @@ class Driven:
         return plan
 
     def end(self, plan: StepPlan) -> list[TokenEvent]:
-        sampled = {chunk.sequence_id: SampledToken(self.next_token) for chunk in plan.chunks if chunk.samples}
+        sampled = {chunk.sequence.sequence_id: SampledToken(self.next_token) for chunk in plan.chunks if chunk.samples}
         events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
         self.scheduler.check()
         self.pool.check()
@@ -75,7 +75,7 @@ class Driven:
         """Run one step. Returns the number of computed tokens by sequence, in the order of the plan."""
         plan = self.begin()
         self.end(plan)
-        return {chunk.sequence_id: chunk.num_tokens for chunk in plan.chunks}
+        return {chunk.sequence.sequence_id: chunk.num_tokens for chunk in plan.chunks}
 
     def run_until_idle(self, max_steps: int = 200) -> list[TokenEvent]:
         events: list[TokenEvent] = []

@@ -147,6 +147,8 @@ OUT_OF_RANGE = [
     (RouterConfig, {"local_prefill_tokens": -1}, "local_prefill_tokens"),
     (ClusterConfig, {"num_prefill": -1}, "num_prefill"),
     (ClusterConfig, {"num_decode": 257}, "num_decode"),
+    (ClusterConfig, {"num_routers": 0}, r"num_routers must be in \[1, 256\] \(max_workers\), is 0"),
+    (ClusterConfig, {"num_routers": 5, "max_workers": 4}, r"num_routers must be in \[1, 4\]"),
     (TelemetryConfig, {"metrics_port": 65536}, "metrics_port"),
     (TelemetryConfig, {"otlp_endpoint": "collector"}, "otlp_endpoint must be http://host:port .*'collector'"),
     (TelemetryConfig, {"otlp_endpoint": "ftp://collector:4317"}, "otlp_endpoint"),
@@ -165,6 +167,28 @@ def test_the_metrics_page_cannot_use_the_port_of_the_router() -> None:
     with pytest.raises(ConfigError, match=r"\[telemetry\] metrics_port is 9090, the router's own port"):
         from_mapping({"router": {"port": 9090}, "telemetry": {"metrics_port": 9090}})
     from_mapping({"router": {"port": 0}, "telemetry": {"metrics_port": 0}})
+
+
+def test_each_router_needs_a_metrics_port_that_is_not_the_port_of_the_routers() -> None:
+    def config(metrics_port: int) -> dict[str, object]:
+        return {
+            "router": {"port": 50051},
+            "telemetry": {"metrics_port": metrics_port},
+            "cluster": {"num_routers": 3},
+        }
+
+    for metrics_port in (50048, 50052, 65533):
+        from_mapping(config(metrics_port))
+    with pytest.raises(ConfigError, match="metrics_port is 50049: router-2 would have port 50051, the routers' own"):
+        from_mapping(config(50049))
+    with pytest.raises(ConfigError, match="metrics_port must be at most 65533 for 3 routers, is 65534"):
+        from_mapping(config(65534))
+
+
+def test_routers_of_several_machines_need_a_fixed_port() -> None:
+    with pytest.raises(ConfigError, match=r"\[cluster\] router_resource needs a fixed \[router\] port"):
+        from_mapping({"router": {"port": 0}, "cluster": {"router_resource": "edge"}})
+    from_mapping({"router": {"port": 50051}, "cluster": {"router_resource": "edge"}})
 
 
 def test_a_reader_sends_six_heartbeats_in_the_length_of_a_lease() -> None:

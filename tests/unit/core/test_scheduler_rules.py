@@ -215,7 +215,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_in_the_cache() -> None:
     cached_before = second.num_cached_tokens
     while not second.block_table and second.finish_reason is None:
         plan = driven.begin()
-        resumed = [chunk for chunk in plan.chunks if chunk.sequence_id == "second"]
+        resumed = [chunk for chunk in plan.chunks if chunk.sequence.sequence_id == "second"]
         driven.end(plan)
     assert resumed[0].start > 0
     assert second.num_cached_tokens == cached_before == 0, "blocks of an earlier run count as cached tokens"

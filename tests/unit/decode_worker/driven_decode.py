@@ -14,9 +14,14 @@ from tests.support.driven_worker import DrivenWorker
 
 class Decode(DrivenWorker):
     def __init__(
-        self, num_blocks: int = 16, max_pulls_waiting: int = 4, scheduler: SchedulerConfig | None = None
+        self,
+        num_blocks: int = 16,
+        max_pulls_waiting: int = 4,
+        scheduler: SchedulerConfig | None = None,
+        plans_ahead: bool = False,
     ) -> None:
-        super().__init__(partial(DecodeMachine, max_pulls_waiting=max_pulls_waiting), num_blocks, scheduler)
+        build = partial(DecodeMachine, max_pulls_waiting=max_pulls_waiting)
+        super().__init__(build, num_blocks, scheduler, plans_ahead)
 
     def arrive(self, arriving: Request, ticket: int = 1, timeout_s: float = 60.0) -> list[object]:
         return self.post(DecodeArrived(arriving, (ticket, self.peer), self.now + timeout_s))

@@ -62,7 +62,7 @@ def test_a_pulled_first_token_may_end_the_request(max_tokens: int, token: int, r
     worker.pull(token=token)
     assert worker.emitted("a") == [token]
     assert worker.only(DecodeDone).finish_reason is reason
-    assert worker.plan is None
+    assert not worker.plans
     assert worker.ledger == {}
 
 

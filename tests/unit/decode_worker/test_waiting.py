@@ -5,6 +5,7 @@ from __future__ import annotations
 from core.config import SchedulerConfig
 from core.errors import TransferFailed
 from core.handoff import AbortReason, Want
+from core.machine import Tick
 from decode_worker.machine import DecodeDone, DecodeFailed
 from kv_transfer.events import ReadFailed, StartRead
 from tests.support.driven_worker import request
@@ -39,7 +40,7 @@ def test_a_hand_off_does_not_wait_for_an_earlier_sequence_with_blocks() -> None:
     worker = Decode()
     worker.arrive(request("pulled", 6), ticket=1)
     worker.arrive_alone(request("runs", 8))
-    assert worker.plan is not None, "without a step in flight, the pulled sequence would not wait"
+    assert worker.plans, "without a step in flight, the pulled sequence would not wait"
     worker.pull(ticket=1)
     assert [waiting.sequence_id for waiting in worker.core.scheduler.waiting] == ["pulled"]
     worker.arrive(request("a", 6, first=30), ticket=2)
@@ -102,3 +103,17 @@ def test_an_ended_call_leaves_no_deadline_and_its_id_may_be_used_again() -> None
         worker.run_until_idle()
         assert worker.machine.next_deadline() is None
     assert [done.request_id for done in worker.of(DecodeDone)] == ["a", "a"]
+
+
+def test_a_waiting_hand_off_looks_for_blocks_again_only_after_a_change_of_the_pool() -> None:
+    worker = Decode(num_blocks=5)
+    worker.arrive(request("running", 12, max_tokens=6))
+    worker.pull()
+    worker.arrive(request("waits", 8, first=40, max_tokens=2), ticket=2)
+    assert not worker.is_wanted(2)
+    num_changes = worker.pool.num_changes
+    for _ in range(3):
+        worker.post(Tick())
+    assert worker.pool.num_changes == num_changes, "each event holds and drops the cached prefix"
+    worker.run_until_idle()
+    assert worker.is_wanted(2)

@@ -9,7 +9,7 @@ from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.sequence import Sequence
-from engine.runner import Runner
+from engine.runner import Runner, run_step
 
 
 def request(name: str, prompt: Iterable[int], **sampling: object) -> Request:
@@ -43,9 +43,9 @@ class Engine:
             self.scheduler.add(sequence)
         tokens: dict[str, list[int]] = {wanted.request_id: [] for wanted in requests}
         while (plan := self.scheduler.schedule()) is not None:
-            counts = [sum(chunk.sequence_id == name for chunk in plan.chunks) for name in tokens]
+            counts = [sum(chunk.sequence.sequence_id == name for chunk in plan.chunks) for name in tokens]
             self.max_chunks_of_one = max(self.max_chunks_of_one, *counts)
-            for event in self.scheduler.complete_step(self.runner.run(plan)):
+            for event in self.scheduler.complete_step(run_step(self.runner, plan)):
                 assert event.index == len(tokens[event.sequence_id])
                 tokens[event.sequence_id].append(event.token.token_id)
             self.scheduler.check()

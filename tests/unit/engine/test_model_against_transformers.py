@@ -12,7 +12,7 @@ import transformers
 
 from core.config import EngineConfig
 from core.request import SamplingParams
-from core.step import ScheduledChunk
+from core.step import ScheduledChunk, SequenceView
 from engine.torch_runner import TorchRunner
 from tests.unit.engine.driving import Engine, request
 
@@ -89,8 +89,10 @@ def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
     with torch.inference_mode():
         for start, end in ((0, 37), (37, len(token_ids))):
             samples = end == len(token_ids)
-            chunk = ScheduledChunk("a", token_ids, len(token_ids), start, end - start, blocks, samples, sampling)
-            logits = runner._model.forward([chunk])
+            chunk = ScheduledChunk(
+                SequenceView("a", token_ids, len(token_ids), blocks, sampling), start, end - start, samples, False
+            )
+            logits = runner._model.forward(runner._model.prepare([chunk]))
     assert logits is not None
     return logits[0].numpy()
 

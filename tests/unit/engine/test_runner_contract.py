@@ -12,10 +12,10 @@ import pytest
 from core.config import EngineConfig
 from core.errors import ConfigError, ModelNotFound
 from core.request import SamplingParams
-from core.step import ScheduledChunk, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
 from engine.fake_runner import expected_tokens
-from engine.runner import Runner
+from engine.runner import Runner, run_step
 from model_files.model_source import load_model_info
 from tests.unit.engine.driving import Engine, request
 
@@ -72,39 +72,39 @@ def test_a_sequence_continues_from_copied_blocks_under_another_block_table(runne
     """A minimal hand-off: copies the bytes of blocks and changes the block table."""
     last = len(PROMPT) + 1
     token_ids = [*PROMPT, one_shot[0]]
-    runner.run(StepPlan(0, (_chunk(PROMPT, 0, len(PROMPT), [0, 1, 2]),)))
+    run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, len(PROMPT), [0, 1, 2]),)))
     pool = pool_bytes(runner).reshape(runner.num_blocks, -1)
     pool[[9, 5, 7]] = pool[[0, 1, 2]]
     pool[[0, 1, 2]] = 255
-    output = runner.run(StepPlan(1, (_chunk(token_ids, last - 1, 1, [9, 5, 7]),)))
+    output = run_step(runner, StepPlan(1, (_chunk(token_ids, last - 1, 1, [9, 5, 7]),)))
     assert output.sampled["a"].token_id == one_shot[1]
 
 
 @pytest.mark.parametrize("leftover", [0, 7, 255])
 def test_old_bytes_in_later_slots_change_no_token(runner: Runner, one_shot: list[int], leftover: int) -> None:
-    runner.run(StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 5, [3], name="b"))))
+    run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 5, [3], name="b"))))
     slots = _slots(runner)
     slots[2, :, 13:] = slots[3, :, 5:] = leftover  # floats with every byte 255 are NaN
     chunks = (_chunk([*PROMPT, one_shot[0]], 45, 1, [0, 1, 2]), _chunk(PROMPT[:6], 5, 1, [3], name="b"))
-    assert runner.run(StepPlan(1, chunks)).sampled["a"].token_id == one_shot[1]
+    assert run_step(runner, StepPlan(1, chunks)).sampled["a"].token_id == one_shot[1]
 
 
 @pytest.mark.parametrize("position", [0, 20, 44])
 def test_wrong_bytes_in_one_slot_change_the_next_token(runner: Runner, position: int) -> None:
     chunk = _chunk([*PROMPT, 5], 45, 1, [0, 1, 2], num_logprobs=3)
-    runner.run(StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]),)))
-    before = runner.run(StepPlan(1, (chunk,))).sampled["a"]
-    assert runner.run(StepPlan(2, (chunk,))).sampled["a"] == before
+    run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]),)))
+    before = run_step(runner, StepPlan(1, (chunk,))).sampled["a"]
+    assert run_step(runner, StepPlan(2, (chunk,))).sampled["a"] == before
     _slots(runner)[position // 16, :, position % 16] = 60
-    assert runner.run(StepPlan(3, (chunk,))).sampled["a"].top_logprobs != before.top_logprobs
+    assert run_step(runner, StepPlan(3, (chunk,))).sampled["a"].top_logprobs != before.top_logprobs
 
 
 def test_a_step_writes_its_own_slots_and_nothing_else(runner: Runner) -> None:
     slots = _slots(runner)
     slots[:] = 7
-    runner.run(StepPlan(0, (_chunk(PROMPT, 0, 20, [3, 1]), _chunk(PROMPT, 0, 10, [6], name="b"))))
+    run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 20, [3, 1]), _chunk(PROMPT, 0, 10, [6], name="b"))))
     before = slots.copy()
-    runner.run(StepPlan(1, (_chunk(PROMPT, 20, 15, [3, 1, 4]), _chunk(PROMPT, 10, 1, [6], name="b"))))
+    run_step(runner, StepPlan(1, (_chunk(PROMPT, 20, 15, [3, 1, 4]), _chunk(PROMPT, 10, 1, [6], name="b"))))
     changed = {(block, offset) for block, _, offset, _ in np.argwhere(slots != before).tolist()}
     first = {(1, offset) for offset in range(4, 16)} | {(4, offset) for offset in range(3)}
     assert changed == first | {(6, 10)}
@@ -112,10 +112,10 @@ def test_a_step_writes_its_own_slots_and_nothing_else(runner: Runner) -> None:
 
 def test_each_sampling_chunk_and_no_other_chunk_gets_one_token(runner: Runner) -> None:
     chunks = (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 20, [3, 4], name="b"))
-    output = runner.run(StepPlan(41, chunks))
+    output = run_step(runner, StepPlan(41, chunks))
     assert output.step_id == 41
     assert output.sampled.keys() == {"a"}
-    assert runner.run(StepPlan(42, chunks[1:])).sampled == {}
+    assert run_step(runner, StepPlan(42, chunks[1:])).sampled == {}
 
 
 def test_sampled_tokens_depend_on_seed_and_position_only(runner: Runner) -> None:
@@ -129,7 +129,7 @@ def test_sampled_tokens_depend_on_seed_and_position_only(runner: Runner) -> None
 
 def test_logprobs_are_those_of_the_raw_logits(runner: Runner) -> None:
     chunk = _chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=5, logit_bias={9: 100.0})
-    token = runner.run(StepPlan(0, (chunk,))).sampled["a"]
+    token = run_step(runner, StepPlan(0, (chunk,))).sampled["a"]
     assert token.token_id == 9
     logprobs = [logprob for _, logprob in token.top_logprobs]
     assert len(logprobs) == 5
@@ -181,8 +181,8 @@ def test_a_bfloat16_runner_stores_kv_in_bfloat16() -> None:
     assert runner.layout.dtype == "bfloat16"
     exact = build_runner(EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1))
     step = StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2], num_logprobs=20),))
-    rounded = dict(runner.run(step).sampled["a"].top_logprobs)
-    for token_id, logprob in exact.run(step).sampled["a"].top_logprobs[:5]:
+    rounded = dict(run_step(runner, step).sampled["a"].top_logprobs)
+    for token_id, logprob in run_step(exact, step).sampled["a"].top_logprobs[:5]:
         assert rounded[token_id] == pytest.approx(logprob, abs=0.1)
 
 
@@ -210,13 +210,6 @@ def _chunk(
     token_ids: list[int], start: int, num_tokens: int, blocks: list[int], name: str = "a", **sampling: object
 ) -> ScheduledChunk:
     options: dict[str, object] = {"max_tokens": 9, "temperature": 0.0}
-    return ScheduledChunk(
-        sequence_id=name,
-        token_ids=token_ids,
-        num_prompt_tokens=min(len(PROMPT), len(token_ids)),
-        start=start,
-        num_tokens=num_tokens,
-        block_table=blocks,
-        samples=start + num_tokens == len(token_ids),
-        sampling=SamplingParams(**(options | sampling)),  # type: ignore[arg-type]
-    )
+    params = SamplingParams(**(options | sampling))  # type: ignore[arg-type]
+    view = SequenceView(name, token_ids, min(len(PROMPT), len(token_ids)), blocks, params)
+    return ScheduledChunk(view, start, num_tokens, samples=start + num_tokens == len(token_ids), promised=False)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.request import SamplingParams, uniform_draw
-from core.step import ScheduledChunk
-from engine.sampling import adjust, choose, filtered_distribution, sample
+from core.step import ScheduledChunk, SequenceView
+from engine.sampling import Sampler, adjust, choose, filtered_distribution
 
 LOGITS = np.random.default_rng(5).normal(0.0, 2.0, 50).astype(np.float32)
 
@@ -23,7 +23,7 @@ def params(**options: object) -> SamplingParams:
 
 def chunk(sampling: SamplingParams, token_ids: list[int] | None = None, num_prompt_tokens: int = 1) -> ScheduledChunk:
     tokens = token_ids or [1]
-    return ScheduledChunk("a", tokens, num_prompt_tokens, 0, len(tokens), [0], True, sampling)
+    return ScheduledChunk(SequenceView("a", tokens, num_prompt_tokens, [0], sampling), 0, len(tokens), True, False)
 
 
 def naive_distribution(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
@@ -146,17 +146,21 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone() -> None:
         {"temperature": 0.0},
     ]
     chunks = [
-        ScheduledChunk(str(index), [1, 2], 1, 1, 1, [0], True, params(**option)) for index, option in enumerate(options)
+        ScheduledChunk(SequenceView(str(index), [1, 2], 1, [0], params(**option)), 1, 1, True, False)
+        for index, option in enumerate(options)
     ]
-    together = sample(rows, chunks)
-    assert together == {c.sequence_id: sample(rows[i : i + 1], [c])[c.sequence_id] for i, c in enumerate(chunks)}
+    together = Sampler(chunks).sample(rows)
+    assert together == {
+        c.sequence.sequence_id: Sampler([c]).sample(rows[i : i + 1])[c.sequence.sequence_id]
+        for i, c in enumerate(chunks)
+    }
     assert together["0"].token_id == rows[0].argmax()
     assert together["2"].token_id == 7
 
 
 def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
     sampling = params(temperature=0.0, num_logprobs=3, logit_bias={4: 100.0})
-    token = sample(LOGITS[None], [chunk(sampling)])["a"]
+    token = Sampler([chunk(sampling)]).sample(LOGITS[None])["a"]
     expected = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum())
     assert token.token_id == 4
     assert token.logprob == pytest.approx(expected[4], abs=1e-5)
@@ -166,7 +170,7 @@ def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
 
 
 def test_no_logprobs_are_returned_unless_requested() -> None:
-    assert sample(LOGITS[None], [chunk(params(temperature=0.0))])["a"].logprob is None
-    only_chosen = sample(LOGITS[None], [chunk(params(temperature=0.0, num_logprobs=0))])["a"]
+    assert Sampler([chunk(params(temperature=0.0))]).sample(LOGITS[None])["a"].logprob is None
+    only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"]
     assert only_chosen.logprob is not None
     assert only_chosen.top_logprobs == ()

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.request import SamplingParams
-from core.step import ScheduledChunk, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.cpu.dequantize import dequantize_into
 from engine.cpu.kernels import load_kernels
 from engine.model_weights import ModelWeights, allocate_weights
+from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from engine.weights import fill_weights, load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
@@ -114,8 +115,10 @@ def write_gguf(path: Path, config: ModelConfig, weights: ModelWeights, **extra: 
 def logits(model: str) -> np.ndarray:
     runner = TorchRunner(EngineConfig(model=model, dtype="float32", kv_memory_mb=1, num_threads=1))
     prompt = list(range(30))
-    chunk = ScheduledChunk("a", prompt, 30, 0, 30, [0, 1], True, SamplingParams(max_tokens=1, num_logprobs=20))
-    return np.array(sorted(runner.run(StepPlan(0, (chunk,))).sampled["a"].top_logprobs))
+    chunk = ScheduledChunk(
+        SequenceView("a", prompt, 30, [0, 1], SamplingParams(max_tokens=1, num_logprobs=20)), 0, 30, True, False
+    )
+    return np.array(sorted(run_step(runner, StepPlan(0, (chunk,))).sampled["a"].top_logprobs))
 
 
 def test_a_directory_gives_the_logits_of_the_saved_weights(llama_directory: Path) -> None:

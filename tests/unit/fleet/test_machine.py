@@ -28,7 +28,7 @@ from fleet.events import (
 )
 from fleet.machine import BACKOFF_MAX_S, DRAIN_GRACE_S, LAST_DRAIN_S, STABLE_S, FleetMachine
 
-P, D = ServiceRole.PREFILL, ServiceRole.DECODE
+P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 
 
 class Fleet:
@@ -68,9 +68,17 @@ class Fleet:
     def names(self, kind: type) -> list[str]:
         return [action.member.name for action in self.of(kind)]  # type: ignore[union-attr]
 
-    def published(self) -> list[str] | None:
-        news = self.of(PublishFleet)
-        return [serving.member.name for serving in news[-1].workers] if news else None  # type: ignore[union-attr]
+    def news(self) -> dict[str, PublishFleet]:
+        """The newest lists, by the name of the router that receives them."""
+        return {action.router.name: action for action in self.actions if isinstance(action, PublishFleet)}
+
+    def published(self, router: str = "router-0") -> list[str] | None:
+        news = self.news().get(router)
+        return None if news is None else [serving.member.name for serving in news.workers]
+
+    def routers_known_to(self, router: str) -> dict[str, bool]:
+        """Whether each router drains, by its name, as this router now learns."""
+        return {serving.member.name: serving.draining for serving in self.news()[router].routers}
 
 
 def test_the_first_tick_starts_the_router_and_both_pools() -> None:
@@ -116,19 +124,58 @@ def test_the_pause_doubles_up_to_a_limit_and_is_short_again_after_stable_service
     assert fleet.machine.next_deadline() == fleet.now + 1.0
 
 
-def test_a_restarted_router_has_its_old_address_and_receives_the_list_of_workers() -> None:
+def test_a_restarted_router_receives_the_list_of_workers() -> None:
     fleet = Fleet().all_started()
-    address = "here:50051"
     fleet.died("router-0")
     fleet.send(Tick(), after_s=1.0)
-    fleet.started("router-0", address)
-    fleet.died("router-0")
-    fleet.send(Tick(), after_s=2.0)
-    restart = fleet.of(StartService)[0]
-    assert isinstance(restart, StartService)
-    assert restart.address == address
-    fleet.started("router-0", address)
+    assert fleet.names(StartService) == ["router-0"]
+    fleet.started("router-0")
     assert fleet.published() == ["prefill-0", "decode-0"]
+
+
+def test_every_router_receives_each_list_and_a_new_router_the_whole_list() -> None:
+    fleet = Fleet(num_routers=2).all_started()
+    fleet.died("decode-0")
+    assert list(fleet.news()) == ["router-0", "router-1"]
+    assert fleet.published("router-0") == fleet.published("router-1") == ["prefill-0"]
+    fleet.send(ScaleTo({R: 3}))
+    assert fleet.names(StartService) == ["router-2"]
+    fleet.started("router-2")
+    assert fleet.published("router-2") == ["prefill-0"]
+
+
+def test_routers_learn_of_each_other_of_a_drain_and_of_a_death() -> None:
+    fleet = Fleet(num_routers=2)
+    fleet.started("router-1")
+    assert fleet.routers_known_to("router-1") == {"router-1": False}
+    fleet.started("router-0")
+    assert fleet.routers_known_to("router-1") == {"router-0": False, "router-1": False}
+    fleet.send(ScaleTo({R: 1}))
+    assert fleet.routers_known_to("router-0") == {"router-0": False, "router-1": True}
+    fleet.died("router-1")
+    assert fleet.routers_known_to("router-0") == {"router-0": False}
+
+
+def test_a_removed_router_drains_and_hears_of_every_change_until_it_has_ended() -> None:
+    fleet = Fleet(num_routers=2).all_started()
+    fleet.send(ScaleTo({R: 1}))
+    assert fleet.names(DrainService) == ["router-1"]
+    fleet.died("decode-0")
+    assert fleet.published("router-1") == ["prefill-0"], "a draining router dispatches to a dead worker"
+    fleet.send(Drained(fleet.members["router-1"]))
+    assert list(fleet.news()) == ["router-0"]
+    fleet.send(Tick(), after_s=100.0)
+    assert "router-1" not in fleet.names(StartService)
+
+
+def test_a_killed_router_restarts_while_the_other_one_serves() -> None:
+    fleet = Fleet(num_routers=2).all_started()
+    fleet.died("router-0")
+    assert list(fleet.news()) == ["router-1"]
+    fleet.send(Tick(), after_s=1.0)
+    assert fleet.names(StartService) == ["router-0"]
+    fleet.started("router-0")
+    assert fleet.routers_known_to("router-0") == {"router-0": False, "router-1": False}
 
 
 def test_events_of_an_older_start_are_dropped() -> None:
@@ -142,12 +189,12 @@ def test_events_of_an_older_start_are_dropped() -> None:
 
 def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     fleet = Fleet().all_started()
-    fleet.send(ScaleTo(3, None))
+    fleet.send(ScaleTo({P: 3}))
     assert fleet.names(StartService) == ["prefill-1", "prefill-2"]
-    assert fleet.machine.wanted == (3, 1)
+    assert fleet.machine.wanted == {P: 3, D: 1, R: 1}
     fleet.started("prefill-2")
     fleet.started("prefill-1")
-    fleet.send(ScaleTo(1, None))
+    fleet.send(ScaleTo({P: 1}))
     assert sorted(fleet.names(DrainService)) == ["prefill-1", "prefill-2"]
     assert fleet.published() is None, "a draining worker was removed from the router's list"
     fleet.send(Drained(fleet.members["prefill-1"]))
@@ -156,18 +203,18 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
 
 def test_shrinking_removes_a_starting_worker_before_a_serving_one() -> None:
     fleet = Fleet().all_started()
-    fleet.send(ScaleTo(None, 3))
+    fleet.send(ScaleTo({D: 3}))
     fleet.started("decode-2")
-    fleet.send(ScaleTo(None, 2))
+    fleet.send(ScaleTo({D: 2}))
     assert fleet.names(KillService) == ["decode-1"]
     assert not fleet.of(DrainService)
 
 
 def test_shrinking_removes_a_waiting_slot_before_a_starting_worker() -> None:
     fleet = Fleet().all_started()
-    fleet.send(ScaleTo(None, 3))
+    fleet.send(ScaleTo({D: 3}))
     fleet.died("decode-1")
-    fleet.send(ScaleTo(None, 2))
+    fleet.send(ScaleTo({D: 2}))
     assert not fleet.of(KillService)
     fleet.started("decode-2")
     assert fleet.published() == ["prefill-0", "decode-0", "decode-2"]
@@ -175,27 +222,35 @@ def test_shrinking_removes_a_waiting_slot_before_a_starting_worker() -> None:
 
 def test_a_pool_may_be_empty_and_grow_again() -> None:
     fleet = Fleet().all_started()
-    fleet.send(ScaleTo(0, None))
+    fleet.send(ScaleTo({P: 0}))
     assert fleet.names(DrainService) == ["prefill-0"]
-    fleet.send(ScaleTo(1, None))
+    fleet.send(ScaleTo({P: 1}))
     assert fleet.names(StartService) == ["prefill-1"], "the slot of a draining worker was reused"
 
 
 def test_a_drain_past_its_time_limit_ends_in_a_kill() -> None:
     fleet = Fleet(num_prefill=2).all_started()
-    fleet.send(ScaleTo(1, None))
+    fleet.send(ScaleTo({P: 1}))
     fleet.send(Tick(), after_s=30.0 + DRAIN_GRACE_S)
     assert fleet.names(KillService) == ["prefill-1"]
     assert fleet.published() == ["prefill-0", "decode-0"]
 
 
-@pytest.mark.parametrize(("prefill", "decode", "field"), [(5, None, "prefill"), (2, -1, "decode")])
-def test_a_pool_size_out_of_range_is_refused_and_changes_nothing(prefill: int, decode: int | None, field: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({P: 5}, "prefill: must be in [0, 4] (cluster.max_workers), is 5"),
+        ({P: 2, D: -1}, "decode: must be in [0, 4] (cluster.max_workers), is -1"),
+        ({R: 0}, "routers: must be in [1, 4] (cluster.max_workers), is 0"),
+        ({P: 2, R: 5}, "routers: must be in [1, 4] (cluster.max_workers), is 5"),
+    ],
+)
+def test_a_size_out_of_range_is_refused_and_changes_nothing(sizes: dict[ServiceRole, int], error: str) -> None:
     fleet = Fleet().all_started()
     with pytest.raises(InvalidRequest) as refused:
-        fleet.send(ScaleTo(prefill, decode))
-    assert refused.value.field == field
-    assert fleet.machine.wanted == (1, 1)
+        fleet.send(ScaleTo(sizes))
+    assert str(refused.value) == error
+    assert fleet.machine.wanted == {P: 1, D: 1, R: 1}
     assert fleet.send(Tick()) == []
 
 
@@ -234,18 +289,24 @@ def test_a_fleet_that_has_served_restarts_a_service_after_any_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "says"),
+    ("role", "options", "hint"),
     [
-        ("", "no answer within 50 s; starting it again in 1 s"),
-        ("head:6379", "no answer within 50 s (no machine with a free 'decode'?); starting it again in 1 s"),
+        (D, {}, ""),
+        (D, {"address": "head:6379"}, " (no machine with a free 'decode'?)"),
+        (R, {"address": "head:6379"}, ""),
+        (R, {"address": "head:6379", "router_resource": "edge"}, " (no machine with a free 'edge'?)"),
     ],
 )
-def test_a_start_without_an_answer_is_killed_and_attempted_again(address: str, says: str) -> None:
-    fleet = Fleet(address=address).all_started()
-    fleet.send(ScaleTo(None, 2))
+def test_a_start_without_an_answer_is_killed_and_attempted_again(
+    role: ServiceRole, options: dict[str, str], hint: str
+) -> None:
+    fleet = Fleet(**options).all_started()
+    fleet.send(ScaleTo({role: 2}))
     fleet.send(Tick(), after_s=50.0)
-    assert fleet.names(KillService) == ["decode-1"]
-    assert fleet.of(Notice) == [Notice(f"decode-1 did not start: {says}")]
+    name = f"{role.value}-1"
+    assert fleet.names(KillService) == [name]
+    says = f"{name} did not start: no answer within 50 s{hint}; starting it again in 1 s"
+    assert fleet.of(Notice) == [Notice(says)]
 
 
 def test_at_shutdown_the_router_drains_before_any_worker() -> None:
@@ -257,6 +318,16 @@ def test_at_shutdown_the_router_drains_before_any_worker() -> None:
     fleet.send(Drained(fleet.members["decode-0"]))
     fleet.died("prefill-0")
     assert fleet.of(FleetStopped)
+
+
+def test_at_shutdown_every_router_drains_before_any_worker() -> None:
+    fleet = Fleet(num_routers=2).all_started()
+    fleet.send(Shutdown())
+    assert sorted(fleet.names(DrainService)) == ["router-0", "router-1"]
+    fleet.send(Drained(fleet.members["router-1"]))
+    assert not fleet.of(DrainService)
+    fleet.died("router-0")
+    assert sorted(fleet.names(DrainService)) == ["decode-0", "prefill-0"]
 
 
 def test_at_shutdown_no_service_restarts() -> None:
@@ -271,7 +342,7 @@ def test_at_shutdown_no_service_restarts() -> None:
 
 def test_at_shutdown_an_already_draining_worker_gets_the_short_time_limit_too() -> None:
     fleet = Fleet(num_prefill=2).all_started()
-    fleet.send(ScaleTo(1, None))
+    fleet.send(ScaleTo({P: 1}))
     fleet.send(Shutdown())
     fleet.send(Drained(fleet.members["router-0"]))
     assert not fleet.of(KillService)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from core.errors import InvalidRequest, WorkerUnavailable
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
 from fleet import ray_hosts
 from fleet.ray_hosts import scale_fleet
 from fleet.supervisor import Refusal
@@ -16,15 +18,15 @@ from fleet.supervisor import Refusal
 class Supervisor:
     """An actor handle: `scale.remote(...)` gives something to wait for."""
 
-    def __init__(self, answer: tuple[int, int] | Refusal | None) -> None:
+    def __init__(self, answer: PoolSizes | Refusal | None) -> None:
         self._answer = answer  # None: never
 
     @property
     def scale(self) -> Supervisor:
         return self
 
-    async def remote(self, prefill: int | None, decode: int | None) -> tuple[int, int] | Refusal | None:
-        del prefill, decode
+    async def remote(self, sizes: PoolSizes) -> PoolSizes | Refusal | None:
+        del sizes
         return self._answer or await asyncio.Future()
 
 
@@ -33,15 +35,15 @@ async def test_the_supervisor_is_asked_by_its_handle_and_never_looked_up(monkeyp
         raise AssertionError("ray.get_actor blocks the loop")
 
     monkeypatch.setattr("ray.get_actor", get_actor)
-    assert await scale_fleet(Supervisor((2, 1)), None, None) == (2, 1)
+    assert await scale_fleet(Supervisor({ServiceRole.DECODE: 2}), {}) == {ServiceRole.DECODE: 2}
 
 
 async def test_a_refusal_names_the_field() -> None:
     with pytest.raises(InvalidRequest, match="decode: at most 4"):
-        await scale_fleet(Supervisor(Refusal("decode", "at most 4")), None, 5)
+        await scale_fleet(Supervisor(Refusal("decode", "at most 4")), {ServiceRole.DECODE: 5})
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_hosts, "SCALE_TIMEOUT_S", 0.01)
     with pytest.raises(WorkerUnavailable, match="does not answer within"):
-        await scale_fleet(Supervisor(None), None, None)
+        await scale_fleet(Supervisor(None), {})

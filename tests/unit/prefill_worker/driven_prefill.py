@@ -10,8 +10,10 @@ from tests.support.driven_worker import LAYOUT, DrivenWorker
 
 
 class Prefill(DrivenWorker):
-    def __init__(self, num_blocks: int = 16, scheduler: SchedulerConfig | None = None) -> None:
-        super().__init__(PrefillMachine, num_blocks, scheduler)
+    def __init__(
+        self, num_blocks: int = 16, scheduler: SchedulerConfig | None = None, plans_ahead: bool = False
+    ) -> None:
+        super().__init__(PrefillMachine, num_blocks, scheduler, plans_ahead)
 
     def arrive(self, arriving: Request, ticket: int = 1, timeout_s: float = 60.0) -> list[object]:
         return self.post(PrefillArrived(arriving, ticket, self.peer, self.now + timeout_s))

@@ -50,7 +50,7 @@ def test_the_answer_has_the_first_token_and_no_finish_reason() -> None:
     done = worker.only(PrefillDone)
     assert (done.request_id, done.index, done.token.token_id, done.finish_reason) == ("a", 0, 6, None)
     assert done.timeline.seconds_in(Stage.PREFILL) == 2.0
-    assert worker.plan is None, "a prefill worker samples only one token"
+    assert not worker.plans, "a prefill worker samples only one token"
 
 
 def test_a_resumed_request_continues_at_its_next_index() -> None:
@@ -251,7 +251,7 @@ def blocked_by_an_unread_offer() -> Prefill:
     worker.finish_step()
     worker.arrive(request("b", 16, first=30), ticket=2)
     worker.want(0, 1, 2, 3, ticket=2)
-    while worker.plan is not None:
+    while worker.plans:
         worker.finish_step()
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a"]
     return worker

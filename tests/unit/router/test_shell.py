@@ -44,7 +44,7 @@ class Worker:
 @pytest_asyncio.fixture
 async def shell() -> AsyncIterator[RouterShell]:
     telemetry = TelemetryConfig()
-    shell = RouterShell(RouterConfig(), frozenset(), Telemetry(telemetry, "router"), telemetry, OPEN)
+    shell = RouterShell(RouterConfig(), frozenset(), Telemetry(telemetry, "router"), telemetry, OPEN, "router-0.1")
     yield shell
     await shell.close_links()
     shell.metrics.close()

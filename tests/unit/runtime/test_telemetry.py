@@ -31,6 +31,16 @@ def test_a_trace_file_that_is_a_directory_is_refused_by_its_option(tmp_path: Pat
         Telemetry(TelemetryConfig(trace_file=str(tmp_path)), "tandem-test")
 
 
+def test_a_span_names_the_instance_of_its_service(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    telemetry = Telemetry(TelemetryConfig(trace_file=str(file)), "tandem-router", "router-1.0badcafe")
+    telemetry.end_root(telemetry.start_root({}, 0.0), 1.0, {})
+    telemetry.close()
+    attributes = json.loads(file.read_text())["resource"]["attributes"]
+    assert attributes["service.name"] == "tandem-router"
+    assert attributes["service.instance.id"] == "router-1.0badcafe"
+
+
 def test_a_full_disk_costs_spans_and_one_warning_and_tears_no_later_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,6 +113,14 @@ async def test_an_address_where_nobody_listens_says_how_to_start_a_router(kind: 
         await Asker(kind, NOBODY).ask("hello")
 
 
+@pytest.mark.parametrize("target", ["ipv4:{nobody},{router}", "ipv4:{router},{nobody}", "dns:///{router}"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_an_address_that_lists_several_routers_reaches_the_one_that_serves(
+    kind: str, target: str, address: str
+) -> None:
+    assert await Asker(kind, target.format(nobody=NOBODY, router=address)).ask("hello") == ("hello", True)
+
+
 @pytest.mark.parametrize("client", [Client, AsyncClient])
 @pytest.mark.parametrize("address", ["", "foo", "foo:", ":50051", "host:port"])
 def test_an_address_without_host_or_port_is_refused_as_such(client: type[Client | AsyncClient], address: str) -> None:

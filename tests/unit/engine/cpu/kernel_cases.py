@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from core.kv_layout import KVLayout
 from core.request import SamplingParams
-from core.step import ScheduledChunk
+from core.step import ScheduledChunk, SequenceView
 from engine.attention import TorchAttention
+from engine.batch import Batch
 from engine.cpu.attention import NativeAttention
 from engine.cpu.kernels import Kernels
 from engine.cpu.linear import NativeLinear
@@ -25,7 +26,7 @@ from engine.cpu.sampling import NativeDraw
 from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.linear import PlainLinear
 from engine.ops import TorchOps
-from engine.rotary import Rotation
+from engine.rotary import RotaryTable
 from engine.sampling import filtered_distribution
 from tests.unit.engine.cpu.quantized_cases import SeparateAllocations, quantized_differences, relative
 
@@ -65,14 +66,17 @@ class AttentionCase:
         self.generator = torch.Generator().manual_seed(seed)
         self.num_rows = sum(chunk.num_tokens for chunk in self.chunks)
         self.heads = self._random(self.num_rows, self.num_heads + 2 * self.num_kv_heads, head_dim)
-        positions = [place for chunk in self.chunks for place in range(chunk.start, chunk.start + chunk.num_tokens)]
-        self.rotation = Rotation.of(positions, 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2)))
+        self.batch = Batch.of(self.chunks)
+        frequencies = 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+        self.rotation = RotaryTable(frequencies, 1000).rows(self.batch.positions)
         self.contents = self._random(self.num_blocks, *self.layout.block_shape)
         for block in numbers:  # unused blocks: a kernel that reads one returns NaN
             self.contents[block] = float("nan")
 
     def _chunk(self, name: str, start: int, count: int, table: list[int]) -> ScheduledChunk:
-        return ScheduledChunk(name, (), start, start, count, table, True, SamplingParams(max_tokens=1))
+        return ScheduledChunk(
+            SequenceView(name, (), start, table, SamplingParams(max_tokens=1)), start, count, True, False
+        )
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(TORCH_DTYPES[self.layout.dtype])
@@ -89,8 +93,8 @@ class AttentionCase:
 
     def differences(self, kernels: Kernels, num_threads: int = 1, torch_prefill: bool = False) -> list[Difference]:
         ours, theirs = self.pool(), self.pool()
-        native = self.native(kernels, ours, num_threads, torch_prefill).begin_step(self.chunks, self.rotation)
-        reference = TorchAttention(theirs).begin_step(self.chunks, self.rotation)
+        native = self.native(kernels, ours, num_threads, torch_prefill).begin_step(self.batch, self.rotation)
+        reference = TorchAttention(theirs).begin_step(self.batch, self.rotation)
         layer = self.layout.num_layers - 1
         attended = native.attend(self.heads.clone(), layer).clone()
         expected = reference.attend(self.heads.clone(), layer)

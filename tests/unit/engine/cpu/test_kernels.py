@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.batch import Batch
 from engine.cpu.build import FLAGS, SOURCES, TARGETS, Target, build, find_compiler
 from engine.cpu.features import cpu_flags
 from engine.cpu.kernels import Kernels
@@ -68,7 +69,7 @@ def test_a_chunk_gets_the_same_bits_alone_and_in_a_batch(built: tuple[Target, Ke
     for chunk in case.chunks:
         rows = slice(first_row, first_row + chunk.num_tokens)
         rotation = replace(case.rotation, cosine=case.rotation.cosine[rows], sine=case.rotation.sine[rows])
-        alone = backend.begin_step([chunk], rotation).attend(case.heads[rows].clone(), 0)
+        alone = backend.begin_step(Batch.of([chunk]), rotation).attend(case.heads[rows].clone(), 0)
         assert torch.equal(alone, together[rows])
         first_row += chunk.num_tokens
 
@@ -94,7 +95,7 @@ def test_large_scores_do_not_overflow(built: tuple[Target, Kernels], factor: flo
 
 def attend(case: AttentionCase, kernels: Kernels, num_threads: int = 1) -> torch.Tensor:
     backend = case.native(kernels, case.pool(), num_threads)
-    return backend.begin_step(case.chunks, case.rotation).attend(case.heads.clone(), 0)
+    return backend.begin_step(case.batch, case.rotation).attend(case.heads.clone(), 0)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")

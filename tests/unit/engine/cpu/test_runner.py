@@ -7,9 +7,10 @@ import pytest
 
 from core.config import EngineConfig
 from core.request import SamplingParams
-from core.step import SampledToken, ScheduledChunk, StepPlan
+from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.attention import TorchAttention
 from engine.cpu.attention import NativeAttention
+from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from tests.support.c_kernels import need_compiler
 from tests.unit.engine.driving import Engine, request
@@ -68,8 +69,16 @@ def top_tokens(runner: TorchRunner) -> list[SampledToken]:
     sampling = SamplingParams(max_tokens=3, temperature=0.0, num_logprobs=20)
     steps = [(0, 50), (50, 25), (75, 1)]
     return [
-        runner.run(
-            StepPlan(index, (ScheduledChunk("a", prompt, len(prompt), start, count, [4, 1, 7, 2, 9], True, sampling),))
+        run_step(
+            runner,
+            StepPlan(
+                index,
+                (
+                    ScheduledChunk(
+                        SequenceView("a", prompt, len(prompt), [4, 1, 7, 2, 9], sampling), start, count, True, False
+                    ),
+                ),
+            ),
         ).sampled["a"]
         for index, (start, count) in enumerate(steps)
     ]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from core.request import MIN_REPETITION_PENALTY, SamplingParams
-from core.step import ScheduledChunk
+from core.step import ScheduledChunk, SequenceView
 from engine.cpu.kernels import Kernels
 from engine.cpu.sampling import NativeDraw
-from engine.sampling import adjust, draw_token, sample
+from engine.sampling import Sampler, adjust, draw_token
 from tests.support.c_kernels import need_kernels
 from tests.unit.engine.cpu.kernel_cases import draw_differences
 
@@ -57,8 +57,8 @@ def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
     sampling = SamplingParams(max_tokens=1, temperature=temperature, repetition_penalty=repetition_penalty)
     likeliest = int(adjust(logits[0], sampling, [7], 1).argmax())
     for draw in (NativeDraw(kernels), draw_token):
-        chunk = ScheduledChunk("a", [7], 1, 0, 1, [0], True, sampling)
-        assert sample(logits, [chunk], draw)["a"].token_id == likeliest
+        chunk = ScheduledChunk(SequenceView("a", [7], 1, [0], sampling), 0, 1, True, False)
+        assert Sampler([chunk]).sample(logits, draw=draw)["a"].token_id == likeliest
 
 
 def test_equal_logits_are_ordered_by_lowest_id(kernels: Kernels) -> None:

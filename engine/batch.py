@@ -1,0 +1,38 @@
+"""The chunks of a step as arrays.
+
+    C chunks    T tokens of all chunks, in order: the rows of the step
+
+Made once per step, for the model and its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from core.step import ScheduledChunk, SequenceView
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    views: tuple[SequenceView, ...]  # [C]
+    start: np.ndarray  # int32 [C] the position of the chunk's first token
+    num_tokens: np.ndarray  # int32 [C]
+    first_row: np.ndarray  # int32 [C]
+    chunk_of_token: np.ndarray  # [T]
+    positions: np.ndarray  # int32 [T]
+
+    @classmethod
+    def of(cls, chunks: Sequence[ScheduledChunk]) -> Batch:
+        views, starts, counts, _, _ = zip(*chunks, strict=True)
+        start, num_tokens = np.array(starts, np.int32), np.array(counts, np.int32)
+        first_row = np.cumsum(num_tokens, dtype=np.int32) - num_tokens
+        chunk_of_token = np.repeat(np.arange(len(start)), num_tokens)
+        positions = np.arange(len(chunk_of_token), dtype=np.int32) + (start - first_row)[chunk_of_token]
+        return cls(views, start, num_tokens, first_row, chunk_of_token, positions)
+
+    def num_blocks(self, block_size: int) -> np.ndarray:
+        """The blocks that hold a chunk's sequence after this step. # int32 [C]"""
+        return -(-(self.start + self.num_tokens) // block_size)

@@ -1,0 +1,227 @@
+"""Two routers on one port, as `tandem serve --routers 2` starts them: one is killed or drains, the other serves on.
+
+The kernel gives each new connection to one of the routers, so every client here is at one router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from itertools import chain
+
+import grpc
+import psutil
+import pytest
+import pytest_asyncio
+
+from cli.credentials import client_of, find_credentials
+from tandem_client import AsyncClient, CallFailed, GenerateRequest, SamplingParams, StopConditions, TokenIds
+from tandem_client.stubs import worker_pb2
+from tests.support.command import PATIENCE_S, Served, serving, tandem
+from tests.support.faults import Prompt, expected, prompt_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_OUTPUT = 1500  # a second, even for the fake runner
+NUM_CLIENTS = 3  # of each router
+CONFIG = """
+[engine]
+dtype = "float32"
+kv_memory_mb = 64
+
+[router]
+drain_timeout_s = 60.0
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    path = tmp_path_factory.mktemp("fleet") / "tandem.toml"
+    path.write_text(CONFIG)
+    async with serving("--routers", "2", "--config", str(path)) as fleet:
+        yield fleet
+        fleet.process.send_signal(signal.SIGINT)
+        assert await fleet.ended() == (0, [])
+
+
+class Answer:
+    """One request, read in the background."""
+
+    def __init__(self, client: AsyncClient, prompt: Prompt, num_output: int = NUM_OUTPUT) -> None:
+        self.token_ids: list[int] = []
+        self.error: CallFailed | None = None
+        self.attempts = 0
+        self._client, self._prompt, self._num_output = client, prompt, num_output
+        self._grown = asyncio.Condition()
+        self.reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        request = GenerateRequest(
+            token_ids=TokenIds(ids=self._prompt),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopConditions(max_tokens=self._num_output, ignore_eos=True),
+        )
+        try:
+            async for response in self._client.generate(request, PATIENCE_S):
+                self.token_ids += response.tokens.token_ids
+                self.attempts = response.finished.attempts
+                async with self._grown:
+                    self._grown.notify_all()
+        except CallFailed as error:
+            self.error = error
+
+    @property
+    def ended(self) -> bool:
+        return self.reading.done()
+
+    async def begun(self) -> Answer:
+        async with asyncio.timeout(PATIENCE_S), self._grown:
+            await self._grown.wait_for(lambda: len(self.token_ids) >= 4)
+        return self
+
+    async def right(self) -> Answer:
+        """Wait for the end: every token, at the first attempt."""
+        await self.reading
+        assert self.error is None
+        assert self.token_ids == expected(self._prompt, self._num_output)
+        assert self.attempts == 1
+        return self
+
+    async def broken(self) -> Answer:
+        """Wait for the end: an error that says that the request may be sent again, after right tokens only."""
+        await self.reading
+        assert self.error is not None
+        assert self.error.code is grpc.StatusCode.UNAVAILABLE
+        assert self.error.retryable
+        assert 0 < len(self.token_ids) < self._num_output
+        assert self.token_ids == expected(self._prompt, self._num_output)[: len(self.token_ids)]
+        return self
+
+
+async def router_of(client: AsyncClient) -> str:
+    """The router that answers this client."""
+    fleet = await client.fleet()
+    (answering,) = [router.router_id for router in fleet.routers if router.HasField("num_queued")]
+    return answering
+
+
+@contextlib.asynccontextmanager
+async def clients_of_each_router(address: str, num_routers: int) -> AsyncIterator[dict[str, list[AsyncClient]]]:
+    """At least NUM_CLIENTS clients at each router, by router id."""
+    found: dict[str, list[AsyncClient]] = {}
+    async with contextlib.AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
+        while len(found) < num_routers or min(map(len, found.values())) < NUM_CLIENTS:
+            client = await stack.enter_async_context(client_of(address, find_credentials(None, address)))
+            found.setdefault(await router_of(client), []).append(client)
+        yield found
+
+
+async def draining_router(address: str) -> str:
+    """Wait until the fleet lists a draining router."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            async with client_of(address, find_credentials(None, address)) as client:
+                for router in (await client.fleet()).routers:
+                    if router.state == worker_pb2.WORKER_STATE_DRAINING:
+                        return router.router_id
+            await asyncio.sleep(0.02)
+
+
+def listening(fleet: Served) -> list[psutil.Process]:
+    """The processes that listen on the port of the routers."""
+    port = int(fleet.address.rpartition(":")[2])
+    return [
+        process
+        for process in psutil.Process(fleet.process.pid).children(recursive=True)
+        if any(
+            found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in process.net_connections("tcp")
+        )
+    ]
+
+
+async def answers_at_each(clients: dict[str, list[AsyncClient]]) -> dict[str, list[Answer]]:
+    """A long answer to every client, under way, by router id."""
+    answers = {
+        router: [Answer(client, prompt_of(seed)) for seed, client in enumerate(found)]
+        for router, found in clients.items()
+    }
+    for answer in chain(*answers.values()):
+        await answer.begun()
+    return answers
+
+
+async def test_kill_nine_of_one_of_two_routers_breaks_its_streams_alone_and_new_calls_are_served_at_once(
+    served: Served,
+) -> None:
+    async with clients_of_each_router(served.address, 2) as clients:
+        answers = await answers_at_each(clients)
+        victim = listening(served)[0]
+        victim.kill()
+        await asyncio.to_thread(victim.wait, PATIENCE_S)
+        await asyncio.wait([answer.reading for answer in chain(*answers.values())], return_when="FIRST_COMPLETED")
+        (dead,) = {router for router, found in answers.items() if any(answer.error for answer in found)}
+        (survivor,) = answers.keys() - {dead}
+
+        assert not any(answer.ended for answer in answers[survivor]), "the streams had ended: nothing was tested"
+        for seed, client in enumerate(clients[dead]):
+            await Answer(client, prompt_of(100 + seed), num_output=5).right()
+            assert await router_of(client) == survivor, "the client waited for the next router"
+        for answer in answers[dead]:
+            await answer.broken()
+        for answer in answers[survivor]:
+            await answer.right()
+
+    async with clients_of_each_router(served.address, 2) as clients:
+        (successor,) = clients.keys() - {survivor}
+        assert successor != dead
+        assert successor.partition(".")[0] == dead.partition(".")[0]
+        await Answer(clients[successor][0], prompt_of(200), num_output=5).right()
+        assert {process.pid for process in listening(served)}.isdisjoint({victim.pid})
+
+
+async def test_a_removed_router_finishes_its_streams_and_the_other_one_serves_the_new_calls_of_its_clients(
+    served: Served,
+) -> None:
+    async with clients_of_each_router(served.address, 2) as clients:
+        answers = await answers_at_each(clients)
+        assert (await clients[min(clients)][0].scale(routers=1)).wanted_routers == 1
+        leaving = await draining_router(served.address)
+        (staying,) = clients.keys() - {leaving}
+        late = [Answer(client, prompt_of(300 + seed), num_output=5) for seed, client in enumerate(clients[leaving])]
+        for answer in late:
+            await answer.right()
+        assert not any(answer.ended for answer in answers[leaving]), "the streams had ended: nothing was tested"
+        for client in clients[leaving]:
+            assert await router_of(client) == staying
+        for answer in chain(*answers.values()):
+            await answer.right()
+
+
+async def test_scale_adds_a_router_and_status_shows_it(served: Served) -> None:
+    code, out, err = await tandem("scale", "--routers", "2", "--router", served.address)
+    assert code == 0, err
+    assert "wanted: 1 prefill, 1 decode, 2 routers; " in out
+    async with clients_of_each_router(served.address, 2) as clients:
+        for router, found in clients.items():
+            await Answer(found[0], prompt_of(400), num_output=5).right()
+            ledger = await found[0].ledger()
+            assert [worker.worker_id.partition(".")[0] for worker in ledger.workers] == ["decode-0", "prefill-0"], (
+                router
+            )
+        code, out, err = await tandem("status", "--once", "--router", served.address)
+        assert code == 0, err
+        assert "routers 2/2" in out
+        assert all(router in out for router in clients)
+    code, _, err = await tandem("scale", "--routers", "0", "--router", served.address)
+    assert code == 1
+    assert err == "error: routers: must be in [1, 256] (cluster.max_workers), is 0\n"
+
+
+async def test_a_second_fleet_cannot_take_the_port_that_routers_share(served: Served) -> None:
+    port = served.address.rpartition(":")[2]
+    code, out, err = await tandem("serve", "--model", "fake:tiny", "--port", port)
+    assert code == 1
+    assert err == f"error: cannot listen on {served.address} (Address already in use); choose another with --port\n"
+    assert "starting Ray" not in out

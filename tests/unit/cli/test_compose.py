@@ -1,0 +1,48 @@
+"""Each router of a machine has a name and a metrics port of its own; the port of the routers may be shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cli.compose import build_router, router_host
+from core.config import RouterConfig, TelemetryConfig
+from core.errors import ConfigError
+from fleet.service_host import Placement
+from tests.support.deployment import tiny_config
+
+PLACE = Placement(ordinal=2, host="", address="", num_threads=1, scale=None)
+
+
+def test_each_router_has_a_metrics_port_and_a_name_of_its_own() -> None:
+    config = tiny_config(telemetry=TelemetryConfig(metrics_port=9464))
+    routers = [build_router(config, replace(PLACE, ordinal=ordinal)) for ordinal in (0, 2)]
+    assert [router._telemetry_config.metrics_port for router in routers] == [9464, 9466]
+    assert [router._router_id.partition(".")[0] for router in routers] == ["router-0", "router-2"]
+    assert build_router(tiny_config(), PLACE)._telemetry_config.metrics_port == 0
+
+
+def test_a_metrics_port_beyond_the_last_port_is_an_error_that_names_it() -> None:
+    config = tiny_config(telemetry=TelemetryConfig(metrics_port=65534))
+    with pytest.raises(ConfigError, match=r"metrics_port must be in \[0, 65535\], is 65536"):
+        build_router(config, PLACE)
+
+
+def test_a_router_shares_the_claimed_port_and_is_alone_on_the_configured_one() -> None:
+    config = tiny_config(port=50051)
+    shared = build_router(config, replace(PLACE, address="127.0.0.1:50077"))
+    assert (shared._config.port, shared._place.shares_port) == (50077, True)
+    alone = build_router(config, replace(PLACE, host="10.0.0.2"))
+    assert (alone._config.host, alone._config.port, alone._place.shares_port) == ("10.0.0.2", 50051, False)
+
+
+@pytest.mark.parametrize(
+    ("configured", "machine", "host"),
+    [("", "", "127.0.0.1"), ("", "10.0.0.2", "10.0.0.2"), ("0.0.0.0", "10.0.0.2", "0.0.0.0")],
+)
+def test_routers_listen_on_the_address_of_their_machine_unless_the_config_sets_another(
+    configured: str, machine: str, host: str
+) -> None:
+    router = RouterConfig(host=configured) if configured else RouterConfig()
+    assert router_host(replace(tiny_config(), router=router), machine) == host

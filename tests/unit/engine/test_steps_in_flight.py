@@ -1,0 +1,271 @@
+"""The contract of submit and collect: two steps in flight, promised tokens, dropped steps, two threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.config import EngineConfig
+from core.request import Request
+from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
+from engine.factory import build_runner
+from engine.runner import Runner, StepDropped, run_step
+from engine.step_queue import StepQueue
+from tests.support.compute_threads import compute_threads, num_threads_started_by
+from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.one_ahead import OneAhead
+
+PROMPT = [(7 * index + 3) % 250 for index in range(45)]
+KINDS = {
+    "fake": {"model": "fake:tiny"},
+    "native": {"model": "random:llama-tiny"},
+    "torch": {"model": "random:qwen3-tiny", "kernels": "torch"},
+    "int8": {"model": "random:qwen2-tiny", "quantization": "int8"},
+}
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    options = {"dtype": "float32", "kv_memory_mb": 4, "num_threads": 1} | KINDS[request.param]
+    built = build_runner(EngineConfig(**options))
+    yield built
+    built.close()
+
+
+class Decode:
+    """One sequence that is prefilled by the first step and promised in each later step."""
+
+    def __init__(self, wanted: Request, blocks: list[int]) -> None:
+        self.name = wanted.request_id
+        self.view = SequenceView(self.name, list(wanted.token_ids), wanted.num_prompt_tokens, blocks, wanted.sampling)
+        self.tokens: list[SampledToken] = []
+        self.num_submitted = 0
+
+    def chunk(self) -> ScheduledChunk:
+        """The prompt, or the promised token."""
+        start, num_prompt_tokens = self.num_submitted, self.view.num_prompt_tokens
+        count = 1 if start else num_prompt_tokens
+        self.num_submitted += count
+        return ScheduledChunk(self.view, start, count, samples=True, promised=start > 0)
+
+    def take(self, token: SampledToken) -> None:
+        self.tokens.append(token)
+        self.view.token_ids.append(token.token_id)  # type: ignore[attr-defined]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+def submit(runner: Runner, step_id: int, *decodes: Decode) -> None:
+    runner.submit(StepPlan(step_id, tuple(decode.chunk() for decode in decodes)))
+
+
+def collect(runner: Runner, *decodes: Decode) -> None:
+    sampled = runner.collect().sampled
+    for decode in decodes:
+        decode.take(sampled[decode.name])
+
+
+def fail(runner: Runner) -> None:
+    """The oldest step raises an exception."""
+    steps: StepQueue[Any] = runner._steps  # type: ignore[attr-defined]
+    with patch.object(steps, "_compute", side_effect=MemoryError), pytest.raises(MemoryError):
+        runner.collect()
+
+
+def alone(runner: Runner, wanted: Request) -> list[int]:
+    return Engine(runner).generate(wanted)[wanted.request_id]
+
+
+def test_two_steps_in_flight_give_the_tokens_of_one_at_a_time(runner: Runner) -> None:
+    wanted = request("a", PROMPT, max_tokens=40)
+    decode = Decode(wanted, [4, 1, 7, 2, 9, 3])
+    submit(runner, 0, decode)
+    for step_id in range(1, 40):
+        submit(runner, step_id, decode)
+        collect(runner, decode)
+    collect(runner, decode)
+    assert decode.token_ids == alone(runner, wanted)
+
+
+def test_a_promised_token_may_be_sampled_before_its_chunk_is_submitted(runner: Runner) -> None:
+    wanted = request("a", PROMPT, max_tokens=9)
+    decode = Decode(wanted, [4, 1, 7, 2])
+    for step_id in range(9):
+        submit(runner, step_id, decode)
+        collect(runner, decode)
+    assert decode.token_ids == alone(runner, wanted)
+
+
+def test_prompts_and_promised_tokens_share_steps(runner: Runner) -> None:
+    requests = [request("a", PROMPT), request("b", PROMPT[3:]), request("c", PROMPT[:1])]
+    a, b, c = (Decode(r, blocks) for r, blocks in zip(requests, ([0, 1, 2, 3], [9, 8, 7, 6], [5]), strict=True))
+    submit(runner, 0, a)
+    submit(runner, 1, a, b)
+    collect(runner, a)
+    submit(runner, 2, c, b, a)
+    collect(runner, a, b)
+    for step_id in range(3, 12):
+        submit(runner, step_id, a, b, c)
+        collect(runner, a, b, c)
+    collect(runner, a, b, c)
+    for decode, wanted in zip((a, b, c), requests, strict=True):
+        expected = alone(runner, wanted)
+        assert decode.token_ids == expected[: len(decode.tokens)]
+        assert len(decode.tokens) >= 10
+
+
+def test_penalties_and_logprobs_know_the_promised_token(runner: Runner) -> None:
+    options = {"repetition_penalty": 1.8, "frequency_penalty": 0.7, "num_logprobs": 3, "max_tokens": 24}
+    wanted = request("a", PROMPT[:5], **options)
+    decode, plain = Decode(wanted, [4, 1]), Decode(wanted, [4, 1])
+    submit(runner, 0, decode)
+    for step_id in range(1, 24):
+        submit(runner, step_id, decode)
+        collect(runner, decode)
+    collect(runner, decode)
+    for step_id in range(24):
+        view, start = plain.view, 5 + step_id - 1
+        chunk = ScheduledChunk(view, 0, 5, True, False) if step_id == 0 else ScheduledChunk(view, start, 1, True, False)
+        plain.take(run_step(runner, StepPlan(step_id, (chunk,))).sampled["a"])
+    assert decode.tokens == plain.tokens
+    assert decode.tokens[-1].logprob is not None
+    unpenalized = alone(runner, request("a", PROMPT[:5], max_tokens=24))
+    assert decode.token_ids != unpenalized, "the penalties changed nothing, so this test shows nothing"
+
+
+def test_draws_at_promised_positions_are_those_of_single_steps(runner: Runner) -> None:
+    wanted = request("a", PROMPT, temperature=1.0, seed=5, max_tokens=20)
+    decode = Decode(wanted, [4, 1, 7, 2, 9])
+    submit(runner, 0, decode)
+    for step_id in range(1, 20):
+        submit(runner, step_id, decode)
+        collect(runner, decode)
+    collect(runner, decode)
+    assert decode.token_ids == alone(runner, wanted)
+
+
+def test_an_exception_drops_the_step_behind_and_later_steps_run(runner: Runner) -> None:
+    wanted = request("a", PROMPT)
+    submit(runner, 0, Decode(wanted, [4, 1, 7, 2]))
+    submit(runner, 1, Decode(request("b", PROMPT[:20]), [8, 9]))
+    fail(runner)
+    with pytest.raises(StepDropped, match="step 1"):
+        runner.collect()
+    again = Decode(wanted, [4, 1, 7, 2])
+    submit(runner, 2, again)
+    collect(runner, again)
+    assert again.token_ids == alone(runner, wanted)[:1]
+
+
+def test_a_step_submitted_behind_a_dropped_step_runs(runner: Runner) -> None:
+    wanted = request("a", PROMPT)
+    submit(runner, 0, Decode(request("b", PROMPT[:20]), [8, 9]))
+    submit(runner, 1, Decode(wanted, [4, 1, 7, 2]))
+    fail(runner)
+    decode = Decode(wanted, [5, 6, 8, 9])
+    submit(runner, 2, decode)
+    with pytest.raises(StepDropped):
+        runner.collect()
+    collect(runner, decode)
+    assert decode.token_ids == alone(runner, wanted)[:1]
+
+
+def test_a_promise_of_a_step_without_output_drops_the_step(runner: Runner) -> None:
+    decode = Decode(request("new", PROMPT), [4, 1, 7, 2])
+    decode.chunk()  # never submitted
+    submit(runner, 1, decode)
+    with pytest.raises(StepDropped, match="no token for 'new'"):
+        runner.collect()
+
+
+def test_a_third_step_in_flight_is_an_assertion_error(runner: Runner) -> None:
+    decode = Decode(request("a", PROMPT), [4, 1, 7, 2])
+    submit(runner, 0, decode)
+    submit(runner, 1, decode)
+    with pytest.raises(AssertionError, match="2 steps"):
+        submit(runner, 2, decode)
+    collect(runner, decode)
+    collect(runner, decode)
+
+
+def test_one_thread_submits_while_another_collects(runner: Runner) -> None:
+    wanted = request("a", PROMPT, max_tokens=60)
+    decode = Decode(wanted, [4, 1, 7, 2, 9, 3, 5])
+    room, submitted, seen = threading.Semaphore(2), threading.Semaphore(0), set[int]()
+
+    def collect_all() -> None:
+        seen.add(threading.get_ident())
+        for _ in range(60):
+            assert submitted.acquire(timeout=30)
+            collect(runner, decode)
+            room.release()
+
+    thread = threading.Thread(target=collect_all, daemon=True)
+    thread.start()
+    for step_id in range(60):
+        assert room.acquire(timeout=30)
+        submit(runner, step_id, decode)
+        submitted.release()
+    thread.join(30)
+    assert seen
+    assert seen != {threading.get_ident()}
+    assert decode.token_ids == alone(runner, wanted)
+
+
+def test_a_thrown_away_token_leaves_the_other_sequences_unchanged(runner: Runner) -> None:
+    """`b` ends while a step computes its promised token. Then `c` gets the blocks of `b`."""
+    requests = {name: request(name, PROMPT[start:], max_tokens=8) for name, start in (("a", 0), ("b", 3), ("c", 9))}
+    a, b = Decode(requests["a"], [0, 1, 2, 3]), Decode(requests["b"], [4, 5, 6, 7])
+    c = Decode(requests["c"], [4, 5, 6, 7])
+    submit(runner, 0, b, a)
+    submit(runner, 1, b, a)
+    collect(runner, a, b)
+    submit(runner, 2, a)  # `b` has ended
+    collect(runner, a)
+    for step_id in range(3, 8):
+        submit(runner, step_id, c, a)
+        collect(runner, a, *([c] if step_id > 3 else []))
+    collect(runner, a, c)
+    for decode in (a, c):
+        assert decode.token_ids == alone(runner, requests[decode.name])[: len(decode.tokens)]
+    assert (len(a.tokens), len(c.tokens)) == (8, 5)
+
+
+@pytest.fixture(scope="module")
+def expected(runner: Runner) -> dict[str, list[int]]:
+    return {wanted.request_id: alone(runner, wanted) for wanted in REQUESTS}
+
+
+REQUESTS = [request(str(length), PROMPT[:length], max_tokens=20 - length // 4) for length in (1, 2, 15, 16, 17, 31, 45)]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=15, deadline=None)
+def test_random_plans_one_step_ahead_give_the_tokens_of_one_sequence_alone(
+    runner: Runner, expected: dict[str, list[int]], seed: int
+) -> None:
+    driver = OneAhead(runner, random.Random(seed))
+    assert driver.generate(REQUESTS) == expected
+    assert driver.num_promised > 10
+
+
+def test_submit_starts_no_compute_threads(runner: Runner) -> None:
+    """The thread that submits is the event loop: its compute threads would take the cores of other workers."""
+    view = SequenceView("long", [1] * 1000, 1000, list(range(63)), REQUESTS[0].sampling)
+    for start, count in ((0, 500), (500, 500)):
+        plan = StepPlan(0, (ScheduledChunk(view, start, count, start > 0, False),))
+        with compute_threads(3):
+            assert num_threads_started_by(lambda: torch.ones(2000, 64).cos()) > 0, "this could show nothing"
+            assert num_threads_started_by(partial(runner.submit, plan)) == 0
+        runner.collect()
