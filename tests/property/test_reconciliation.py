@@ -142,7 +142,7 @@ class TwoRouters(RuleBasedStateMachine):
         except TandemError:  # its queue is full
             router.ends.append(arrived.request.request_id)
 
-    @precondition(lambda self: self.worker.plan is not None)
+    @precondition(lambda self: bool(self.worker.plans))
     @rule()
     def finish_a_step(self) -> None:
         self.note_ends(self.worker.finish_step())
