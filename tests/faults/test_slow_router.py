@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from core.request import Request, SamplingParams
+from core.worker_load import CallId
 from decode_worker import token_stream
 from decode_worker.servicer import DecodeServicer
 from protos import codec, worker_pb2, worker_pb2_grpc
@@ -49,7 +50,9 @@ def decode_request(number: int, stream_id: int = STREAM_ID) -> worker_pb2.Decode
     """A call that the worker computes alone and that outlives the test."""
     sampling = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True, num_logprobs=NUM_LOGPROBS)
     request = Request(f"slow#{number}", (number,) * 8, 8, sampling)
-    return worker_pb2.DecodeRequest(sequence=codec.encode_sequence(request, number), stream_id=stream_id)
+    return worker_pb2.DecodeRequest(
+        sequence=codec.encode_sequence(request, CallId("router", number)), stream_id=stream_id
+    )
 
 
 async def error_of(call: Any) -> grpc.aio.AioRpcError:
