@@ -73,6 +73,8 @@ REQUEST_FLAGS = (
     RequestFlag("ignore-eos", bool, "Continue after the end-of-sequence token.", "stop.ignore_eos"),
     RequestFlag("cache-salt", str, "Share cached prefixes only with requests of the same salt.", "cache_salt"),
     RequestFlag("priority", int, "A lower number is scheduled first. (default: 0)", "priority"),
+    RequestFlag("min-interval-ms", int, "Join the tokens of this time into one message. (default: 0)",
+                "min_interval_ms"),
 )  # fmt: skip
 
 # For `generate` only: a chat shows one answer.

@@ -80,6 +80,10 @@ class WorkerUnavailable(TandemError):
     retryable = True
 
 
+class TokenStreamEnded(WorkerUnavailable):
+    """The token stream that a Decode call names has ended."""
+
+
 class TransferFailed(TandemError):
     """The KV hand-off delivered no blocks. The prompt can be prefilled again."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc.aio
 
-from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.errors import InvalidRequest, TandemError, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import Stage
 from decode_worker.machine import (
     DecodeAction,
@@ -86,7 +86,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             await stream.write_all(context.write)
         finally:
             del self._streams[wire.stream_id]
-            self._end_calls(stream, WorkerUnavailable("the token stream of this call has ended"))
+            self._end_calls(stream, TokenStreamEnded("the token stream of this call has ended"))
 
     def _end_calls(self, stream: TokenStream, error: TandemError) -> None:
         for call in self._calls.values():
@@ -108,7 +108,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         stream = self._streams.get(wire.stream_id)
         if stream is None:
-            raise WorkerUnavailable(f"no token stream {wire.stream_id} is open")
+            raise TokenStreamEnded(f"no token stream {wire.stream_id} is open")
         deadline = self._driver.now() + remaining_s(context, self._default_timeout_s)
         call = _Call(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call

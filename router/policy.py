@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import product
-from typing import NamedTuple
 
 from core.config import RouterConfig
 from core.lifecycle import RequestPath
@@ -44,14 +43,9 @@ class WorkerView:
 Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
 
 
-class _Term(NamedTuple):
-    """The part of a worker in a cost. Compares by cost, then by requests of this router, then by name."""
-
-    cost: float
-    num_dispatched: int
-    worker_id: str
-    view: WorkerView
-    cached_tokens: int
+# The part of a worker in a cost: (cost, its requests of this router, its name, the worker, its cached tokens). A plain
+# tuple, because each decision makes and compares hundreds.
+_Term = tuple[float, int, str, WorkerView, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +90,18 @@ class Policy:
         self._block_size = block_size
         self._num_blocks = -(-num_tokens // block_size)
         most_uncached = config.local_prefill_tokens if prefill_alive else num_tokens
-        self._prefill = [_term(self._compute_cost(*option), option) for option in prefill]
-        self._decode = [_term(self._decode_cost(*option), option) for option in decode] if prefill else []
-        self._local = [
-            _term(self._compute_cost(*option) + TOKENS_PER_DECODING_SEQUENCE * option[0].num_sequences, option)
-            for option in decode
-            if self._uncached(option[1]) <= most_uncached
+        self._prefill: list[_Term] = [
+            (self._compute_cost(worker, cached), worker.num_dispatched, worker.worker_id, worker, cached)
+            for worker, cached in prefill
+        ]
+        self._decode: list[_Term] = [
+            (self._decode_cost(worker, cached), worker.num_dispatched, worker.worker_id, worker, cached)
+            for worker, cached in (decode if prefill else ())
+        ]
+        self._local: list[_Term] = [
+            (self._local_cost(worker, cached), worker.num_dispatched, worker.worker_id, worker, cached)
+            for worker, cached in decode
+            if self._uncached(cached) <= most_uncached
         ]
 
     def choose(self) -> Candidate | None:
@@ -122,10 +122,13 @@ class Policy:
 
     def _uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
-        return max(1, self._num_tokens - cached_tokens)
+        return self._num_tokens - cached_tokens or 1
 
     def _compute_cost(self, worker: WorkerView, cached_tokens: int) -> float:
         return worker.num_queued_tokens + self._uncached(cached_tokens)
+
+    def _local_cost(self, worker: WorkerView, cached_tokens: int) -> float:
+        return self._compute_cost(worker, cached_tokens) + TOKENS_PER_DECODING_SEQUENCE * worker.num_sequences
 
     def _missing_blocks(self, cached_tokens: int) -> int:
         return self._num_blocks - cached_tokens // self._block_size
@@ -135,35 +138,33 @@ class Policy:
         return moved + TOKENS_PER_DECODING_SEQUENCE * worker.num_sequences
 
     def _pair(self, prefill: _Term, decode: _Term) -> Candidate:
+        prefill_cost, _, _, prefill_worker, prefill_cached = prefill
+        decode_cost, _, _, decode_worker, decode_cached = decode
         return Candidate(
-            prefill_worker=prefill.worker_id,
-            decode_worker=decode.worker_id,
-            cached_tokens=self._num_tokens - self._uncached(prefill.cached_tokens),
-            uncached_tokens=self._uncached(prefill.cached_tokens),
-            queued_tokens=prefill.view.num_queued_tokens,
-            decode_load=decode.view.num_sequences,
-            transfer_blocks=self._missing_blocks(decode.cached_tokens),
-            cost=prefill.cost + decode.cost + TOKENS_PER_DISPATCH,
-            num_dispatched=prefill.num_dispatched + decode.num_dispatched,
+            prefill_worker=prefill_worker.worker_id,
+            decode_worker=decode_worker.worker_id,
+            cached_tokens=self._num_tokens - self._uncached(prefill_cached),
+            uncached_tokens=self._uncached(prefill_cached),
+            queued_tokens=prefill_worker.num_queued_tokens,
+            decode_load=decode_worker.num_sequences,
+            transfer_blocks=self._missing_blocks(decode_cached),
+            cost=prefill_cost + decode_cost + TOKENS_PER_DISPATCH,
+            num_dispatched=prefill_worker.num_dispatched + decode_worker.num_dispatched,
         )
 
     def _alone(self, decode: _Term) -> Candidate:
+        cost, _, _, worker, cached_tokens = decode
         return Candidate(
             prefill_worker=None,
-            decode_worker=decode.worker_id,
-            cached_tokens=self._num_tokens - self._uncached(decode.cached_tokens),
-            uncached_tokens=self._uncached(decode.cached_tokens),
-            queued_tokens=decode.view.num_queued_tokens,
-            decode_load=decode.view.num_sequences,
+            decode_worker=worker.worker_id,
+            cached_tokens=self._num_tokens - self._uncached(cached_tokens),
+            uncached_tokens=self._uncached(cached_tokens),
+            queued_tokens=worker.num_queued_tokens,
+            decode_load=worker.num_sequences,
             transfer_blocks=0,
-            cost=decode.cost,
-            num_dispatched=decode.num_dispatched,
+            cost=cost,
+            num_dispatched=worker.num_dispatched,
         )
-
-
-def _term(cost: float, option: Option) -> _Term:
-    view, cached_tokens = option
-    return _Term(cost, view.num_dispatched, view.worker_id, view, cached_tokens)
 
 
 def reason_for(candidate: Candidate, has_prefill_workers: bool) -> str:

@@ -42,7 +42,7 @@ class RouterShell:
         self.telemetry = telemetry
         self._credentials = credentials
         self.router_id = router_id
-        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, self.router_id)
+        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, router_id)
         self.links: dict[str, WorkerLink] = {}  # by worker id
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)

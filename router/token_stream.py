@@ -58,6 +58,18 @@ class TokenStream:
         self.stream_id = stream_id
         self._reading = asyncio.create_task(self._read(messages), name=f"tokens-{self._worker_id}")
 
+    def lose(self, stream_id: int, detail: str) -> None:
+        """A Decode call has told that this stream ended. The error of the stream may wait behind tokens."""
+        if stream_id == self.stream_id != 0:
+            assert self._reading is not None
+            self._reading.cancel()
+            self._report_loss(detail)
+
+    def _report_loss(self, detail: str) -> None:
+        self.stream_id = 0
+        self._post(events.TokenStreamLost(self._worker_id, detail))
+        self._on_broken()
+
     async def close(self) -> None:
         """Posts nothing: the caller ends the calls of this stream itself."""
         self.stream_id = 0
@@ -76,9 +88,7 @@ class TokenStream:
             detail = f"{type(error).__name__}: {error}"
         finally:
             messages.cancel()
-        self.stream_id = 0
-        self._post(events.TokenStreamLost(self._worker_id, detail))
-        self._on_broken()
+        self._report_loss(detail)
 
 
 def decode_step_tokens(wire: worker_pb2.StepTokens) -> events.StepTokens:

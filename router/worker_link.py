@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable
 import grpc
 import grpc.aio
 
-from core.errors import InvalidRequest, TandemError, Unauthenticated, WorkerUnavailable
+from core.errors import InvalidRequest, TandemError, TokenStreamEnded, Unauthenticated, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.service import Endpoint
@@ -237,11 +237,12 @@ class WorkerLink:
     async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
         metadata = [*metadata, *self._credentials.metadata]
         result: events.DecodeResult | TandemError
+        stream_id = self._tokens.stream_id
         try:
-            if not self._tokens.stream_id:
-                raise WorkerUnavailable("the token stream of the worker is closed")
+            if not stream_id:
+                raise TokenStreamEnded("the token stream of the worker is closed")
             sequence = codec.encode_sequence(action.request, CallId(self._router_id, action.call))
-            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=self._tokens.stream_id)
+            request = worker_pb2.DecodeRequest(sequence=sequence, stream_id=stream_id)
             if action.source is not None:
                 transfer_id, agent = action.source
                 request.transfer_id = encode_transfer_id(transfer_id)
@@ -249,6 +250,8 @@ class WorkerLink:
             result = _decode_finished(await self._decode.Decode(request, timeout=action.timeout_s, metadata=metadata))
         except Exception as error:  # noqa: BLE001 - the request waits for an event after any failure
             result = _failure(error)
+            if isinstance(result, TokenStreamEnded):
+                self._tokens.lose(stream_id, str(result))
         self._post(events.DecodeReturned(action.dispatch_id, result))
 
 
@@ -256,7 +259,7 @@ def _failure(error: Exception) -> TandemError:
     """The typed error for the exception of a failed call."""
     if isinstance(error, grpc.RpcError):
         return error_from(error)
-    if isinstance(error, WorkerUnavailable):
+    if isinstance(error, TokenStreamEnded):
         return error
     if isinstance(error, InvalidRequest):  # the worker may run another version; another worker may not
         return WorkerUnavailable(f"the worker's answer cannot be read: {error}")

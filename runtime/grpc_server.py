@@ -22,6 +22,7 @@ from core.errors import (
     QueueFull,
     RequestCancelled,
     TandemError,
+    TokenStreamEnded,
     TransferFailed,
     Unauthenticated,
     WorkerUnavailable,
@@ -42,7 +43,8 @@ _ERROR_OF: dict[grpc.StatusCode, Callable[[str], TandemError]] = {
 
 FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
 TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
-
+STREAM_KEY = "tandem-token-stream-ended"  # so has an ended token stream
+_ERROR_OF_KEY: dict[str, Callable[[str], TandemError]] = {TRANSFER_KEY: TransferFailed, STREAM_KEY: TokenStreamEnded}
 
 KEEPALIVE_TIME_S = 10.0  # a connection without traffic for this long gets a ping, ...
 KEEPALIVE_TIMEOUT_S = 5.0  # ... and breaks if no answer comes within this time
@@ -197,6 +199,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
         metadata.append((FIELD_KEY, error.field))
     if isinstance(error, TransferFailed):
         metadata.append((TRANSFER_KEY, "true"))
+    if isinstance(error, TokenStreamEnded):
+        metadata.append((STREAM_KEY, "true"))
     if isinstance(error, QueueFull):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
     try:
@@ -217,7 +221,8 @@ def error_from(error: grpc.RpcError) -> TandemError:
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         field = str(trailers.get(FIELD_KEY, "request"))
         return InvalidRequest(field, details.removeprefix(f"{field}: "))
-    found = TransferFailed(details) if TRANSFER_KEY in trailers else _ERROR_OF.get(error.code(), TandemError)(details)
+    special = next((kind for key, kind in _ERROR_OF_KEY.items() if key in trailers), None)
+    found = (special or _ERROR_OF.get(error.code(), TandemError))(details)
     if RETRYABLE_KEY in trailers:
         found.retryable = trailers[RETRYABLE_KEY] == "true"
     return found

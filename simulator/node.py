@@ -16,7 +16,7 @@ from typing import Any
 
 from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import TandemError, TokenStreamEnded
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
@@ -233,7 +233,7 @@ class WorkerNode:
             return
         for call in [call for call in self.calls.values() if call.tokens is stream]:
             self.cancel(call)
-            self.answer(self, call, WorkerUnavailable("the token stream of this call has ended"))
+            self.answer(self, call, TokenStreamEnded("the token stream of this call has ended"))
 
     def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
         """Send one message on each token stream that has new tokens."""
@@ -259,7 +259,7 @@ class WorkerNode:
             self._inbox.append((call, arrived))
             return
         if call.tokens is not None and call.tokens.call_id not in self.token_streams:
-            self._end_call(call.call_id, WorkerUnavailable("no such token stream is open"))
+            self._end_call(call.call_id, TokenStreamEnded("no such token stream is open"))
             return
         try:
             self.post(arrived)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from core.config import RouterConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
@@ -215,6 +215,10 @@ class RouterNode:
                 self._world.counts["cut short"] += 1
                 call.cut = True
                 return
+            if isinstance(result, TokenStreamEnded) and call.tokens is not None:
+                self._on_tokens_broken(call.tokens)  # the stream itself may bring its end later
+                if call.caller is not CallState.OPEN:
+                    return
             self._close(call)
             is_prefill = isinstance(result, events.PrefillResult) or node.address.name.startswith("prefill")
             self.post((events.PrefillReturned if is_prefill else events.DecodeReturned)(call.call_id, result))

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "logprobs 21": (text(logprobs=21), "logprobs", "[0, 20]"),
     "n 17": (text(n=17), "n", "[1, 16]"),
     "priority 101": (text(priority=101), "priority", "[-100, 100]"),
+    "interval over a minute": (text(min_interval_ms=60_001), "min_interval_ms", "[0, 60000]"),
     "17 stop strings": (text(stop=StopConditions(stop_strings=["x"] * 17)), "stop_strings", "at most 16"),
     "empty stop string": (text(stop=StopConditions(stop_strings=[""])), "stop_strings", "1 to 256 characters"),
     "65 stop ids": (text(stop=StopConditions(stop_token_ids=range(65))), "stop_token_ids", "at most 64"),

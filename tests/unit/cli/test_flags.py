@@ -27,6 +27,7 @@ TYPED = [
     ("--ignore-eos", GenerateRequest(stop=StopConditions(ignore_eos=True))),
     ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
     ("--priority -3", GenerateRequest(priority=-3)),
+    ("--min-interval-ms 50", GenerateRequest(min_interval_ms=50)),
     ("--n 2", GenerateRequest(n=2)),
     ("--logprobs 4", GenerateRequest(logprobs=4)),
 ]

@@ -11,7 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from core.errors import InvalidRequest, WorkerUnavailable
+from core.errors import InvalidRequest, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
 from core.service import Endpoint
@@ -35,6 +35,7 @@ class Worker:
         self.stream_ids: list[int] = []
         self.num_watches = 0
         self.silent = False
+        self.refusal: grpc.aio.AioRpcError | None = None  # of each Decode call
         endpoint = Endpoint("w", "127.0.0.1:1", ServiceRole.DECODE)
         self.link = WorkerLink(endpoint, "router", self.posted.put_nowait, lambda _: True, OPEN)
         self.link._worker = self.link._decode = self  # type: ignore[assignment]
@@ -53,6 +54,8 @@ class Worker:
 
     async def Decode(self, request: worker_pb2.DecodeRequest, **_: object) -> worker_pb2.DecodeFinished:
         assert request.stream_id == self.stream_ids[-1]
+        if self.refusal is not None:
+            raise self.refusal
         return worker_pb2.DecodeFinished(finish_reason=inference_pb2.FINISH_REASON_STOP, num_tokens=3)
 
     async def event(self) -> Any:
@@ -131,6 +134,20 @@ async def test_a_stream_that_does_not_open_loses_the_worker(monkeypatch: pytest.
         while not isinstance(await worker.posted.get(), WorkerJoined):
             pass
     await worker.link.close()
+
+
+async def test_a_call_that_tells_of_the_end_of_its_stream_loses_the_stream_at_once(worker: Worker) -> None:
+    """The stream tells its end only after all tokens before, and until then each call on it would be refused."""
+    await worker.joins()
+    trailers = grpc.aio.Metadata(("tandem-retryable", "true"), ("tandem-token-stream-ended", "true"))
+    unavailable = grpc.StatusCode.UNAVAILABLE
+    worker.refusal = grpc.aio.AioRpcError(unavailable, grpc.aio.Metadata(), trailers, "no such stream", None)
+    decode(worker)
+    assert await worker.event() == TokenStreamLost("w", "no such stream")
+    assert isinstance((await worker.event()).result, TokenStreamEnded)
+    worker.tokens[0].put(TOKENS)
+    await worker.joins()
+    assert len(set(worker.stream_ids)) == 2
 
 
 async def test_a_new_report_stream_keeps_the_token_stream(worker: Worker) -> None:

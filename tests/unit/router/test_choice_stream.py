@@ -1,0 +1,121 @@
+"""A choice gives the client the same tokens, text and log-probabilities, however messages join the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import RequestCancelled
+from core.lifecycle import Stage, Timeline
+from core.request import Request, SamplingParams
+from core.step import SampledToken
+from router.choice_stream import ChoiceStream
+from router.events import Deliver, Fail
+from text.detokenizer import IncrementalDetokenizer
+from text.text_stream import TextStream
+
+PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND", b""]  # the texts of token ids 0 to 7
+
+
+def choice(*stop_strings: str) -> ChoiceStream:
+    request = Request("r", (1,), 1, SamplingParams(max_tokens=100))
+    text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), stop_strings)
+    return ChoiceStream(0, "model", "chat", request, "r", 0.0, text, cast(Any, None), asyncio.Event())
+
+
+def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
+    return stream.deliver(Deliver("r", first_index, token_ids, ()))
+
+
+def test_a_chunk_has_all_tokens_since_the_last_one() -> None:
+    stream = choice()
+    deliver(stream, 0, 0)
+    assert list(stream.take_chunk().tokens.token_ids) == [0]
+    deliver(stream, 1, 1)
+    deliver(stream, 2, 2, 3)
+    chunk = stream.take_chunk().tokens
+    assert (chunk.index, list(chunk.token_ids), chunk.text) == (1, [1, 2, 3], "bé")
+    assert not stream.has_chunk
+
+
+def test_the_writer_is_woken_once_for_the_tokens_of_one_chunk() -> None:
+    stream = choice()
+    deliver(stream, 0, 0)
+    assert stream.changed.is_set()
+    stream.changed.clear()
+    deliver(stream, 1, 1)
+    assert not stream.changed.is_set()
+    stream.take_chunk()
+    deliver(stream, 2, 1)
+    assert stream.changed.is_set()
+
+
+def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> None:
+    stream = choice("END")
+    assert not deliver(stream, 0, 0, 5)
+    assert deliver(stream, 2, 6, 1, 1), "its text is complete before anybody takes a chunk"
+    assert not deliver(stream, 5, 0), "told once"
+    chunk = stream.take_chunk().tokens
+    assert (list(chunk.token_ids), chunk.text) == ([0, 5, 6], "a")
+    assert stream.last_chunk() is None
+    assert not stream.has_chunk
+
+
+async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> None:
+    stream = choice()
+    deliver(stream, 0, 0)
+    assert stream.is_due, "the first token does not wait"
+    stream.rest(60.0)
+    stream.take_chunk()
+    stream.changed.clear()
+    deliver(stream, 1, 1)
+    assert not stream.is_due
+    assert not stream.changed.is_set(), "the writer sleeps"
+    stream.end(Fail("r", RequestCancelled("cancelled"), Timeline(Stage.TOKENIZE, 0.0)))
+    assert stream.is_due
+    assert stream.changed.is_set()
+    stream.end_rest()
+
+
+async def test_after_the_interval_the_writer_is_woken() -> None:
+    stream = choice()
+    deliver(stream, 0, 0)
+    stream.rest(0.001)
+    stream.take_chunk()
+    stream.changed.clear()
+    deliver(stream, 1, 1)
+    async with asyncio.timeout(5):
+        await stream.changed.wait()
+    assert stream.is_due
+
+
+TOKEN_IDS = st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=4)
+RUNS = st.lists(st.tuples(TOKEN_IDS, st.booleans()), max_size=12)  # (token ids, a message follows)
+
+
+@given(RUNS, st.lists(st.sampled_from(["END", "ab", "é", "bE", "N"]), max_size=3))
+def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], bool]], stops: list[str]) -> None:
+    def answer(steps: list[tuple[list[int], bool]]) -> tuple[list[int], list[int], str, str]:
+        stream, index, chunks = choice(*stops), 0, []
+        for token_ids, takes in steps:
+            logprobs = tuple(SampledToken(token_id, -1.0 - token_id) for token_id in token_ids)
+            stream.deliver(Deliver("r", index, tuple(token_ids), logprobs))
+            index += len(token_ids)
+            if takes and stream.has_chunk:
+                chunks.append(stream.take_chunk().tokens)
+        if stream.has_chunk:
+            chunks.append(stream.take_chunk().tokens)
+        rest = stream.last_chunk()
+        chunks += [] if rest is None else [rest]
+        ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        of_logprobs = [int(-1.0 - entry.logprob) for chunk in chunks for entry in chunk.logprobs]
+        return ids, of_logprobs, "".join(chunk.text for chunk in chunks), stream.text.stop_match
+
+    all_ids = [token_id for token_ids, _ in runs for token_id in token_ids]
+    one_by_one = answer([([token_id], True) for token_id in all_ids])
+    assert answer(runs) == one_by_one
+    assert answer([(all_ids, False)] if all_ids else []) == one_by_one
+    assert one_by_one[0] == one_by_one[1]
