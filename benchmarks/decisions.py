@@ -168,17 +168,13 @@ class _FleetWorker:
         return Endpoint(self.worker_id, await server.start(), self._role)
 
     async def run(self) -> None:
-        """Work in steps of one report interval, spread over the interval like the steps of a real fleet."""
-        reporting = asyncio.create_task(self.feed.run())
+        """The workers begin at different times of the interval, like those of a real fleet."""
         await asyncio.sleep(self._config.report_interval_s * self._number / NUM_WORKERS)
-        while self._busy:
-            if self._is_watched:
-                self.feed.mark_changed()
-            await asyncio.sleep(self._config.report_interval_s)
-        await reporting
+        await self.feed.run()
 
     def _snapshot(self) -> worker_pb2.WorkerReport:
         self._is_watched = True
+        self.feed.mark_changed()
         report = report_codec.encode_changes(WorkerChanges(self._load, paths=self._paths))
         report.snapshot.worker_id, report.snapshot.role = self.worker_id, codec.ROLE_TO_WIRE[self._role]
         report.snapshot.agent.CopyFrom(codec.encode_agent(_agent(self._number)))
@@ -186,7 +182,10 @@ class _FleetWorker:
         return report
 
     def _changes(self) -> worker_pb2.WorkerReport | None:
-        block_events = self._work() if self._busy and self._is_watched else []
+        block_events: list[BlockEvent] = []
+        if self._busy and self._is_watched:
+            block_events = self._work()
+            self.feed.mark_changed()  # the next report comes after one interval
         changes = self._tracker.take(self._load, block_events, self._paths)
         return None if changes is None else report_codec.encode_changes(changes)
 
