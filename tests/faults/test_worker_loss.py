@@ -89,7 +89,8 @@ async def test_when_the_only_decode_worker_goes_the_request_ends_typed_and_retry
 async def test_a_step_that_fails_ends_its_requests_and_the_worker_serves_on() -> None:
     async with deploy(tiny_config()) as deployment:
         runner = runner_of(deployment.decode[0])
-        compute, failed = runner._steps._compute, []
+        compute = runner._steps._compute
+        failed: list[Any] = []
 
         def fail_once(inputs: Any, promised: Any) -> object:
             if not failed:

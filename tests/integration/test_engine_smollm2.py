@@ -139,7 +139,7 @@ def tokenizer_and_library() -> tuple[ModelTokenizer, Tokenizer]:
 def test_any_tokens_stream_as_the_text_their_library_decodes(token_ids: list[int]) -> None:
     tokenizer, library = tokenizer_and_library()
     detokenizer = tokenizer.detokenizer()
-    pieces = [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+    pieces = [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.flush()]
     text = library.decode(token_ids, skip_special_tokens=True)
     assert "".join(pieces) == tokenizer.decode(token_ids) == text
 

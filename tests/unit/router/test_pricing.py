@@ -27,7 +27,7 @@ def count_prices(router: DrivenRouter) -> Callable[[], int]:
         priced.append(args)
         return choose(*args)
 
-    router.machine.workers.choose = counted  # type: ignore[method-assign]
+    router.machine.workers.choose = counted  # type: ignore[method-assign, assignment]
 
     def since_last() -> int:
         number = len(priced)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.block_pool import BlockRemoved, BlockStored, Column
+from core.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES
 from core.lifecycle import WorkerState
@@ -28,7 +28,7 @@ P, Q = PathStatus("p", PathState.FINE), PathStatus("q", PathState.FINE)
 
 def test_the_first_changes_are_everything_and_then_there_are_none() -> None:
     tracker = ChangeTracker()
-    events = [BlockStored(1), BlockStored(2), BlockRemoved(1), BlockStored(3)]
+    events: list[BlockEvent] = [BlockStored(1), BlockStored(2), BlockRemoved(1), BlockStored(3)]
     assert tracker.take(LOAD, events, (P,)) == WorkerChanges(
         LOAD, (([1, 2], True), ([1], False), ([3], True)), (P,), ()
     )
