@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from benchmarks.dataplane.http2_load import Connection, LoadFailed, receive_for
 from benchmarks.dataplane.processes import MeasuredProcess
 from benchmarks.dataplane.sleeping_runner import FIRST_ID, age_s
-from protos import inference_pb2, worker_pb2
+from core.request import Request, SamplingParams
+from core.worker_load import CallId
+from protos import codec, inference_pb2, worker_pb2
 
 GENERATE = "/tandem.v1.Inference/Generate"
 STREAM_TOKENS, DECODE = "/tandem.v1.DecodeWorker/StreamTokens", "/tandem.v1.DecodeWorker/Decode"
 NUM_CONNECTIONS = 8
+ROUTER_ID = "benchmark"
 PROMPT = [FIRST_ID + index for index in range(8)]  # short: the decode worker computes such a prompt itself
 FIRST_MESSAGES_TIMEOUT_S = 20.0
 ENDLESS = 4000  # tokens of a call that must outlive a measurement
@@ -111,21 +114,15 @@ def start_decode_calls(address: str, num_calls: int, max_tokens: int, counter: C
     """Be the router of a decode worker: one token stream, and calls whose tokens it carries."""
     stream_id = secrets.randbits(63) | 1
     stream = Connection(address, counter.take)
-    opening = worker_pb2.StreamTokensRequest(router_id="benchmark", stream_id=stream_id)
+    opening = worker_pb2.StreamTokensRequest(router_id=ROUTER_ID, stream_id=stream_id)
     stream.call(STREAM_TOKENS, opening.SerializeToString())
     receive_for([stream], MIN_WARM_UP_S)
     calls = Connection(address, lambda *_: None)
+    sampling = SamplingParams(max_tokens, temperature=0.0, ignore_eos=True)
     for number in range(1, num_calls + 1):
-        request = worker_pb2.DecodeRequest(stream_id=stream_id)
-        request.sequence.request_id = f"benchmark#{number}"
-        request.sequence.token_ids.extend(PROMPT)
-        request.sequence.num_prompt_tokens = len(PROMPT)
-        request.sequence.call = number
-        sampling, stop = request.sequence.sampling, request.sequence.stop
-        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p = 0.0, 0, 1.0, 0.0
-        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty = 1.0, 0.0, 0.0
-        sampling.seed, stop.max_tokens, stop.ignore_eos = 1, max_tokens, True
-        calls.call(DECODE, request.SerializeToString())
+        sequence = Request(f"{ROUTER_ID}#{number}", tuple(PROMPT), len(PROMPT), sampling)
+        wire = codec.encode_sequence(sequence, CallId(ROUTER_ID, number))
+        calls.call(DECODE, worker_pb2.DecodeRequest(sequence=wire, stream_id=stream_id).SerializeToString())
     receive_for([stream, calls], FIRST_MESSAGES_TIMEOUT_S, lambda: counter.num_messages > 0)
     receive_for([stream, calls], MIN_WARM_UP_S)
     return [stream, calls]

@@ -1,4 +1,4 @@
-"""The parts of the token path that are timed alone: the scheduler, decisions and reports of a router, and tokenizing."""
+"""The parts of the token path that are timed alone: scheduling, routing decisions, reports and tokenizing."""
 
 from __future__ import annotations
 
