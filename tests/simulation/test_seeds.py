@@ -31,7 +31,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
     "failed with its router",
-    "dropped: old", "dropped: late", "dropped: gap", "dropped: foreign", "dropped: unknown_transfer",
+    "dropped: old", "dropped: late", "dropped: gap", "dropped: unknown_transfer",
 )  # fmt: skip
 
 
