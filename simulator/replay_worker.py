@@ -102,7 +102,6 @@ class ReplayWorker:
         self.address = AgentAddress(name, 1, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s)
         self.machine = self._build_machine()
         self.busy_s = 0.0  # time in steps
-        self.num_computed_tokens = 0
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
         self._calls: dict[str, _OpenCall] = {}  # by id
         self._timer_at: float | None = None
@@ -171,7 +170,6 @@ class ReplayWorker:
     def _start_step(self, plan: StepPlan) -> None:
         seconds = self.spec.step_cost.seconds(plan)
         self.busy_s += seconds
-        self.num_computed_tokens += plan.num_tokens
         self._world.after(seconds, lambda: self._end_step(plan))
 
     def _end_step(self, plan: StepPlan) -> None:
