@@ -40,12 +40,13 @@ HALF_A_CORE = 0.5
 BARE = "bare grpc.aio"
 
 
-def out_of_a_worker(step_s: float) -> tuple[Measured, float]:
+def out_of_a_worker(step_s: float | None, num_streams: int = STREAMS) -> tuple[Measured, float]:
     """Tokens out of one decode worker, and the time between its steps as a share of its steps."""
     measured, other = cores()
-    with running(Role("worker", measured, step_s=step_s)) as [worker], pinned_to(other):
+    core = None if step_s is None else measured  # a model computes on a core of its own
+    with running(Role("worker", core, step_s=step_s)) as [worker], pinned_to(other):
         counter = Counter(load.tokens_of_step)
-        connections = load.start_decode_calls(worker.address, STREAMS, load.ENDLESS, counter)
+        connections = load.start_decode_calls(worker.address, num_streams, load.ENDLESS, counter)
         before = worker.step_times()
         found = load.measure(connections, counter, MEASURE_S, [worker])
         after = worker.step_times()
@@ -120,6 +121,10 @@ def worker(report: Report, repeats: int) -> None:
     report.add(Line("out of a decode worker: CPU", cpu_us(fastest, "worker"), "us a token"))
     idle_percent = 100 * statistics.median(run[1][1] for run in runs)
     report.add(Line(f"between steps of 5 ms, {STREAMS} streams", idle_percent, "% of the steps", most=5.0))
+    idle_percent = 100 * statistics.median(out_of_a_worker(None, FEW_STREAMS)[1] for _ in range(repeats))
+    report.add(
+        Line(f"between steps of the CPU engine, {FEW_STREAMS} streams", idle_percent, "% of the steps", most=1.0)
+    )
 
 
 def router(report: Report, repeats: int) -> None:

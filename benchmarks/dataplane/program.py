@@ -48,9 +48,9 @@ BUILDERS = {"worker": build_decode_worker, "router": build_router}
 @dataclass(frozen=True, slots=True)
 class Role:
     name: str  # "worker", "router" or "bare"
-    core: int
+    core: int | None  # None: every core
     ordinal: int = 0
-    step_s: float = 0.0  # of a worker: the time of one step
+    step_s: float | None = 0.0  # of a worker: the time of one step; None = the default model computes
     tokens_per_message: int = 1  # of a bare server
 
 
@@ -100,8 +100,10 @@ def statistics_of(host: ServiceHost) -> dict[str, float]:
 
 async def serve() -> None:
     role = Role(**json.loads(sys.stdin.readline()))
-    os.sched_setaffinity(0, {role.core})
-    factory.build_runner = lambda *_: build_sleeping_runner(role.step_s)
+    if role.core is not None:
+        os.sched_setaffinity(0, {role.core})
+    if (step_s := role.step_s) is not None:
+        factory.build_runner = lambda *_: build_sleeping_runner(step_s)
     host = ServiceHost()
     endpoint = await (start_bare(role) if role.name == "bare" else start_service(host, role))
     print(json.dumps({"id": endpoint.service_id, "address": endpoint.address}), flush=True)
