@@ -78,7 +78,7 @@ class Scheduler:
         self.blocks = SequenceBlocks(pool, block_size)
         self.queues = SequenceQueues()
         self.waiting, self.running = self.queues.waiting, self.queues.running
-        self.admitted: list[Sequence] = []  # by the newest step
+        self._admitted: list[Sequence] = []  # by the newest step
         self._in_flight: list[_StepInFlight] = []  # oldest first
         self._next_step_id = 0
         self.num_preemptions = 0
@@ -158,11 +158,16 @@ class Scheduler:
             self._take_back(draft)
         if not draft.chunks:
             return None
-        self.admitted = draft.admitted
+        self._admitted = draft.admitted
         plan = StepPlan(self._next_step_id, tuple(draft.chunks))
         self._in_flight.append(_StepInFlight(plan, draft.sequences))
         self._next_step_id += 1
         return plan
+
+    def take_admitted(self) -> list[Sequence]:
+        """The sequences that the newest step has admitted. The scheduler keeps none of them, so they can end."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def complete_step(self, output: StepOutput) -> list[TokenEvent]:
         """Take the results of the oldest step. A finished sequence leaves, unless the step ahead contains it."""

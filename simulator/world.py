@@ -23,11 +23,11 @@ class SimulationError(AssertionError):
 
 class World:
     def __init__(
-        self, seed: int, print_line: Callable[[str], None] | None = None, max_events: int = MAX_EVENTS
+        self, seed: int, print_line: Callable[[str], None] | None = None, max_events: int | None = None
     ) -> None:
         """`print_line` receives every line of the log."""
         self.seed = seed
-        self.max_events = max_events
+        self.max_events = max_events or MAX_EVENTS
         self.now = 0.0  # seconds
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()  # of events, by name; tests check that faults took effect

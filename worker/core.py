@@ -195,7 +195,7 @@ class WorkerCore:
         plan = self.scheduler.schedule(admit_before)
         if plan is None:
             return []
-        for sequence in self.scheduler.admitted:
+        for sequence in self.scheduler.take_admitted():
             timeline = self.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
                 timeline.enter(Stage.PREFILL, now)

@@ -56,9 +56,16 @@ Hold = Callable[[Scene, float], Awaitable[Stream]]  # start the request and retu
 async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
     shell = scene.deployment.router._shell
     assert shell is not None
-    table = shell.machine.workers
-    table._config = replace(table._config, max_in_flight_per_worker=1)
-    scene.let_go.append(lambda: setattr(table, "_config", replace(table._config, max_in_flight_per_worker=64)))
+    workers = shell.machine.workers
+
+    def allow(max_in_flight: int) -> None:
+        for record in workers:
+            record.max_in_flight = max_in_flight
+            record.refresh()
+        workers.room_changed = True
+
+    allow(1)
+    scene.let_go.append(lambda: allow(64))
     stream = scene.start(timeout_s)
     await until(lambda: shell.machine.num_queued == 1, "it is queued")
     return stream

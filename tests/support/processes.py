@@ -75,7 +75,8 @@ class ServiceProcess:
         stub = worker_pb2_grpc.WorkerStub(self.channel)  # type: ignore[no-untyped-call]
         with contextlib.suppress(grpc.aio.AioRpcError):
             async for report in stub.Watch(worker_pb2.WatchRequest(router_id="a test")):
-                self.load = report.load
+                if report.HasField("load"):  # else the load has not changed
+                    self.load = report.load
 
     async def close(self) -> None:
         if self.watching is not None:
