@@ -224,9 +224,11 @@ async def test_routers_share_one_port_learn_of_each_other_and_drain_when_removed
     assert again["address"] == routers[0].address
     assert await journal.wait_for(event="workers", name="router-1", workers=SMALLEST)
 
-    await cluster.scale({R: 1})
+    await cluster.scale({R: 2})
     drained = await journal.wait_for(event="drained")
     assert (drained["name"], drained["timeout_s"]) == ("router-1", 5.0), "the newest drains first"
+    await cluster.scale({R: 1})
+    await journal.wait_for(event="drained", name="router-2")
     await journal.wait_for(event="routers", name="router-0", routers=["router-0"])
     assert [router.service_id for router in await cluster.routers()] == [routers[0].service_id]
 
