@@ -10,6 +10,6 @@ MODEL = "smollm2-135m"
 def demo_config() -> TandemConfig:
     return TandemConfig(
         engine=EngineConfig(model=MODEL, kv_memory_mb=256, max_context=2048),
-        router=RouterConfig(port=0, local_prefill_tokens=0),
+        router=RouterConfig(port=0, local_prefill="never"),
         cluster=ClusterConfig(max_workers=4),
     )

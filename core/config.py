@@ -49,9 +49,11 @@ class SchedulerConfig:
     max_batched_tokens: int = 512  # token budget of one step
     max_running: int = 64  # sequences in one step
     max_waiting: int = 256  # sequences waiting for a step; more are refused with RESOURCE_EXHAUSTED
+    slo_itl_ms: float = 100.0  # wanted time between tokens: a step with sequences in decode takes no longer
 
     def __post_init__(self) -> None:
-        _require_positive(self, "max_batched_tokens", "max_running", "max_waiting")
+        _require_positive(self, "max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms")
+        _require_finite_floats(self)
         _require(
             self.max_batched_tokens >= self.max_running,
             f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_running ({self.max_running}), "
@@ -171,7 +173,9 @@ class RouterConfig:
     default_timeout_s: float = 600.0  # time limit of a call without a deadline
     max_attempts: int = 3  # dispatches of one request in a row that deliver no token
     retry_pause_s: float = 0.05  # pause before the third of them, doubled for each later one; the second has none
-    local_prefill_tokens: int = 48  # the decode worker computes prompts with at most this many uncached tokens
+    slo_ttft_ms: float = 1000.0  # wanted time to the first token; admission = "shed" refuses requests that miss it
+    admission: str = "queue"  # queue | shed; shed = refuse a request at once if its predicted first token is too late
+    local_prefill: str = "auto"  # auto | never; may a decode worker compute prompts while a prefill worker serves?
     report_stale_s: float = 3.0  # after this long without a report, a worker counts as saturated
     worker_lost_s: float = 10.0  # ... and after this long as lost
     worker_wait_s: float = 20.0  # a queued request fails once no decode worker has served for this long
@@ -185,13 +189,11 @@ class RouterConfig:
         _require_positive(
             self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "report_stale_s",
             "retry_pause_s", "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars",
-            "drain_timeout_s",
+            "drain_timeout_s", "slo_ttft_ms",
         )  # fmt: skip
         _require_finite_floats(self)
-        _require(
-            self.local_prefill_tokens >= 0,
-            f"local_prefill_tokens must be 0 (never) or more, is {self.local_prefill_tokens}",
-        )
+        _require(self.admission in ("queue", "shed"), f"admission must be queue or shed: {self.admission}")
+        _require(self.local_prefill in ("auto", "never"), f"local_prefill must be auto or never: {self.local_prefill}")
 
     def pause_after(self, num_attempts: int) -> float:
         """Seconds to wait after `num_attempts` attempts in a row without a token.

@@ -24,6 +24,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 16
 MAX_CACHE_SALT_CHARS = 256
+MAX_USER_CHARS = 256
 MAX_SEED = 2**63 - 1
 # Smaller numbers overflow float32: a logit divided by 1e-38 is infinite, and no token can be drawn.
 MIN_SAMPLING_TEMPERATURE = 1e-5
@@ -111,6 +112,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0  # lower goes first
     cache_salt: str = ""
+    tenant: str = ""  # prompts of different tenants get equal shares of a prefill worker
     _packed: bytes | None = field(init=False, default=None, repr=False, compare=False)  # token_ids, once packed
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from core.block_pool import Column
 from core.handoff import OwnerState, PullerState
 from core.lifecycle import WorkerState
 from core.paths import PathStatus
+from core.step_cost import PRIOR, StepCost
 
 BlockRun = tuple[Sequence[int], bool]  # sequence hashes in order; True = stored in the prefix cache, False = removed
 
@@ -29,6 +30,14 @@ class RouterCalls(NamedTuple):
 
     last_call: int = 0  # the highest number
     num_open: int = 0
+
+
+NUM_SIZE_CLASSES = 18  # the last one begins at 131 s
+
+
+def size_class(seconds: float) -> int:
+    """Class 0 has the prompts with less than 2 ms of work left; class k those with 2^k to 2^(k + 1) ms."""
+    return min(max(int(seconds * 1e3), 1).bit_length() - 1, NUM_SIZE_CLASSES - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,14 @@ class WorkerLoad:
     num_malformed_messages: int = 0  # dropped notifications that could not be decoded
     num_dropped_messages: int = 0  # dropped messages: late, repeated, foreign, or of an unknown transfer
     num_corrupt_blocks: int = 0  # blocks read from peers with bytes that do not match the digest
+    step_cost: StepCost = PRIOR  # as fitted to the steps of the worker
+    max_step_tokens: int = 512  # token budget of a step
+    step_limit_s: float = 0.0  # of a step with sequences in decode; 0 = no limit
+    num_decoding: int = 0  # sequences in decode
+    decode_context: int = 0  # tokens that they attend to
+    prompt_backlog: tuple[float, ...] = ()  # seconds of prompt work to do, by `size_class` of the remaining work
+    num_promised_blocks: int = 0  # blocks that waiting and unfinished pulls still need
+    num_released_blocks: int = 0  # that sequences have given back since the start
 
 
 @dataclass(frozen=True, slots=True)

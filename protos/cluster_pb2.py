@@ -26,7 +26,7 @@ from protos import inference_pb2 as protos_dot_inference__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\ttandem.v1\x1a\x16protos/inference.proto\x1a\x13protos/worker.proto\"\x11\n\x0fGetFleetRequest\"\xd1\x01\n\x0b\x46leetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x15\n\rreport_age_ms\x18\x06 \x01(\x01\x12\x16\n\x0enum_dispatched\x18\x07 \x01(\r\"\xae\x01\n\x0b\x46leetRouter\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x17\n\nnum_queued\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rnum_in_flight\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\r\n\x0b_num_queuedB\x10\n\x0e_num_in_flight\"\xd6\x01\n\x10GetFleetResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.FleetWorker\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\x12\x16\n\x0ewanted_prefill\x18\x04 \x01(\r\x12\x15\n\rwanted_decode\x18\x05 \x01(\r\x12\'\n\x07routers\x18\x06 \x03(\x0b\x32\x16.tandem.v1.FleetRouter\x12\x16\n\x0ewanted_routers\x18\x07 \x01(\r\"\xcd\x01\n\tCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x04 \x01(\r\x12\x15\n\rqueued_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x64\x65\x63ode_load\x18\x06 \x01(\r\x12\x17\n\x0ftransfer_blocks\x18\x07 \x01(\r\x12\x0c\n\x04\x63ost\x18\x08 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\t \x01(\x08\"\x88\x01\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12(\n\ncandidates\x18\x02 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12$\n\x04path\x18\x03 \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x0e\n\x06reason\x18\x04 \x01(\t\"r\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07routers\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\n\n\x08_routers\"V\n\rScaleResponse\x12\x16\n\x0ewanted_prefill\x18\x01 \x01(\r\x12\x15\n\rwanted_decode\x18\x02 \x01(\r\x12\x16\n\x0ewanted_routers\x18\x03 \x01(\r\"&\n\x10GetLedgerRequest\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"c\n\x0cWorkerLedger\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x31\n\x06ledger\x18\x02 \x01(\x0b\x32!.tandem.v1.DescribeLedgerResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"=\n\x11GetLedgerResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerLedger2\x95\x02\n\x07\x43luster\x12\x43\n\x08GetFleet\x12\x1a.tandem.v1.GetFleetRequest\x1a\x1b.tandem.v1.GetFleetResponse\x12\x41\n\x07\x45xplain\x12\x1a.tandem.v1.GenerateRequest\x1a\x1a.tandem.v1.ExplainResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12\x46\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x1c.tandem.v1.GetLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/cluster.proto\x12\ttandem.v1\x1a\x16protos/inference.proto\x1a\x13protos/worker.proto\"\x11\n\x0fGetFleetRequest\"\xd1\x01\n\x0b\x46leetWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x15\n\rreport_age_ms\x18\x06 \x01(\x01\x12\x16\n\x0enum_dispatched\x18\x07 \x01(\r\"\xae\x01\n\x0b\x46leetRouter\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12\x17\n\nnum_queued\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rnum_in_flight\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\r\n\x0b_num_queuedB\x10\n\x0e_num_in_flight\"\xd6\x01\n\x10GetFleetResponse\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.FleetWorker\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x15\n\rnum_in_flight\x18\x03 \x01(\r\x12\x16\n\x0ewanted_prefill\x18\x04 \x01(\r\x12\x15\n\rwanted_decode\x18\x05 \x01(\r\x12\'\n\x07routers\x18\x06 \x03(\x0b\x32\x16.tandem.v1.FleetRouter\x12\x16\n\x0ewanted_routers\x18\x07 \x01(\r\"\xc4\x02\n\tCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0ftransfer_blocks\x18\x07 \x01(\r\x12\x0e\n\x06\x63hosen\x18\t \x01(\x08\x12\x10\n\x08queue_ms\x18\n \x01(\x01\x12\x12\n\nprefill_ms\x18\x0b \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x0c \x01(\x01\x12\x14\n\x0croom_wait_ms\x18\r \x01(\x01\x12\x0e\n\x06gap_ms\x18\x0e \x01(\x01\x12\x13\n\x0bnum_streams\x18\x0f \x01(\r\x12\x16\n\x0e\x66irst_token_ms\x18\x10 \x01(\x01\x12\x0f\n\x07\x63ost_ms\x18\x11 \x01(\x01J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x08\x10\t\"\x88\x01\n\x0f\x45xplainResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12(\n\ncandidates\x18\x02 \x03(\x0b\x32\x14.tandem.v1.Candidate\x12$\n\x04path\x18\x03 \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x0e\n\x06reason\x18\x04 \x01(\t\"r\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07routers\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\n\n\x08_routers\"V\n\rScaleResponse\x12\x16\n\x0ewanted_prefill\x18\x01 \x01(\r\x12\x15\n\rwanted_decode\x18\x02 \x01(\r\x12\x16\n\x0ewanted_routers\x18\x03 \x01(\r\"&\n\x10GetLedgerRequest\x12\x12\n\nworker_ids\x18\x01 \x03(\t\"c\n\x0cWorkerLedger\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x31\n\x06ledger\x18\x02 \x01(\x0b\x32!.tandem.v1.DescribeLedgerResponse\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"=\n\x11GetLedgerResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerLedger2\x95\x02\n\x07\x43luster\x12\x43\n\x08GetFleet\x12\x1a.tandem.v1.GetFleetRequest\x1a\x1b.tandem.v1.GetFleetResponse\x12\x41\n\x07\x45xplain\x12\x1a.tandem.v1.GenerateRequest\x1a\x1a.tandem.v1.ExplainResponse\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12\x46\n\tGetLedger\x12\x1b.tandem.v1.GetLedgerRequest\x1a\x1c.tandem.v1.GetLedgerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,19 +42,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETFLEETRESPONSE']._serialized_start=489
   _globals['_GETFLEETRESPONSE']._serialized_end=703
   _globals['_CANDIDATE']._serialized_start=706
-  _globals['_CANDIDATE']._serialized_end=911
-  _globals['_EXPLAINRESPONSE']._serialized_start=914
-  _globals['_EXPLAINRESPONSE']._serialized_end=1050
-  _globals['_SCALEREQUEST']._serialized_start=1052
-  _globals['_SCALEREQUEST']._serialized_end=1166
-  _globals['_SCALERESPONSE']._serialized_start=1168
-  _globals['_SCALERESPONSE']._serialized_end=1254
-  _globals['_GETLEDGERREQUEST']._serialized_start=1256
-  _globals['_GETLEDGERREQUEST']._serialized_end=1294
-  _globals['_WORKERLEDGER']._serialized_start=1296
-  _globals['_WORKERLEDGER']._serialized_end=1395
-  _globals['_GETLEDGERRESPONSE']._serialized_start=1397
-  _globals['_GETLEDGERRESPONSE']._serialized_end=1458
-  _globals['_CLUSTER']._serialized_start=1461
-  _globals['_CLUSTER']._serialized_end=1738
+  _globals['_CANDIDATE']._serialized_end=1030
+  _globals['_EXPLAINRESPONSE']._serialized_start=1033
+  _globals['_EXPLAINRESPONSE']._serialized_end=1169
+  _globals['_SCALEREQUEST']._serialized_start=1171
+  _globals['_SCALEREQUEST']._serialized_end=1285
+  _globals['_SCALERESPONSE']._serialized_start=1287
+  _globals['_SCALERESPONSE']._serialized_end=1373
+  _globals['_GETLEDGERREQUEST']._serialized_start=1375
+  _globals['_GETLEDGERREQUEST']._serialized_end=1413
+  _globals['_WORKERLEDGER']._serialized_start=1415
+  _globals['_WORKERLEDGER']._serialized_end=1514
+  _globals['_GETLEDGERRESPONSE']._serialized_start=1516
+  _globals['_GETLEDGERRESPONSE']._serialized_end=1577
+  _globals['_CLUSTER']._serialized_start=1580
+  _globals['_CLUSTER']._serialized_end=1857
 # @@protoc_insertion_point(module_scope)

@@ -63,26 +63,36 @@ class GetFleetResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[FleetWorker, _Mapping]]] = ..., num_queued: _Optional[int] = ..., num_in_flight: _Optional[int] = ..., wanted_prefill: _Optional[int] = ..., wanted_decode: _Optional[int] = ..., routers: _Optional[_Iterable[_Union[FleetRouter, _Mapping]]] = ..., wanted_routers: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "queued_tokens", "decode_load", "transfer_blocks", "cost", "chosen")
+    __slots__ = ("prefill_worker", "decode_worker", "cached_tokens", "uncached_tokens", "transfer_blocks", "chosen", "queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "num_streams", "first_token_ms", "cost_ms")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    COST_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    GAP_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    COST_MS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     cached_tokens: int
     uncached_tokens: int
-    queued_tokens: int
-    decode_load: int
     transfer_blocks: int
-    cost: float
     chosen: bool
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., decode_load: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., cost: _Optional[float] = ..., chosen: _Optional[bool] = ...) -> None: ...
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    room_wait_ms: float
+    gap_ms: float
+    num_streams: int
+    first_token_ms: float
+    cost_ms: float
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., transfer_blocks: _Optional[int] = ..., chosen: _Optional[bool] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., room_wait_ms: _Optional[float] = ..., gap_ms: _Optional[float] = ..., num_streams: _Optional[int] = ..., first_token_ms: _Optional[float] = ..., cost_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("prompt_tokens", "candidates", "path", "reason")

@@ -179,6 +179,7 @@ def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.Sequ
         priority=request.priority,
         call=call.number,
         router_id=call.router_id,
+        tenant=request.tenant,
     )
 
 
@@ -225,6 +226,7 @@ def decode_sequence(wire: worker_pb2.SequenceRequest) -> Request:
         sampling=decode_sampling(wire.sampling, wire.stop, logprobs, {"max_tokens": 0}),
         priority=wire.priority,
         cache_salt=wire.cache_salt,
+        tenant=wire.tenant,
     )
 
 

@@ -13,6 +13,7 @@ from core.block_pool import Column
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES
 from core.paths import PathStatus
+from core.step_cost import StepCost
 from core.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
 from protos import codec, worker_pb2
 from protos.path_codec import decode_path, encode_path
@@ -20,9 +21,12 @@ from protos.path_codec import decode_path, encode_path
 _COUNTS = (
     "num_running", "num_waiting", "num_calls", "num_pulls_waiting", "num_queued_tokens", "num_prefilled_tokens",
     "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions",
-    "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks",
+    "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks", "max_step_tokens",
+    "step_limit_s", "num_decoding", "decode_context", "num_promised_blocks", "num_released_blocks",
 )  # fmt: skip
 _COLUMNS = tuple(Column)
+_STEP_COST = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")
+_read_step_cost = attrgetter(*_STEP_COST)
 _read_counts = attrgetter(*_COUNTS)
 _read_ledger = attrgetter(*(column.value for column in Column))
 _read_transfers = attrgetter(*(state.value for state in LIVE_STATES))
@@ -38,6 +42,8 @@ def encode_load(load: WorkerLoad, paths: Iterable[PathStatus] = ()) -> worker_pb
             for router_id, calls in load.router_calls.items()
         ],
         paths=map(encode_path, paths),
+        step_cost=worker_pb2.StepCost(**{name: getattr(load.step_cost, name) for name in _STEP_COST}),
+        prompt_backlog=load.prompt_backlog,
         **{name: getattr(load, name) for name in _COUNTS},
     )
 
@@ -50,6 +56,8 @@ def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
         ledger=dict(zip(_COLUMNS, _read_ledger(wire.ledger), strict=True)),
         transfers=dict(zip(LIVE_STATES, _read_transfers(wire.transfers), strict=True)),
         router_calls={calls.router_id: RouterCalls(calls.last_call, calls.num_open) for calls in wire.router_calls},
+        step_cost=StepCost(*_read_step_cost(wire.step_cost)),
+        prompt_backlog=tuple(wire.prompt_backlog),
         **dict(zip(_COUNTS, _read_counts(wire), strict=True)),
     )
 

@@ -173,7 +173,7 @@ class UpdatePeersResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids")
+    __slots__ = ("request_id", "num_prompt_tokens", "sampling", "stop", "logprobs", "cache_salt", "priority", "call", "router_id", "packed_token_ids", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class SequenceRequest(_message.Message):
     CALL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_prompt_tokens: int
     sampling: _inference_pb2.SamplingParams
@@ -194,7 +195,8 @@ class SequenceRequest(_message.Message):
     call: int
     router_id: str
     packed_token_ids: bytes
-    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_inference_pb2.StopConditions, _Mapping]] = ..., logprobs: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., call: _Optional[int] = ..., router_id: _Optional[str] = ..., packed_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "transfer_id", "reader")
@@ -339,7 +341,7 @@ class PathReport(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., state: _Optional[_Union[PathState, str]] = ..., lane: _Optional[_Union[PathLane, str]] = ..., bytes_per_s: _Optional[float] = ..., expected_bytes_per_s: _Optional[float] = ..., latency_ms: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls")
+    __slots__ = ("state", "num_running", "num_waiting", "num_pulls_waiting", "num_queued_tokens", "ledger", "num_prefilled_tokens", "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions", "transfers", "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "paths", "num_corrupt_blocks", "num_calls", "router_calls", "step_cost", "step_limit_s", "num_decoding", "decode_context", "prompt_backlog", "num_promised_blocks", "num_released_blocks", "max_step_tokens")
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +362,14 @@ class LoadReport(_message.Message):
     NUM_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CALLS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_CALLS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
+    STEP_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODING_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BACKLOG_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMISED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RELEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     num_running: int
     num_waiting: int
@@ -380,7 +390,29 @@ class LoadReport(_message.Message):
     num_corrupt_blocks: int
     num_calls: int
     router_calls: _containers.RepeatedCompositeFieldContainer[RouterCalls]
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ...) -> None: ...
+    step_cost: StepCost
+    step_limit_s: float
+    num_decoding: int
+    decode_context: int
+    prompt_backlog: _containers.RepeatedScalarFieldContainer[float]
+    num_promised_blocks: int
+    num_released_blocks: int
+    max_step_tokens: int
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pulls_waiting: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., ledger: _Optional[_Union[Ledger, _Mapping]] = ..., num_prefilled_tokens: _Optional[int] = ..., num_sampled_tokens: _Optional[int] = ..., num_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., num_expired_leases: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., num_malformed_messages: _Optional[int] = ..., num_dropped_messages: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., paths: _Optional[_Iterable[_Union[PathReport, _Mapping]]] = ..., num_corrupt_blocks: _Optional[int] = ..., num_calls: _Optional[int] = ..., router_calls: _Optional[_Iterable[_Union[RouterCalls, _Mapping]]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., step_limit_s: _Optional[float] = ..., num_decoding: _Optional[int] = ..., decode_context: _Optional[int] = ..., prompt_backlog: _Optional[_Iterable[float]] = ..., num_promised_blocks: _Optional[int] = ..., num_released_blocks: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    step_s: float
+    sequence_s: float
+    context_s: float
+    token_s: float
+    pair_s: float
+    def __init__(self, step_s: _Optional[float] = ..., sequence_s: _Optional[float] = ..., context_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ...) -> None: ...
 
 class RouterCalls(_message.Message):
     __slots__ = ("router_id", "last_call", "num_open")

@@ -179,7 +179,7 @@ class ChoiceStream:
             Attribute.ATTEMPTS: outcome.attempts,
             Attribute.CACHED_TOKENS: outcome.cached_tokens,
             Attribute.UNCACHED_TOKENS: candidate.uncached_tokens,
-            Attribute.COST: candidate.cost,
+            Attribute.COST: candidate.cost * 1e3,
             Attribute.PREFILL_WORKER: candidate.prefill_worker or candidate.decode_worker,
             Attribute.DECODE_WORKER: candidate.decode_worker,
         }

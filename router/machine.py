@@ -25,10 +25,10 @@ from core.machine import Tick
 from core.request import Request
 from router import events, peer_discovery
 from router.events import RouterAction, RouterEvent
-from router.policy import Candidate
+from router.policy import Candidate, Policy, SecondsPolicy
 from router.request_queue import RequestQueue
 from router.routed_request import Dispatch, RoutedRequest, dispatch_id_of, workers_to_avoid
-from router.worker_record import WorkerRecord
+from router.worker_record import CallWork, WorkerRecord
 from router.workers import WorkerTable, hashes_of
 
 MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
@@ -45,12 +45,13 @@ class RouterMachine:
         new_ticket: Callable[[], TransferId],
         eos_token_ids: frozenset[int] = frozenset(),
         router_id: str = "router",
+        policy: Policy | None = None,
     ) -> None:
         self._config = config
         self._new_ticket = new_ticket
         self._eos_token_ids = eos_token_ids
         self.router_id = router_id
-        self.workers = WorkerTable(config)
+        self.workers = WorkerTable(config, policy or SecondsPolicy(config))
         self._requests: dict[str, RoutedRequest] = {}
         self._by_dispatch: dict[str, RoutedRequest] = {}
         self._by_call: dict[int, RoutedRequest] = {}  # by number of the decode call
@@ -160,14 +161,18 @@ class RouterMachine:
         request = routed.resumed().derive(request_id=dispatch_id)
         timeout_s = max(0.0, routed.deadline - now)
         decode = self.workers.chosen(candidate.decode_worker)
+        num_tokens, uncached, cached = len(request.token_ids), candidate.uncached_tokens, candidate.cached_tokens
         if candidate.prefill_worker is None:
-            decode.add_call(dispatch_id, call, candidate.uncached_tokens)
+            work_s = decode.load.step_cost.prompt_seconds(uncached, cached)
+            num_blocks = -(-uncached // decode.agent.layout.block_size)
+            decode.add_call(dispatch_id, call, CallWork(work_s, num_tokens, num_blocks))
             return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
         prefill = self.workers.chosen(candidate.prefill_worker)
-        decode.add_call(dispatch_id, call, 0)
+        decode.add_call(dispatch_id, call, CallWork(0.0, num_tokens, candidate.transfer_blocks))
         ticket = self._new_ticket()
         self._num_calls += 1
-        prefill.add_call(dispatch_id, self._num_calls, candidate.uncached_tokens)
+        work_s = prefill.load.step_cost.prompt_seconds(uncached, cached)
+        prefill.add_call(dispatch_id, self._num_calls, CallWork(prompt_s=work_s))
         return [
             events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call),
             events.StartPrefill(

@@ -17,6 +17,7 @@ from core.request import (
     MAX_SEED,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
+    MAX_USER_CHARS,
     Request,
 )
 from protos import codec, inference_pb2
@@ -67,7 +68,10 @@ def prepare(
         wire.logprobs if wire.HasField("logprobs") else None,
         {"max_tokens": max(1, room - num_prompt_tokens), "seed": random_seed()},
     )
-    first = Request(f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt)
+    first = Request(
+        f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt,
+        tenant=wire.user or wire.cache_salt,
+    )  # fmt: skip
     first.validate_for(info.vocab_size, info.context_length)
     first.packed_token_ids()  # here, in a thread, and not on the router's loop
     choices = tuple(
@@ -111,6 +115,7 @@ def tokenize_prompt(
 def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
     _check_length("request_id", wire.request_id, MAX_REQUEST_ID_CHARS)
     _check_length("cache_salt", wire.cache_salt, MAX_CACHE_SALT_CHARS)
+    _check_length("user", wire.user, MAX_USER_CHARS)
     if wire.n > MAX_CHOICES:
         raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], is {wire.n}")
     if abs(wire.priority) > MAX_PRIORITY:

@@ -12,7 +12,7 @@ from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
 from core.worker_load import WorkerChanges
-from router.policy import Candidate, Option, Policy
+from router.policy import Candidate, Option, Policy, RoutingQuestion
 from router.prefix_index import PrefixIndex
 from router.worker_record import WorkerRecord
 
@@ -24,8 +24,9 @@ class WorkerTable:
     workers serve than then. The owner of the table clears the flag.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, policy: Policy) -> None:
         self._config = config
+        self._policy = policy
         self._records: dict[str, WorkerRecord] = {}
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
@@ -165,15 +166,15 @@ class WorkerTable:
 
     def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Candidate | None:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room."""
-        policy = self._policy(prompt, avoid, now)
-        return None if policy is None else policy.choose()
+        question = self._question(prompt, avoid, now)
+        return None if question is None else self._policy.choose(question)
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""
-        policy = self._policy(prompt, avoid, now)
-        return [] if policy is None else policy.candidates()
+        question = self._question(prompt, avoid, now)
+        return [] if question is None else self._policy.candidates(question)
 
-    def _policy(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Policy | None:
+    def _question(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> RoutingQuestion | None:
         """None if no decode worker has room. Then no block of the prompt is hashed."""
         decode = self._with_room(ServiceRole.DECODE, avoid, now)
         if not decode:
@@ -187,12 +188,11 @@ class WorkerTable:
         if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
             block_size = self._block_sizes[ServiceRole.PREFILL]
             matched = self.index.match(prompt.chain(block_size))
-        return Policy(
+        return RoutingQuestion(
             prompt.num_tokens,
             _options(prefill, matched, block_size),
             decode_options,
             prefill_alive,
-            self._config,
             self._block_sizes[ServiceRole.DECODE],
         )
 

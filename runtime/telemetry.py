@@ -77,7 +77,7 @@ class Attribute:
     PATH = "tandem.path"
     ATTEMPTS = "tandem.attempts"
     UNCACHED_TOKENS = "tandem.uncached_tokens"
-    COST = "tandem.route.cost_tokens"
+    COST = "tandem.route.cost_ms"
     PREFILL_WORKER = "tandem.prefill_worker"
     DECODE_WORKER = "tandem.decode_worker"
     WORKER = "tandem.worker"

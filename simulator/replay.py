@@ -17,8 +17,9 @@ from core.block_pool import Column
 from core.config import RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
 from core.lifecycle import ServiceRole, Stage
 from core.request import Request, SamplingParams
+from core.step_cost import StepCost
 from simulator.agent import ReadFaults, SimulatedAgent
-from simulator.cost_model import H100_8B, RDMA_400G, LinkCost, StepCost, layout_8b
+from simulator.cost_model import H100_8B, RDMA_400G, LinkCost, layout_8b
 from simulator.network import Network, NetworkFaults
 from simulator.replay_router import ReplayRouter, Served
 from simulator.replay_worker import ReplayWorker, ReplayWorkerSpec
@@ -130,7 +131,7 @@ class Replay:
         ]
 
     def _duration_s(self, trace: Sequence[TraceRequest]) -> float:
-        prefill_s = sum(self.config.step_cost.prefill_seconds(request.num_tokens) for request in trace)
+        prefill_s = sum(self.config.step_cost.prompt_seconds(request.num_tokens) for request in trace)
         return prefill_s / self.config.num_prefill / self.config.load
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> ReplayResult:

@@ -22,6 +22,7 @@ from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from core.step_cost import StepCost, work_of
 from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction, StartRead
@@ -29,7 +30,7 @@ from kv_transfer.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router import events
 from simulator.agent import SimulatedAgent
-from simulator.cost_model import LinkCost, StepCost
+from simulator.cost_model import LinkCost
 from simulator.memory import Memory
 from simulator.network import Network
 from simulator.node import TIMER_LATENESS_S
@@ -168,7 +169,7 @@ class ReplayWorker:
                 raise SimulationError(f"no code performs {action}")
 
     def _start_step(self, plan: StepPlan) -> None:
-        seconds = self.spec.step_cost.seconds(plan)
+        seconds = self.spec.step_cost.seconds(work_of(plan))
         self.busy_s += seconds
         self._world.after(seconds, lambda: self._end_step(plan))
 

@@ -173,7 +173,7 @@ def _router_config(chance: random.Random, calm: bool) -> RouterConfig:
         max_queued=1024 if calm else chance.choice((8, 1024)),
         max_in_flight_per_worker=chance.choice((6, 12, 64)),
         max_attempts=chance.choice((2, 3, 4)),
-        local_prefill_tokens=chance.choice((0, 8, 24)),
+        local_prefill=chance.choice(("never", "auto", "auto")),
         report_stale_s=0.9,
         worker_lost_s=1.5,
         worker_wait_s=2.0,

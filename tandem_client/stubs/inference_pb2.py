@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\ttandem.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"6\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc2\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"z\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\x9f\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.tandem.v1.StopConditions\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\x08 \x01(\r\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12!\n\x14parse_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12\x17\n\x0fmin_interval_ms\x18\r \x01(\rB\x08\n\x06promptB\x0b\n\t_logprobsB\x17\n\x15_parse_special_tokens\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"A\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x1f\n\x03top\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Logprob\"x\n\nTokenChunk\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xe9\x01\n\x0cPhaseTimings\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x17\n\x0frouter_queue_ms\x18\x02 \x01(\x01\x12\x18\n\x10prefill_queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x07 \x01(\x01\x12\x1b\n\x13transfer_exposed_ms\x18\x08 \x01(\x01\x12\x11\n\tdecode_ms\x18\t \x01(\x01\x12\x10\n\x08total_ms\x18\n \x01(\x01J\x04\x08\x03\x10\x04R\x08route_ms\"\xdf\x02\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12(\n\x07timings\x18\x04 \x01(\x0b\x32\x17.tandem.v1.PhaseTimings\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12$\n\x04path\x18\x07 \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\x12\x19\n\x11transferred_bytes\x18\t \x01(\x04\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x12\x12\n\nstop_match\x18\r \x01(\t\"m\n\x10GenerateResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TokenChunkH\x00\x12\'\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x12!\n\x14parse_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x17\n\x15_parse_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"~\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x9b\x01\n\x0bRequestPath\x12\x1c\n\x18REQUEST_PATH_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREQUEST_PATH_DISAGGREGATED\x10\x01\x12\x16\n\x12REQUEST_PATH_LOCAL\x10\x02\x12\x1b\n\x17REQUEST_PATH_RECOMPUTED\x10\x03\x12\x19\n\x15REQUEST_PATH_MIGRATED\x10\x04\x32\xa7\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\ttandem.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"6\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc2\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12<\n\nlogit_bias\x18\t \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"z\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x42\r\n\x0b_max_tokens\"\xad\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\'\n\x04stop\x18\x06 \x01(\x0b\x32\x19.tandem.v1.StopConditions\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\t\n\x01n\x18\x08 \x01(\r\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12!\n\x14parse_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12\x17\n\x0fmin_interval_ms\x18\r \x01(\r\x12\x0c\n\x04user\x18\x0e \x01(\tB\x08\n\x06promptB\x0b\n\t_logprobsB\x17\n\x15_parse_special_tokens\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"A\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x1f\n\x03top\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Logprob\"x\n\nTokenChunk\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xe9\x01\n\x0cPhaseTimings\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x17\n\x0frouter_queue_ms\x18\x02 \x01(\x01\x12\x18\n\x10prefill_queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x07 \x01(\x01\x12\x1b\n\x13transfer_exposed_ms\x18\x08 \x01(\x01\x12\x11\n\tdecode_ms\x18\t \x01(\x01\x12\x10\n\x08total_ms\x18\n \x01(\x01J\x04\x08\x03\x10\x04R\x08route_ms\"\xdf\x02\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12(\n\x07timings\x18\x04 \x01(\x0b\x32\x17.tandem.v1.PhaseTimings\x12\x16\n\x0eprefill_worker\x18\x05 \x01(\t\x12\x15\n\rdecode_worker\x18\x06 \x01(\t\x12$\n\x04path\x18\x07 \x01(\x0e\x32\x16.tandem.v1.RequestPath\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\x12\x19\n\x11transferred_bytes\x18\t \x01(\x04\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x10\n\x08trace_id\x18\x0c \x01(\t\x12\x12\n\nstop_match\x18\r \x01(\t\"m\n\x10GenerateResponse\x12\'\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.tandem.v1.TokenChunkH\x00\x12\'\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x8e\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x15.tandem.v1.ChatPromptH\x00\x12!\n\x14parse_special_tokens\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x17\n\x15_parse_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"~\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x9b\x01\n\x0bRequestPath\x12\x1c\n\x18REQUEST_PATH_UNSPECIFIED\x10\x00\x12\x1e\n\x1aREQUEST_PATH_DISAGGREGATED\x10\x01\x12\x16\n\x12REQUEST_PATH_LOCAL\x10\x02\x12\x1b\n\x17REQUEST_PATH_RECOMPUTED\x10\x03\x12\x19\n\x15REQUEST_PATH_MIGRATED\x10\x04\x32\xa7\x02\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.tandem.v1.DetokenizeRequest\x1a\x1d.tandem.v1.DetokenizeResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2584
-  _globals['_FINISHREASON']._serialized_end=2679
-  _globals['_REQUESTPATH']._serialized_start=2682
-  _globals['_REQUESTPATH']._serialized_end=2837
+  _globals['_FINISHREASON']._serialized_start=2598
+  _globals['_FINISHREASON']._serialized_end=2693
+  _globals['_REQUESTPATH']._serialized_start=2696
+  _globals['_REQUESTPATH']._serialized_end=2851
   _globals['_CHATMESSAGE']._serialized_start=37
   _globals['_CHATMESSAGE']._serialized_end=81
   _globals['_CHATPROMPT']._serialized_start=83
@@ -50,33 +50,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCONDITIONS']._serialized_start=617
   _globals['_STOPCONDITIONS']._serialized_end=739
   _globals['_GENERATEREQUEST']._serialized_start=742
-  _globals['_GENERATEREQUEST']._serialized_end=1157
-  _globals['_LOGPROB']._serialized_start=1159
-  _globals['_LOGPROB']._serialized_end=1203
-  _globals['_TOKENLOGPROBS']._serialized_start=1205
-  _globals['_TOKENLOGPROBS']._serialized_end=1270
-  _globals['_TOKENCHUNK']._serialized_start=1272
-  _globals['_TOKENCHUNK']._serialized_end=1392
-  _globals['_USAGE']._serialized_start=1394
-  _globals['_USAGE']._serialized_end=1474
-  _globals['_PHASETIMINGS']._serialized_start=1477
-  _globals['_PHASETIMINGS']._serialized_end=1710
-  _globals['_FINISHED']._serialized_start=1713
-  _globals['_FINISHED']._serialized_end=2064
-  _globals['_GENERATERESPONSE']._serialized_start=2066
-  _globals['_GENERATERESPONSE']._serialized_end=2175
-  _globals['_TOKENIZEREQUEST']._serialized_start=2178
-  _globals['_TOKENIZEREQUEST']._serialized_end=2320
-  _globals['_TOKENIZERESPONSE']._serialized_start=2322
-  _globals['_TOKENIZERESPONSE']._serialized_end=2359
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2361
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2399
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2401
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2435
-  _globals['_GETMODELREQUEST']._serialized_start=2437
-  _globals['_GETMODELREQUEST']._serialized_end=2454
-  _globals['_GETMODELRESPONSE']._serialized_start=2456
-  _globals['_GETMODELRESPONSE']._serialized_end=2582
-  _globals['_INFERENCE']._serialized_start=2840
-  _globals['_INFERENCE']._serialized_end=3135
+  _globals['_GENERATEREQUEST']._serialized_end=1171
+  _globals['_LOGPROB']._serialized_start=1173
+  _globals['_LOGPROB']._serialized_end=1217
+  _globals['_TOKENLOGPROBS']._serialized_start=1219
+  _globals['_TOKENLOGPROBS']._serialized_end=1284
+  _globals['_TOKENCHUNK']._serialized_start=1286
+  _globals['_TOKENCHUNK']._serialized_end=1406
+  _globals['_USAGE']._serialized_start=1408
+  _globals['_USAGE']._serialized_end=1488
+  _globals['_PHASETIMINGS']._serialized_start=1491
+  _globals['_PHASETIMINGS']._serialized_end=1724
+  _globals['_FINISHED']._serialized_start=1727
+  _globals['_FINISHED']._serialized_end=2078
+  _globals['_GENERATERESPONSE']._serialized_start=2080
+  _globals['_GENERATERESPONSE']._serialized_end=2189
+  _globals['_TOKENIZEREQUEST']._serialized_start=2192
+  _globals['_TOKENIZEREQUEST']._serialized_end=2334
+  _globals['_TOKENIZERESPONSE']._serialized_start=2336
+  _globals['_TOKENIZERESPONSE']._serialized_end=2373
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2375
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2413
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2415
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2449
+  _globals['_GETMODELREQUEST']._serialized_start=2451
+  _globals['_GETMODELREQUEST']._serialized_end=2468
+  _globals['_GETMODELRESPONSE']._serialized_start=2470
+  _globals['_GETMODELRESPONSE']._serialized_end=2596
+  _globals['_INFERENCE']._serialized_start=2854
+  _globals['_INFERENCE']._serialized_end=3149
 # @@protoc_insertion_point(module_scope)

@@ -234,7 +234,7 @@ async def test_an_error_at_the_nth_operation_for_every_n(fabric: MemoryFabric, e
 
 
 async def test_errors_all_the_time_end_typed_and_inside_the_deadline(fabric: MemoryFabric) -> None:
-    async with deploy(fault_config(local_prefill_tokens=0)) as deployment:
+    async with deploy(fault_config(local_prefill="never")) as deployment:
         other = await bystander(deployment)
         for nth in range(1, 2000):
             fabric.fail_operation(nth, TransportError("nothing goes"))

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
     """One fleet for the tests that do not stop it; one Ctrl-C ends it."""
-    async with serving("--local-prefill-tokens", "0") as fleet:
+    async with serving("--local-prefill", "never") as fleet:
         assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router and two workers"
         yield fleet
         fleet.process.send_signal(signal.SIGINT)

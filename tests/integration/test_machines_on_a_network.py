@@ -77,7 +77,7 @@ async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link(tmp_p
         return environment | (kv if machine != "router" else {}) | {"NODE_IP": CONTROL_IP[machine]}
 
     serve = [sys.executable, "-m", "cli.main", "serve", "--address", HEAD, "--model", "fake:tiny"]
-    serve += ["--local-prefill-tokens", "0"]
+    serve += ["--local-prefill", "never"]
     with Machines.made() as machines:
         async with (
             running(machines, "router", ["bash", "deploy/head.sh"], "will now block", of("router")),

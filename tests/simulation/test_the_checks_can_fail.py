@@ -59,7 +59,7 @@ def without_digests(scenario: Scenario) -> Scenario:
         scenario,
         calm=False,
         workers=tuple(replace(model, worker_id=name, role=role, step_failure=0.0) for name, role in roles.items()),
-        router=replace(scenario.router, local_prefill_tokens=0, max_queued=1024),
+        router=replace(scenario.router, local_prefill="never", max_queued=1024),
         requests=tuple(client for client in scenario.requests if client.request.max_total_tokens <= 96),
         network=NetworkFaults(delay_s=0.02),
         reads=ReadFaults(seconds_per_block=0.002),

@@ -49,7 +49,7 @@ def tiny_config(
         engine=EngineConfig(model=model, dtype="float32", kv_memory_mb=32, num_threads=1),
         scheduler=SchedulerConfig(max_batched_tokens=64, max_running=32),
         transfer=TransferConfig(transport=transport),
-        router=RouterConfig(**({"port": 0, "local_prefill_tokens": 0} | router)),  # type: ignore[arg-type]
+        router=RouterConfig(**({"port": 0, "local_prefill": "never"} | router)),  # type: ignore[arg-type]
         telemetry=telemetry or TelemetryConfig(),
     )
 

@@ -23,7 +23,7 @@ LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, bloc
 SERVING = WorkerLoad(state=WorkerState.SERVING)
 EOS = 0
 CONFIG = RouterConfig(
-    local_prefill_tokens=0, max_attempts=3, report_stale_s=3.0, worker_lost_s=10.0, worker_wait_s=20.0, max_queued=2
+    local_prefill="never", max_attempts=3, report_stale_s=3.0, worker_lost_s=10.0, worker_wait_s=20.0, max_queued=2
 )
 
 A = TypeVar("A")
