@@ -147,6 +147,7 @@ def started(name: str, arguments: argparse.Namespace, limit_s: float) -> Abstrac
 
 def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]], systems: Sequence[str]) -> None:
     rates = sorted({rate for _, rate in results})
+    rivals = [name for name in systems if name not in ("1P1D", "vllm")] if "1P1D" in systems else []
 
     def median(name: str, rate: float, measure: str) -> float:
         return statistics.median(getattr(result, measure) for result in results[name, rate])
@@ -162,14 +163,14 @@ def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]
                 f" {sum(result.num_failed for result in results[name, rate]):7d} {max(found) - min(found):9.2f}"
             )
     for rate in rates:
-        for rival in (name for name in systems if name not in ("1P1D", "vllm")):
+        for rival in rivals:
             for measure, unit in (("attainment", ""), ("goodput", "requests/s")):
                 line = Line(
                     f"rate {rate:g}: {measure} of 1P1D", median("1P1D", rate, measure), unit, rival,
                     median(rival, rate, measure), least_ratio=2.5 if rival == "before-48" and rate == 2 else 1.0,
                 )  # fmt: skip
                 report.add(line)
-        if "vllm" in systems:
+        if "vllm" in systems and "1P1D" in systems:
             tbt10 = [median(name, rate, "tbt10_p90") * 1e3 for name in ("1P1D", "vllm")]
             report.add(Line(f"rate {rate:g}: TBT10 p90 of 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=4.0))
     sweeps = {name: goodput90([(rate, median(name, rate, "attainment")) for rate in rates]) for name in systems}
