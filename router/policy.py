@@ -194,18 +194,19 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     chunk_s = max(work_s / uncached * chunk, 1e-9)
 
     place, age_s = size_class(work_s) + 1, max(0.0, question.now - worker.reported_at)
-    reported_s, arriving_s = sum(worker.backlog[:place]), sum(worker.arriving[:place])
-    behind_s = sum(worker.backlog[place:]) + sum(worker.arriving[place:])
-    ahead_s = reported_s + arriving_s
-    done_s = min(age_s, (reported_s // chunk_s + 1) * overhead_s + reported_s) if reported_s else 0.0
-    rest_s = 0.0
-    if not reported_s and (worker.num_decoding or worker.backlog):
-        running_s = overhead_s + min(chunk_s, sum(worker.backlog[place:]))
-        rest_s = max(0.0, running_s - age_s)
-    queue_s = max(0.0, ahead_s + ahead_s // chunk_s * overhead_s - done_s) + rest_s
-    num_steps = ceil((ahead_s + work_s) / chunk_s) - int(ahead_s // chunk_s)
-    fill_s = min(behind_s, ceil((ahead_s + work_s) / chunk_s) * chunk_s - ahead_s - work_s)
-    return PromptTimes(queue_s, work_s + fill_s + num_steps * overhead_s, min(chunk_s, work_s))
+    reported_s, behind_s = sum(worker.backlog[:place]), sum(worker.backlog[place:])
+    # A worker without prompts that go first runs a step of its streams and longer prompts, and reports at its end.
+    is_busy = worker.num_decoding or behind_s
+    rest_s = overhead_s + min(chunk_s, behind_s) - age_s if is_busy and not reported_s else 0.0
+    done_s = age_s * chunk_s / (chunk_s + overhead_s)  # in the time since the report
+    ahead_s = max(0.0, reported_s - done_s) + sum(worker.arriving[:place])
+    num_before, num_after = int(ahead_s / chunk_s), ceil((ahead_s + work_s) / chunk_s)  # steps
+    fill_s = min(behind_s + sum(worker.arriving[place:]), max(0.0, num_after * chunk_s - ahead_s - work_s))
+    return PromptTimes(
+        queue_s=max(0.0, rest_s) + ahead_s + num_before * overhead_s,
+        prefill_s=work_s + fill_s + (num_after - num_before) * overhead_s,
+        chunk_s=min(chunk_s, work_s),
+    )
 
 
 def pair(
