@@ -6,11 +6,13 @@ For a pair (prefill worker P, decode worker D), and for D alone, which then comp
          + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
          + transfer_s      the part of the transfer that remains after the last chunk is computed; 0 for D alone
          + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
-         + gap_s x num_streams    what D's steps become longer, times the streams that feel it
+         + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
 
 Every term follows from what the workers report: the fitted time of their steps (`core/step_cost.py`), their prompts by
-remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. Among candidates
-of nearly the same cost, the workers with the fewest requests of this router win.
+remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A prompt that D
+computes within its step limit costs its streams nothing that the operator minds: the limit follows from `slo_itl_ms`.
+Only what exceeds the limit is a gap. Among candidates of nearly the same cost, the workers with the fewest requests of
+this router win.
 
 A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
 """
@@ -171,7 +173,7 @@ class PromptTimes(NamedTuple):
 
     queue_s: float
     prefill_s: float
-    chunk_s: float  # of prompt work in a step
+    gap_s: float  # that steps with this prompt are longer than the step limit; without a limit, than other steps
 
     @property
     def total_s(self) -> float:
@@ -205,7 +207,7 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     return PromptTimes(
         queue_s=max(0.0, rest_s) + ahead_s + num_before * overhead_s,
         prefill_s=work_s + fill_s + (num_after - num_before) * overhead_s,
-        chunk_s=min(chunk_s, work_s),
+        gap_s=max(0.0, min(chunk_s, work_s) - max(0.0, worker.step_limit_s - overhead_s)) if worker.num_decoding else 0.0,
     )
 
 
@@ -248,8 +250,8 @@ def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
         queue_s=times.queue_s,
         prefill_s=times.prefill_s,
         room_wait_s=_room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
-        gap_s=times.chunk_s + _stream_s(question, worker),
-        num_streams=worker.num_decoding,
+        gap_s=times.gap_s + _stream_s(question, worker),
+        num_streams=worker.num_sequences,
     )
 
 

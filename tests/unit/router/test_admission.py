@@ -120,7 +120,7 @@ def test_a_request_is_refused_on_arrival_if_the_wait_for_room_alone_is_too_long(
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["r0#1", "r1#1", "r2#1"]
     router.arrive(request(names[5], max_tokens=1))  # the second in the queue: 2 s
     router.arrive(request(names[6], max_tokens=1))  # the third: 3 s
-    with pytest.raises(QueueFull, match="predicted 4.000 s") as raised:
+    with pytest.raises(QueueFull, match=r"predicted 4\.000 s") as raised:
         router.arrive(request(names[7], max_tokens=1))
     assert raised.value.retry_after_s == pytest.approx(1.0)
     router.machine.check()
