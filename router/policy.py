@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 from core.config import RouterConfig
 from core.lifecycle import RequestPath
 from core.paths import PathStatus
+from core.step_budget import MIN_PROMPT_TOKENS
 from core.step_cost import PRIOR, StepCost, StepWork
 from core.worker_load import size_class
 
@@ -190,9 +191,9 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     start = question.num_tokens - uncached
     work_s = cost.prompt_seconds(uncached, start)
     overhead_s = cost.seconds(StepWork(worker.num_decoding, worker.decode_context, 0, 0.0))  # of a step
-    chunk = worker.max_step_tokens
+    chunk, spare_s = worker.max_step_tokens, max(0.0, worker.step_limit_s - overhead_s)
     if worker.num_decoding and worker.step_limit_s:
-        chunk = min(chunk, max(1, cost.tokens_within(worker.step_limit_s - overhead_s, start)))
+        chunk = min(chunk, max(MIN_PROMPT_TOKENS, cost.tokens_within(spare_s, start)))
     chunk_s = max(work_s / uncached * chunk, 1e-9)
 
     place, age_s = size_class(work_s) + 1, max(0.0, question.now - worker.reported_at)
@@ -207,7 +208,7 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     return PromptTimes(
         queue_s=max(0.0, rest_s) + ahead_s + num_before * overhead_s,
         prefill_s=work_s + fill_s + (num_after - num_before) * overhead_s,
-        gap_s=max(0.0, min(chunk_s, work_s) - max(0.0, worker.step_limit_s - overhead_s)) if worker.num_decoding else 0.0,
+        gap_s=max(0.0, min(chunk_s, work_s) - spare_s) if worker.num_decoding else 0.0,
     )
 
 
