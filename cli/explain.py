@@ -18,22 +18,20 @@ MIN_PIPE_WIDTH = 120  # columns of an output that is no terminal
 
 
 def candidates_table(explained: cluster_pb2.ExplainResponse) -> Table:
-    """One row for each candidate, cheapest first. A star marks the chosen one."""
+    """One row for each of the `MAX_ROWS` cheapest candidates, cheapest first. A star marks the chosen one."""
     path = inference_pb2.RequestPath.Name(explained.path).removeprefix("REQUEST_PATH_").lower()
-    found = sorted(explained.candidates, key=lambda candidate: candidate.cost_ms)
-    shown = found[:MAX_ROWS]
-    more = f" · the {len(shown)} cheapest of {len(found)} candidates" if len(found) > len(shown) else ""
     table = Table(
-        title=f"{explained.prompt_tokens} prompt tokens · {path} · times in ms{more}",
+        title=f"{explained.prompt_tokens} prompt tokens · {path} · times in ms",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
+        show_edge=False,
     )
     for name in ("", "prefill", "decode"):
         table.add_column(name, overflow="fold")
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)  # in a narrow terminal, only the names wrap
-    for candidate in shown:
+    for candidate in sorted(explained.candidates, key=lambda candidate: candidate.cost_ms)[:MAX_ROWS]:
         table.add_row(*_row(candidate), style="bold" if candidate.chosen else None)
     return table
 
@@ -78,4 +76,6 @@ async def explain(
     if not console.is_terminal:
         console.width = max(console.width, MIN_PIPE_WIDTH)
     console.print(candidates_table(explained))
+    if len(explained.candidates) > MAX_ROWS:
+        console.print(f"and {len(explained.candidates) - MAX_ROWS} more, which --json lists", style="dim")
     console.print(explained.reason, highlight=False, markup=False, soft_wrap=True)
