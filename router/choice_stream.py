@@ -205,16 +205,9 @@ def route_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
         Attribute.ROUTE_GAP: candidate.gap_s * 1e3,
         Attribute.ROUTE_NUM_STREAMS: candidate.num_streams,
         Attribute.ROUTE_COST: candidate.cost * 1e3,
-        Attribute.PREDICTED_TTFT: predicted_first_token_s(outcome) * 1e3,
+        Attribute.PREDICTED_TTFT: outcome.predicted_first_token_s * 1e3,
         Attribute.TTFT: outcome.first_token_s * 1e3,
     }
-
-
-def predicted_first_token_s(outcome: Outcome) -> float:
-    """From arrival: the time before the dispatch, and what the chosen candidate promised then."""
-    timeline = outcome.timeline
-    before_s = timeline.seconds_in(Stage.TOKENIZE) + timeline.seconds_in(Stage.QUEUE)
-    return before_s + outcome.candidate.first_token_s
 
 
 def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:

@@ -10,7 +10,7 @@ from core.handoff import OwnerState
 from core.lifecycle import Stage
 from core.paths import PathState
 from core.step_cost import StepWork
-from router.choice_stream import PROVIDER, ChoiceStream, phase_timings, predicted_first_token_s
+from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
 from router.events import Fail, Finish
 from router.machine import RouterMachine
 from router.worker_record import WorkerRecord
@@ -79,8 +79,8 @@ def record_end(metrics: Metrics, stream: ChoiceStream, result: Finish | Fail, no
     outcome = result.outcome
     metrics.record(Metric.REQUESTS, 1, path=outcome.path.value, end=outcome.finish_reason.value)
     metrics.record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s, **labels)
-    if outcome.attempts == 1:  # else the failed attempts are in the time, and in no prediction
-        ratio = outcome.first_token_s / predicted_first_token_s(outcome)
+    if outcome.attempts == 1:  # else the path tells nothing of the attempt that was predicted
+        ratio = outcome.first_token_s / outcome.predicted_first_token_s
         metrics.record(Metric.TTFT_PREDICTION_RATIO, ratio, path=outcome.path.value)
     if outcome.num_output_tokens > 1:
         decode_s = outcome.timeline.seconds_in(Stage.DECODE)
