@@ -206,16 +206,16 @@ class PullQueue:
 
     def _num_promised_before(self, pull: PulledPrompt) -> int:
         """Blocks that half-pulled prompts of higher rank have yet to take."""
-        before = [
-            other for other in self.by_id.values() if other.targets and not other.call_ended and _rank(other) < _rank(pull)
-        ]
-        return sum(other.num_missing for other in before)
+        half_pulled = (other for other in self.by_id.values() if other.targets and not other.call_ended)
+        return sum(other.num_missing for other in half_pulled if _rank(other) < _rank(pull))
 
     # ---- when nothing runs
 
     def victim(self, now: float) -> Sequence | PulledPrompt | None:
-        """The holder that has to give its blocks to a higher rank now. Call after `give_blocks` and after the attempt to
-        plan a step, until the result is None; preempt the sequence, or end the call of the pull."""
+        """The holder that has to give its blocks to a higher rank now. Preempt a sequence; end the call of a pull.
+
+        Call this after `give_blocks` and after the attempt to plan a step, until the result is None.
+        """
         waiter, holder = self._stalled_rank(), self._last_holder()
         if waiter is None or holder is None or holder[0] <= waiter:
             self._stalled_since = None  # something moves, or the waiter waits for higher ranks

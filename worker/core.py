@@ -218,9 +218,7 @@ class WorkerCore:
         if self._num_step_tokens:
             self._on_step_started(now)
 
-    def load(
-        self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0
-    ) -> WorkerLoad:
+    def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0) -> WorkerLoad:
         counters = transfers.counters
         return WorkerLoad(
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
