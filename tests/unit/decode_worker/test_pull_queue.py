@@ -1,4 +1,4 @@
-"""Target blocks are taken when they are announced, in rank order, and no two half-pulled prompts wait for each other."""
+"""Hand-offs take blocks when these are announced, in rank order, and never wait for each other in a circle."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_pull_that_gets_its_last_blocks_passes_a_half_pulled_prompt() -> None:
     worker = two_half_pulled(num_blocks=8)
     worker.arrive(request("short", 16, max_tokens=2, first=300), ticket=3)
     announce(worker, 3, 0, 3)
-    assert targets_of(worker) == {"a": 2, "b": 0, "short": 2}
+    assert targets_of(worker) == {"a": 2, "b": 0, "short": 1}
     announce(worker, 3, 3, 4, token=40)
     assert targets_of(worker) == {"a": 2, "b": 0, "short": 4}
     announce(worker, 1, 2, 6, token=20)
