@@ -28,6 +28,7 @@ from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Rank, Sequence
 from core.step import StepOutput, StepPlan, TokenEvent
+from core.step_cost import StepWork, work_of
 from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
@@ -176,13 +177,19 @@ class WorkerCore:
 
     def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
         """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on."""
+        plan = self.scheduler.oldest_step
+        assert plan is not None
         events = self.scheduler.complete_step(output)
-        self._step_times.record(self._num_step_tokens.pop(0), now - self.step_started_at)
+        self.record_step(work_of(plan), self._num_step_tokens.pop(0), now - self.step_started_at)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:
             self._prefilling.pop(request_id).enter(Stage.DECODE, now)
         return events
+
+    def record_step(self, work: StepWork, num_tokens: int, seconds: float) -> None:
+        """Learn from the duration of a finished step."""
+        self._step_times.record(num_tokens, seconds)
 
     def fail_step(self, now: float) -> list[Sequence]:
         """Returns the sequences of the failed step. The caller ends their calls."""
