@@ -50,7 +50,7 @@ def skip_steps(machine: DecodeMachine, token_id: int, ends: Sequence[float]) -> 
     started_at = core.step_started_at
     for number, ended_at in enumerate(ends):
         work = StepWork(num_decodes, context + number * num_decodes, 0, 0.0)
-        core.record_step(work, num_decodes, ended_at - started_at)
+        core.record_step(work, ended_at - started_at)
         started_at = ended_at
     new_tokens = [token_id] * count
     for sequence in sequences:
