@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cli.exit_codes import FAILED, INTERRUPTED
 from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, fill_request, with_flags
+from cli.simulate_flags import SIMULATE_FLAGS, values_of
 from core.errors import TandemError
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
@@ -176,6 +177,22 @@ def scale(
 
     sizes = {"prefill": prefill, "decode": decode, "routers": routers}
     asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
+
+
+@app.command()
+@with_flags(SIMULATE_FLAGS)
+def simulate(
+    axes: Annotated[list[str] | None, typer.Argument(metavar="[AXIS]...", help="More axes of --sweep.")] = None,
+    **flags: Any,
+) -> None:
+    """Replay a workload in virtual time: latencies, goodput and cache hits, or how many workers are needed (--sweep)."""
+    from cli.simulate import simulate as run_simulation
+
+    options = values_of(flags)
+    if axes and not options["sweep"]:
+        raise typer.BadParameter(f"{axes[0]!r}: axes belong to --sweep")
+    options["sweep"] = [*(options["sweep"] or ()), *(axes or ())]
+    run_simulation(options, console)
 
 
 @app.command()
