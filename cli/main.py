@@ -182,10 +182,10 @@ def scale(
 @app.command()
 @with_flags(SIMULATE_FLAGS)
 def simulate(
-    axes: Annotated[list[str] | None, typer.Argument(metavar="[AXIS]...", help="More axes of --sweep.")] = None,
+    axes: Annotated[list[str] | None, typer.Argument(metavar="AXIS", help="More axes of --sweep.")] = None,
     **flags: Any,
 ) -> None:
-    """Replay a workload in virtual time: latencies, goodput and cache hits, or how many workers are needed (--sweep)."""
+    """Replay a workload in virtual time: latencies, goodput and cache hits; --sweep finds how many workers it needs."""
     from cli.simulate import simulate as run_simulation
 
     options = values_of(flags)

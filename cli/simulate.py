@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,13 +33,13 @@ MAX_IN_FLIGHT = 1024  # of one worker
 def simulate(options: Mapping[str, Any], console: Console) -> None:
     """Raises `ConfigError` for options that do not fit together and for malformed files, and `OSError`."""
     axes = _axes(options)
+    _check(options, axes)
     try:
         costs = read_costs(options["costs"])
         config = _config(options, costs)
         workload = _workload(options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    _check(options, axes)
     if axes:
         _sweep(workload, config, axes, options, console)
     else:
@@ -61,11 +62,9 @@ def _run(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], c
 def _sweep(
     workload: Workload, config: ReplayConfig, axes: Sequence[Axis], options: Mapping[str, Any], console: Console
 ) -> None:
-    num_points = 1
-    for axis in axes:
-        num_points *= len(axis.values)
     num_seeds = options["seeds"]
-    with _progress(console, num_points * num_seeds * len(workload.requests)) as count:
+    num_runs = num_seeds * math.prod(len(axis.values) for axis in axes)
+    with _progress(console, num_runs * len(workload.requests)) as count:
         try:
             grid = run_grid(workload, config, axes, num_seeds, _num_processes(options), count)
         except ValueError as error:
@@ -97,6 +96,9 @@ def _axes(options: Mapping[str, Any]) -> tuple[Axis, ...]:
 
 
 def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
+    for name, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, is {value}")
     if options["plot"]:
         plot.check_plot(options["plot"])
     for name in ("json", "plot"):

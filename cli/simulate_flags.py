@@ -22,7 +22,7 @@ def _flag(name: str, default: Any, help: str, type_: Any = None) -> SimulateFlag
 
 SIMULATE_FLAGS = (
     _flag("workload", "synthetic",
-          "synthetic, or a file: .jsonl as the conversations of Mooncake or as agent sessions, .csv as those of Azure."),
+          "synthetic, or a file: .jsonl in the format of Mooncake or of agent sessions, .csv in that of Azure."),
     _flag("requests", None, "Requests to replay. (default: the whole file; 1000 synthetic ones)", int),
     _flag("divisor", 1, "Divide the lengths of the prompts of a file by this."),
     _flag("output-divisor", 1, "Divide the lengths of the outputs of a file by this."),

@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
     """Raises `ConfigError` before a long simulation if its chart cannot be drawn."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"{path}: a chart ends in {' or '.join(FORMATS)}")
-    _new_figure(1)
+    _new_figure(num_axes=1)
 
 
 def plot_runs(path: Path, results: Sequence[ReplayResult]) -> None:
@@ -42,8 +42,9 @@ def plot_runs(path: Path, results: Sequence[ReplayResult]) -> None:
         if limit_s is not None:
             axis.axvline(limit_s * 1e3, color="black", linestyle=":", label=f"limit {limit_s * 1e3:g} ms")
             axis.legend(loc="lower right")
-        if all(values and values[0] > 0 for values in seeds):
+        if all(values and 0 < values[0] < values[-1] / 10 for values in seeds):
             axis.set_xscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
         axis.set(xlabel=f"{name} in ms", ylabel="share of the requests", ylim=(0, 1.02))
         axis.grid(alpha=0.3)
     _save(figure, path)
@@ -88,7 +89,7 @@ def _draw_attainment(axis: Axes, points: Sequence[Point], name: str) -> None:
 def _draw_highest_rates(axis: Axes, points: Sequence[Point]) -> None:
     rates = [Point(*shape, rate=0.0, attainment=0.0, goodput=rate) for shape, rate in highest_rates(points).items()]
     _draw_points(axis, rates, colored=False)
-    axis.set(xlabel="workers", ylabel="goodput90 in requests/s")
+    axis.set(xlabel="workers (prefill + decode)", ylabel="goodput90 in requests/s")
 
 
 def _draw_front(axis: Axes, points: Sequence[Point]) -> None:
@@ -99,13 +100,15 @@ def _draw_front(axis: Axes, points: Sequence[Point]) -> None:
         axis.scatter([best.num_workers], [best.goodput], s=160, facecolors="none", edgecolors="red", label=name)
     axis.axhline(points[0].rate, color="gray", linewidth=0.8, label="requests/s that arrive")
     axis.legend(loc="lower right")
-    axis.set(xlabel="workers", ylabel="goodput in requests/s")
+    axis.set(xlabel="workers (prefill + decode)", ylabel="goodput in requests/s", ylim=(0, points[0].rate * 1.05))
 
 
 def _draw_points(axis: Axes, points: Sequence[Point], *, colored: bool) -> None:
     """Each point, a line through the front, and the shapes on it."""
-    colors = [point.attainment for point in points] if colored else None
-    axis.scatter([p.num_workers for p in points], [p.goodput for p in points], c=colors, s=14, vmin=0, vmax=1)
+    dots = axis.scatter([point.num_workers for point in points], [point.goodput for point in points], s=14)
+    if colored:
+        dots.set_array([point.attainment for point in points])
+        dots.set_clim(0, 1)
     on_front = [point for point, is_on_front in zip(points, fronts(points), strict=True) if is_on_front]
     front = sorted(on_front, key=lambda point: point.num_workers)
     axis.step([p.num_workers for p in front], [p.goodput for p in front], where="post", linewidth=1)
@@ -113,6 +116,7 @@ def _draw_points(axis: Axes, points: Sequence[Point], *, colored: bool) -> None:
         name = f"{point.num_prefill}+{point.num_decode}"
         axis.annotate(name, (point.num_workers, point.goodput), xytext=(3, -9), textcoords="offset points", fontsize=7)
     axis.set_ylim(bottom=0)
+    axis.locator_params(axis="x", integer=True)
     axis.grid(alpha=0.3)
 
 

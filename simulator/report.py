@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -100,10 +100,12 @@ def write_grid(path: Path, options: dict[str, object], grid: Sequence[tuple[Poin
         for (num_prefill, num_decode), rate in highest_rates(points).items()
     ]
     has_rates = len({point.rate for point in points}) > 1
-    _write(path, {"options": options, "answer": answer(points), "points": rows} | ({"rates": rates} if has_rates else {}))
+    _write(
+        path, {"options": options, "answer": answer(points), "points": rows} | ({"rates": rates} if has_rates else {})
+    )
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -26,11 +26,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class GridRun(Run):
+class GridRun:
     """Returns the point and the figures only: the records of all requests of a grid exceed the memory."""
 
-    def run(self, on_progress: CountEnded) -> GridResult:  # type: ignore[override]
-        result = Run.run(self, on_progress)
+    workload: Workload
+    config: ReplayConfig
+
+    def run(self, on_progress: CountEnded) -> GridResult:
+        result = Run(self.workload, self.config).run(on_progress)
         point = Point(
             num_prefill=self.config.num_prefill,
             num_decode=self.config.num_decode,

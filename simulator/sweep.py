@@ -1,8 +1,8 @@
 """A grid of simulations, and what it answers: how many workers of each role, and the highest rate.
 
-    prefill=1..16 decode=1..16        every pair of sizes of the two pools
-    rate=0.5..8:0.5                   rates in steps of 0.5 requests/s
-    prefill=1,2,4,8 rate=1..8         values by name, and both kinds of axis together
+prefill=1..16 decode=1..16        every pair of sizes of the two pools
+rate=0.5..8:0.5                   rates in steps of 0.5 requests/s
+prefill=1,2,4,8 rate=1..8         values by name, and both kinds of axis together
 """
 
 from __future__ import annotations
