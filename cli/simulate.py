@@ -148,6 +148,7 @@ def _config(options: Mapping[str, Any], costs: Costs) -> ReplayConfig:
         prefill_cost=costs.prefill,
         decode_cost=costs.decode,
         link=costs.link,
+        message_delay_s=costs.message_delay_s,
         slo_ttft_s=options["slo_ttft_ms"] / 1e3,
         slo_tpot_s=options["slo_itl_ms"] / 1e3,
         router=router,
