@@ -183,7 +183,7 @@ def calibrate_from_points(
             token_bytes=token_bytes, max_step_tokens=DEFAULT_STEP_TOKENS,
             median_error=fit.median_error, largest_error=fit.largest_error,
         )  # fmt: skip
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     console.print(f"{fit.group}: {fit.num_points} points", highlight=False, markup=False)
     console.print(_costs_table([("any", fit.cost)]))

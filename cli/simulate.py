@@ -31,14 +31,14 @@ MAX_IN_FLIGHT = 1024  # of one worker
 
 
 def simulate(options: Mapping[str, Any], console: Console) -> None:
-    """Raises `ConfigError` for options that do not fit together and for malformed files, and `OSError`."""
+    """Raises `ConfigError` for options that do not fit together and for missing or malformed files, and `OSError`."""
     axes = _axes(options)
     _check(options, axes)
     try:
         costs = read_costs(options["costs"])
         config = _config(options, costs)
         workload = _workload(options)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if axes:
         _sweep(workload, config, axes, options, console)
@@ -106,10 +106,9 @@ def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
             raise ConfigError(f"--{name}: the directory of {options[name]} does not exist")
     if options["load"] is not None and any(axis.name == "prefill" for axis in axes):
         raise ConfigError("--load follows the number of prefill workers: give --rate with --sweep prefill=...")
-    if options["seeds"] < 1:
-        raise ConfigError(f"--seeds must be at least 1, is {options['seeds']}")
-    if options["processes"] is not None and options["processes"] < 1:
-        raise ConfigError(f"--processes must be at least 1, is {options['processes']}")
+    for name in ("seeds", "processes", "requests"):
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name} must be at least 1, is {options[name]}")
 
 
 def _config(options: Mapping[str, Any], costs: Costs) -> ReplayConfig:
