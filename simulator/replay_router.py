@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, assert_never
 
-from core.config import RouterConfig
 from core.errors import TandemError
-from core.machine import Tick
 from core.request import Request
 from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived
 from prefill_worker.machine import PrefillArrived
 from router import events
 from router.machine import RouterMachine
+from simulator.machine_timer import MachineTimer
 from simulator.network import Network
-from simulator.node import TIMER_LATENESS_S
+from simulator.replay_config import ReplayConfig
 from simulator.replay_worker import ReplayWorker
 from simulator.world import World
 
@@ -26,12 +26,14 @@ from simulator.world import World
 class Served:
     """One request, as its client sees it."""
 
-    request: Request
+    request_id: str
+    num_prompt_tokens: int
     router: str
     arrived_at: float
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_tokens: int = 0
+    gaps_s: array[float] = field(default_factory=partial(array, "d"))  # between tokens
     end: events.Outcome | TandemError | None = None
 
     @property
@@ -42,6 +44,16 @@ class Served:
     def tpot_s(self) -> float:
         return (self.last_token_at - self.first_token_at) / max(1, self.num_tokens - 1)
 
+    def take(self, num_tokens: int, now: float) -> None:
+        """Tokens that arrive together."""
+        if self.num_tokens:
+            self.gaps_s.append(now - self.last_token_at)
+        else:
+            self.first_token_at = now
+        self.gaps_s.extend((0.0,) * (num_tokens - 1))
+        self.last_token_at = now
+        self.num_tokens += num_tokens
+
 
 class ReplayRouter:
     def __init__(
@@ -49,17 +61,19 @@ class ReplayRouter:
         name: str,
         world: World,
         network: Network,
-        config: RouterConfig,
+        config: ReplayConfig,
         workers: Mapping[str, ReplayWorker],
         on_end: Callable[[], None],
     ) -> None:
         """`on_end` is called at the end of each request."""
         self.name = name
-        self.machine = RouterMachine(config, lambda: world.random.getrandbits(128), router_id=name)
-        self._world, self._network, self._workers, self._config = world, network, workers, config
+        self._world, self._network, self._workers, self._config = world, network, workers, config.router
+        policy = None if config.new_policy is None else config.new_policy()
+        new_ticket = partial(world.random.getrandbits, 128)
+        self.machine = RouterMachine(config.router, new_ticket, router_id=name, policy=policy)
         self._on_end = on_end
-        self._served: dict[str, Served] = {}  # by request id
-        self._timer_at: float | None = None
+        self._served: dict[str, Served] = {}  # open requests, by id
+        self._timer = MachineTimer(world, self.machine, self.post)
         self._paths = {
             worker.worker_id: partial(self._send, worker.worker_id, name, self.post) for worker in workers.values()
         }
@@ -71,28 +85,17 @@ class ReplayRouter:
     def post(self, event: Any) -> None:
         for action in self.machine.handle(event, self._world.now):
             self._perform(action)
-        deadline = self.machine.next_deadline()
-        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
-            self._set_timer(deadline)
-
-    def _set_timer(self, deadline: float) -> None:
-        self._timer_at = deadline
-        self._world.at(deadline + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
-
-    def _on_timer(self, planned: float) -> None:
-        if planned == self._timer_at:
-            self._timer_at = None
-            self.post(Tick())  # a machine acts only on deadlines that have passed
+        self._timer.update()
 
     # ---- clients
 
     def arrive(self, request: Request) -> Served:
-        now = self._world.now
-        served = self._served[request.request_id] = Served(request, self.name, now)
+        request_id, now = request.request_id, self._world.now
+        served = self._served[request_id] = Served(request_id, request.num_prompt_tokens, self.name, now)
         try:
             self.post(events.RequestArrived(request, now, now + self._config.default_timeout_s))
         except TandemError as error:
-            self._end(served, error)
+            self._end(request_id, error)
         return served
 
     # ---- acting
@@ -113,19 +116,16 @@ class ReplayRouter:
                 for change in changes:
                     self._send(self.name, worker_id, self._workers[worker_id].post, change)
             case events.Deliver(request_id, _, token_ids, _):
-                served = self._served[request_id]
-                served.first_token_at = served.first_token_at or now
-                served.last_token_at = now
-                served.num_tokens += len(token_ids)
+                self._served[request_id].take(len(token_ids), now)
             case events.Finish(request_id, outcome):
-                self._end(self._served.pop(request_id), outcome)
+                self._end(request_id, outcome)
             case events.Fail(request_id, error, _):
-                self._end(self._served.pop(request_id), error)
+                self._end(request_id, error)
             case _:
                 assert_never(action)
 
-    def _end(self, served: Served, end: events.Outcome | TandemError) -> None:
-        served.end = end
+    def _end(self, request_id: str, end: events.Outcome | TandemError) -> None:
+        self._served.pop(request_id).end = end
         self._on_end()
 
     def _call(self, worker_id: str, arrived: PrefillArrived | DecodeArrived) -> None:

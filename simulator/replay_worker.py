@@ -8,18 +8,18 @@ its reports. Reports follow worker/reports.py: at once after a change, then at m
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.block_pool import BlockPool
+from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig, WorkerConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
-from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
 from core.step_cost import StepCost, work_of
@@ -31,9 +31,9 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from router import events
 from simulator.agent import SimulatedAgent
 from simulator.cost_model import LinkCost
+from simulator.machine_timer import MachineTimer
 from simulator.memory import Memory
 from simulator.network import Network
-from simulator.node import TIMER_LATENESS_S
 from simulator.world import SimulationError, World
 from worker.changes import ChangeTracker
 from worker.core import RunStep, StepFinished, WorkerCore
@@ -81,6 +81,7 @@ class ReplayWorkerSpec:
     transfer: TransferConfig
     worker: WorkerConfig
     step_cost: StepCost
+    step_noise: float  # standard deviation of the logarithm of a step's time
     link: LinkCost
 
 
@@ -105,7 +106,9 @@ class ReplayWorker:
         self.busy_s = 0.0  # time in steps
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
         self._calls: dict[str, _OpenCall] = {}  # by id
-        self._timer_at: float | None = None
+        self._timer = MachineTimer(world, self.machine, self.post)
+        self._used_sum, self._num_samples = 0.0, 0
+        self._noise = random.Random(f"steps of {spec.worker_id}, {world.seed}")
         self._subscribers: list[Callable[[Any], None]] = []
         self._changed = False
         self._tracker = ChangeTracker()
@@ -127,23 +130,7 @@ class ReplayWorker:
         for action in self.machine.handle(event, self._world.now):
             self._perform(action)
         self._mark_changed()
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        deadline = self.machine.next_deadline()
-        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
-            self._timer_at = deadline
-            self._world.at(deadline + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
-
-    def _on_timer(self, planned: float) -> None:
-        if planned != self._timer_at:
-            return
-        self._timer_at = None
-        deadline = self.machine.next_deadline()
-        if deadline is not None and deadline <= self._world.now:
-            self.post(Tick())
-        else:
-            self._set_timer()
+        self._timer.update()
 
     # ---- acting
 
@@ -170,6 +157,8 @@ class ReplayWorker:
 
     def _start_step(self, plan: StepPlan) -> None:
         seconds = self.spec.step_cost.seconds(work_of(plan))
+        if self.spec.step_noise:
+            seconds *= self._noise.lognormvariate(0.0, self.spec.step_noise)
         self.busy_s += seconds
         self._world.after(seconds, lambda: self._end_step(plan))
 
@@ -214,6 +203,18 @@ class ReplayWorker:
         if call is not None:
             is_prefill = self.spec.role is ServiceRole.PREFILL
             call.caller((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
+
+    # ---- use of the pool
+
+    def sample_pool(self) -> None:
+        ledger = self.pool.ledger()
+        self._used_sum += 1.0 - (ledger[Column.FREE] + ledger[Column.CACHED]) / self.pool.num_blocks
+        self._num_samples += 1
+
+    @property
+    def mean_used(self) -> float:
+        """Mean share of blocks with a holder or a reader, over the samples."""
+        return self._used_sum / max(1, self._num_samples)
 
     # ---- reports
 
