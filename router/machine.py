@@ -24,6 +24,7 @@ from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
 from router import events, peer_discovery
+from router.admission import QueueWait, refusal
 from router.events import RouterAction, RouterEvent
 from router.policy import Candidate, Policy, SecondsPolicy
 from router.request_queue import RequestQueue
@@ -58,6 +59,7 @@ class RouterMachine:
         self._num_calls = 0  # to all workers
         self._queue = RequestQueue()
         self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
+        self._queue_wait = QueueWait()
         self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
         # keys: ("request" | "wait" | "retry" | "tokens", request id), ("worker" | "absent peers", worker id)
         self._num_arrived = 0
@@ -78,8 +80,9 @@ class RouterMachine:
     # ---- the contract
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
-        """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, and
-        `InvalidRequest` when no pool can hold the request. `WorkerJoined` raises `LayoutMismatch`."""
+        """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, or when
+        the wait for room alone is too long, and `InvalidRequest` when no pool can hold the request. `WorkerJoined`
+        raises `LayoutMismatch`."""
         actions = self._handlers[type(event)](event, now)
         if self._queue:
             actions = actions + self._dispatch_queued(now)
@@ -107,6 +110,11 @@ class RouterMachine:
         if self.num_queued >= self._config.max_queued:
             raise QueueFull(f"{self.num_queued} requests are queued, and max_queued is {self._config.max_queued}")
         self.workers.refuse_oversized(event.request)
+        if self._blocked is not None and not self.workers.room_changed:
+            predicted_s = now - event.arrived_at + self._queue_wait.seconds(len(self._queue))
+            refused = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
+            if refused is not None:
+                raise refused
         first, *others = [self._admit(request, event, now) for request in (event.request, *event.others)]
         first.held_choices = others
         self._enqueue(first, now)
@@ -139,16 +147,33 @@ class RouterMachine:
                 break
             routed.hashes = routed.hashes or hashes_of(routed.resumed())
             candidate = self.workers.choose(routed.hashes, routed.failed_workers, now)
+            had_waited = routed is self._blocked
             self._blocked, self.workers.room_changed = (routed if candidate is None else None), False
             if candidate is None:
                 break
             self._queue.remove(routed)
+            refused = self._refusal(routed, candidate, now)
+            if refused is not None:
+                actions += self._fail(routed, refused, now)
+                continue
+            if had_waited:
+                self._queue_wait.note_dispatch(now)
             actions += self._dispatch(routed, candidate, now)
+        if not self._queue:
+            self._queue_wait.note_empty()
         return actions
+
+    def _refusal(self, routed: RoutedRequest, candidate: Candidate, now: float) -> QueueFull | None:
+        if routed.has_streamed or not self.workers.has_fitted_cost(candidate):
+            return None
+        predicted_s = now - routed.arrived_at + candidate.first_token_s
+        return refusal(self._config, predicted_s, routed.deadline - routed.arrived_at)
 
     def _dispatch(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
         self._deadlines.cancel(("wait", routed.request_id))
         routed.timeline.enter(Stage.PREFILL, now)
+        if routed.first_token_at is None:
+            routed.predicted_first_token_s = now - routed.arrived_at + candidate.first_token_s
         routed.attempts += 1
         routed.attempts_without_token += 1
         dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
@@ -161,14 +186,14 @@ class RouterMachine:
         request = routed.resumed().derive(request_id=dispatch_id)
         timeout_s = max(0.0, routed.deadline - now)
         decode = self.workers.chosen(candidate.decode_worker)
-        num_tokens, uncached, cached = len(request.token_ids), candidate.uncached_tokens, candidate.cached_tokens
+        uncached, cached = candidate.uncached_tokens, candidate.cached_tokens
         if candidate.prefill_worker is None:
             work_s = decode.load.step_cost.prompt_seconds(uncached, cached)
             num_blocks = -(-uncached // decode.agent.layout.block_size)
-            decode.add_call(dispatch_id, call, CallWork(work_s, num_tokens, num_blocks))
+            decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
             return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
         prefill = self.workers.chosen(candidate.prefill_worker)
-        decode.add_call(dispatch_id, call, CallWork(0.0, num_tokens, candidate.transfer_blocks))
+        decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
         ticket = self._new_ticket()
         self._num_calls += 1
         work_s = prefill.load.step_cost.prompt_seconds(uncached, cached)
@@ -249,25 +274,23 @@ class RouterMachine:
         return self._finish_if_complete(routed, now)
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
-        """Append a `Deliver` with the tokens that were accepted since the last call, and the actions that follow."""
+        """Append a `Deliver` with the tokens that were accepted since the last call."""
         deliver = routed.take_new()
         if deliver is not None:
             actions.append(deliver)
             if routed.attempts_without_token:
-                actions += self._on_first_token(routed, now)
+                self._on_first_token(routed, now)
 
-    def _on_first_token(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
-        """An attempt has delivered its first new token."""
+    def _on_first_token(self, routed: RoutedRequest, now: float) -> None:
+        """An attempt has delivered its first new token. The other choices of the call may start now."""
         routed.attempts_without_token = 0
         if routed.timeline.stage is Stage.PREFILL:
             routed.timeline.enter(Stage.DECODE, now)
         if routed.first_token_at is None:
             routed.first_token_at, routed.has_streamed = now, True
-        choices = self._take_held_choices(routed)
-        for choice in choices:
+        for choice in self._take_held_choices(routed):
             choice.has_streamed = True
             self._enqueue(choice, now)
-        return self._dispatch_queued(now) if choices else []
 
     def _take_held_choices(self, routed: RoutedRequest) -> list[RoutedRequest]:
         choices, routed.held_choices = routed.held_choices, []

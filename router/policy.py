@@ -2,10 +2,10 @@
 
 For a pair (prefill worker P, decode worker D), and for D alone, which then computes the prompt itself:
 
-    cost = queue_s         until the computing worker begins the prompt: the prompts that go first
-         + prefill_s       to compute the uncached tokens; on D, in steps that its streams share
+    cost = queue_s         until the computing worker begins the prompt: its step, and the prompts that go first
+         + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
          + transfer_s      the part of the transfer that remains after the last chunk is computed; 0 for D alone
-         + room_wait_s     until D has blocks, after the prompt is computed
+         + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
          + gap_s x num_streams    what D's steps become longer, times the streams that feel it
 
 Every term follows from what the workers report: the fitted time of their steps (`core/step_cost.py`), their prompts by
@@ -20,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Protocol
+from math import ceil
+from typing import NamedTuple, Protocol
 
 from core.config import RouterConfig
 from core.lifecycle import RequestPath
 from core.paths import PathStatus
-from core.step_cost import StepCost, StepWork
+from core.step_cost import PRIOR, StepCost, StepWork
 from core.worker_load import size_class
 
 MAX_PAIRED = 8  # of each role: the workers whose pairs are compared
@@ -43,21 +44,20 @@ class WorkerView:
     worker_id: str
     num_sequences: int
     num_dispatched: int  # requests of this router
-    cost: StepCost
+    cost: StepCost = PRIOR
     step_limit_s: float = 0.0  # of a step with sequences in decode; 0 = no limit
     max_step_tokens: int = 512
-    num_decoding: int = 0  # sequences in decode, and those that will be
+    num_decoding: int = 0  # sequences in decode
     decode_context: int = 0  # their tokens
-    backlog: tuple[float, ...] = ()  # seconds of prompt work, by size class
+    backlog: tuple[float, ...] = ()  # seconds of prompt work in the newest report, by size class
+    reported_at: float = 0.0  # time of this report; the worker has worked since then
+    arriving: tuple[float, ...] = ()  # seconds of prompt work that no report has yet, by size class
     num_free_blocks: int = 2**31  # available, less those promised to pulls
     blocks_released_per_s: float = 0.0
     block_bytes: int = 0
     agent_name: str = ""
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
-
-    def queue_s(self, own_work_s: float) -> float:
-        """Seconds of prompt work that goes before a new prompt with this much work: all that is not longer."""
-        return sum(self.backlog[: size_class(own_work_s) + 1])
+    num_blocks: int = 0  # of the whole pool
 
 
 Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
@@ -76,6 +76,7 @@ class RoutingQuestion:
     decode: Sequence[Option]
     prefill_alive: bool
     block_size: int
+    now: float = 0.0
 
     def uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -109,7 +110,8 @@ class Candidate:
     @property
     def first_token_s(self) -> float:
         """Predicted, from the dispatch on."""
-        return self.queue_s + self.prefill_s + MESSAGE_S
+        wait_s = self.room_wait_s if self.prefill_worker is None else 0.0
+        return wait_s + self.queue_s + self.prefill_s + MESSAGE_S
 
     @property
     def cost(self) -> float:
@@ -151,27 +153,68 @@ class SecondsPolicy:
         if self._config.local_prefill == "auto" or not question.prefill_alive:
             found = [alone(question, worker, cached) for worker, cached in decode]
         if question.prefill and decode:
-            computing = [(*_prompt_terms(question, *option), *option) for option in question.prefill]
-            computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0] + terms[1], terms[2].worker_id))
+            computing = [(prompt_times(question, *option), *option) for option in question.prefill]
+            computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0].total_s, terms[1].worker_id))
             reading = decode
             if len(decode) > MAX_PAIRED:
                 reading = nsmallest(MAX_PAIRED, decode, key=lambda option: _reading_cost(question, *option))
             found += [
-                pair(question, p, p_cached, d, d_cached, queue_s, prefill_s)
-                for queue_s, prefill_s, p, p_cached in computing
+                pair(question, times, p, p_cached, d, d_cached)
+                for times, p, p_cached in computing
                 for d, d_cached in reading
             ]
         return found
 
 
+class PromptTimes(NamedTuple):
+    """Seconds of a prompt on the worker that computes it."""
+
+    queue_s: float
+    prefill_s: float
+    chunk_s: float  # of prompt work in a step
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> PromptTimes:
+    """A step computes all streams, and then prompts, those with the least work first, up to its limit.
+
+    |  step that runs | streams | prompts that go first | streams | first | this prompt | others fill the step |
+     <----------------------- queue_s -------------------------------> <------------ prefill_s --------------->
+    """
+    uncached, cost = question.uncached(cached_tokens), worker.cost
+    start = question.num_tokens - uncached
+    work_s = cost.prompt_seconds(uncached, start)
+    overhead_s = cost.seconds(StepWork(worker.num_decoding, worker.decode_context, 0, 0.0))  # of a step
+    chunk = worker.max_step_tokens
+    if worker.num_decoding and worker.step_limit_s:
+        chunk = min(chunk, max(1, cost.tokens_within(worker.step_limit_s - overhead_s, start)))
+    chunk_s = max(work_s / uncached * chunk, 1e-9)
+
+    place, age_s = size_class(work_s) + 1, max(0.0, question.now - worker.reported_at)
+    reported_s, arriving_s = sum(worker.backlog[:place]), sum(worker.arriving[:place])
+    behind_s = sum(worker.backlog[place:]) + sum(worker.arriving[place:])
+    ahead_s = reported_s + arriving_s
+    done_s = min(age_s, (reported_s // chunk_s + 1) * overhead_s + reported_s) if reported_s else 0.0
+    rest_s = 0.0
+    if not reported_s and (worker.num_decoding or worker.backlog):
+        running_s = overhead_s + min(chunk_s, sum(worker.backlog[place:]))
+        rest_s = max(0.0, running_s - age_s)
+    queue_s = max(0.0, ahead_s + ahead_s // chunk_s * overhead_s - done_s) + rest_s
+    num_steps = ceil((ahead_s + work_s) / chunk_s) - int(ahead_s // chunk_s)
+    fill_s = min(behind_s, ceil((ahead_s + work_s) / chunk_s) * chunk_s - ahead_s - work_s)
+    return PromptTimes(queue_s, work_s + fill_s + num_steps * overhead_s, min(chunk_s, work_s))
+
+
 def pair(
     question: RoutingQuestion,
+    times: PromptTimes,
     prefill: WorkerView,
     prefill_cached: int,
     decode: WorkerView,
     decode_cached: int,
-    queue_s: float,
-    prefill_s: float,
 ) -> Candidate:
     missing, uncached = question.missing_blocks(decode_cached), question.uncached(prefill_cached)
     return Candidate(
@@ -181,30 +224,19 @@ def pair(
         uncached_tokens=uncached,
         transfer_blocks=missing,
         num_dispatched=prefill.num_dispatched + decode.num_dispatched,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        transfer_s=_exposed_transfer_s(question, prefill, decode, missing, prefill_s),
-        room_wait_s=_room_wait_s(decode, missing, queue_s + prefill_s),
+        queue_s=times.queue_s,
+        prefill_s=times.prefill_s,
+        transfer_s=_exposed_transfer_s(question, prefill, decode, missing, times.prefill_s),
+        room_wait_s=_room_wait_s(decode, missing, times.total_s),
         gap_s=_stream_s(question, decode),
-        num_streams=decode.num_decoding,
+        num_streams=decode.num_sequences,
     )
 
 
 def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:
     """The decode worker computes the prompt, in steps that its streams share."""
-    uncached = question.uncached(cached_tokens)
+    uncached, times = question.uncached(cached_tokens), prompt_times(question, worker, cached_tokens)
     cached_tokens = question.num_tokens - uncached
-    work_s = worker.cost.prompt_seconds(uncached, cached_tokens)
-    step_s = worker.cost.seconds(StepWork(worker.num_decoding, worker.decode_context, 0, 0.0))
-    chunk = worker.max_step_tokens
-    if worker.num_decoding and worker.step_limit_s:
-        chunk = min(chunk, max(1, worker.cost.tokens_within(worker.step_limit_s - step_s, cached_tokens)))
-    num_steps = -(-uncached // chunk)
-    chunk_s = work_s / num_steps
-    # Prompts that go first are computed in steps of the same length, so the streams stretch them alike.
-    stretch = 1.0 + step_s / max(chunk_s, 1e-9) if num_steps > 1 else 1.0
-    queue_s = worker.queue_s(work_s) * stretch
-    prefill_s = work_s + num_steps * step_s
     return Candidate(
         prefill_worker=None,
         decode_worker=worker.worker_id,
@@ -212,25 +244,18 @@ def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> 
         uncached_tokens=uncached,
         transfer_blocks=0,
         num_dispatched=worker.num_dispatched,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
+        queue_s=times.queue_s,
+        prefill_s=times.prefill_s,
         room_wait_s=_room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
-        gap_s=chunk_s + _stream_s(question, worker),
+        gap_s=times.chunk_s + _stream_s(question, worker),
         num_streams=worker.num_decoding,
     )
-
-
-def _prompt_terms(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, float]:
-    """Queue and prefill seconds on a prefill worker."""
-    uncached = question.uncached(cached_tokens)
-    work_s = worker.cost.prompt_seconds(uncached, question.num_tokens - uncached)
-    return worker.queue_s(work_s), work_s + -(-uncached // worker.max_step_tokens) * worker.cost.step_s
 
 
 def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, int, str]:
     missing = question.missing_blocks(cached_tokens)
     moved_s = missing * worker.block_bytes / UNKNOWN_BYTES_PER_S
-    cost = _room_wait_s(worker, missing, 0.0) + moved_s + _stream_s(question, worker) * worker.num_decoding
+    cost = _room_wait_s(worker, missing, 0.0) + moved_s + _stream_s(question, worker) * worker.num_sequences
     return cost, worker.num_dispatched, worker.worker_id
 
 
