@@ -1,14 +1,16 @@
 """The scheduler of prefill and decode workers.
 
-Each step computes tokens of sequences, up to a token budget:
+Each step computes tokens of sequences, up to a token budget. A step with sequences that wait for their next token has
+a time limit, too (core/step_budget.py):
 
-    1. It takes running sequences in rank order (priority, then arrival). A sequence in decode gets 1 token. A sequence
-       in prefill gets a chunk of the budget that the decodes behind it leave.
+    1. Each running sequence in decode gets 1 token. Running sequences in prefill get chunks of the budget that the
+       decodes leave, in rank order (priority, then arrival).
     2. If the pool is out of blocks, the scheduler preempts the lowest-ranked holder of blocks: this sequence loses its
        blocks and is recomputed later, mostly from the prefix cache. If no holder ranks lower, the chunk shrinks to the
        available blocks, or waits.
     3. If no running sequence lacked blocks, the scheduler admits waiting sequences in rank order. A caller with a queue
        of its own passes the rank of its first sequence; no waiting sequence of lower rank gets its first blocks then.
+       A step without room for more prompt tokens admits only sequences in decode, which have pulled their prompts.
 
 The highest-ranked holder can take the blocks of every other holder, and `add` refuses a sequence that is larger than
 the pool. So a step always makes progress, unless leases or reservations keep the blocks.
@@ -35,6 +37,8 @@ from core.sequence import Rank, Sequence, by_rank, stop_tokens
 from core.sequence_blocks import SequenceBlocks
 from core.sequence_queues import SequenceQueues
 from core.step import ScheduledChunk, StepOutput, StepPlan, TokenEvent
+from core.step_budget import LIMIT_SHARE, StepBudget
+from core.step_cost import PRIOR, StepCost, StepWork
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -51,7 +55,7 @@ class _StepInFlight(NamedTuple):
 class _Draft:
     """A step that is being planned."""
 
-    budget: int
+    budget: StepBudget
     chunks: list[ScheduledChunk] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -62,7 +66,11 @@ class _Draft:
         end = sequence.num_planned_tokens = start + num_tokens
         self.chunks.append(ScheduledChunk(sequence.view, start, num_tokens, end == sequence.num_tokens, False))
         self.sequences.append(sequence)
-        self.budget -= num_tokens
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """Has one token to compute. Only for sequences that are in no step in flight."""
+    return len(sequence.token_ids) - sequence.num_computed_tokens == 1
 
 
 class Scheduler:
@@ -83,6 +91,8 @@ class Scheduler:
         self._next_step_id = 0
         self.num_preemptions = 0
         self.num_prefilled_tokens = 0  # in chunks of more than one token
+        self.step_cost: StepCost = PRIOR  # the owner sets it as it learns
+        self.step_limit_s = LIMIT_SHARE * config.slo_itl_ms / 1e3  # of a step while sequences wait for a next token
 
     # ---- sequences
 
@@ -148,7 +158,7 @@ class Scheduler:
         flight, None may also mean that the next step needs a preemption.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "two steps are in flight"
-        draft = _Draft(self.config.max_batched_tokens)
+        draft = _Draft(StepBudget(self.config.max_batched_tokens))
         had_enough_blocks = self._plan_running(draft)
         if not had_enough_blocks:
             if self._in_flight:
@@ -226,35 +236,38 @@ class Scheduler:
     def _plan_running(self, draft: _Draft) -> bool:
         """Plan a chunk of every running sequence. Returns False, and changes nothing, if the pool has too few blocks.
 
-        This loop takes most of the scheduler's time.
+        The loop over decodes takes most of the scheduler's time.
         """
-        block_size, budget = self.block_size, draft.budget
-        chunks, sequences = draft.chunks, draft.sequences
-        decodes_behind = len(self.running) - len(self.queues.prefilling)
+        block_size, chunks, sequences = self.block_size, draft.chunks, draft.sequences
         growing: list[tuple[Sequence, int]] = []
-        num_missing = 0
+        num_missing = context = 0
         for sequence in self.running:
             start = sequence.num_planned_tokens
-            num_tokens = wanted = len(sequence.token_ids) - start
-            if wanted <= 1:
-                decodes_behind -= 1
-                if start + 1 >= sequence.max_num_tokens:
-                    continue  # the promised token is the last one
-                num_tokens = 1
-            else:
-                num_tokens = min(wanted, budget - decodes_behind)
-                if num_tokens <= 0:
-                    continue
-            end = sequence.num_planned_tokens = start + num_tokens
-            budget -= num_tokens
+            wanted = len(sequence.token_ids) - start
+            if wanted > 1 or start + 1 >= sequence.max_num_tokens:
+                continue  # in prefill, or the promised token is the last one
+            end = sequence.num_planned_tokens = start + 1
+            context += end
             if end > len(sequence.block_table) * block_size:
-                missing = -(-end // block_size) - len(sequence.block_table)
+                growing.append((sequence, 1))
+                num_missing += 1
+            chunks.append(_new_tuple(ScheduledChunk, (sequence.view, start, 1, True, wanted == 0)))
+            sequences.append(sequence)
+        # The newest token of a prompt that was just computed is no decode that a client waits for.
+        is_waited_for = any(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks)
+        draft.budget = self._budget(len(chunks), context, is_waited_for)
+        draft.budget.take_decodes(len(chunks))
+        for sequence in self._prompts():
+            start = sequence.num_planned_tokens
+            num_tokens = draft.budget.prompt_tokens(sequence.num_tokens - start, start)
+            if num_tokens == 0:
+                break
+            missing = -(-(start + num_tokens) // block_size) - len(sequence.block_table)
+            if missing > 0:
                 growing.append((sequence, missing))
                 num_missing += missing
-            chunks.append(
-                _new_tuple(ScheduledChunk, (sequence.view, start, num_tokens, num_tokens >= wanted, wanted == 0))
-            )
-            sequences.append(sequence)
+            draft.budget.take_prompt(num_tokens, start)
+            draft.add(sequence, num_tokens)
         blocks = self.pool.allocate(num_missing) if num_missing else []
         if blocks is None:
             self._take_back(draft)
@@ -262,31 +275,60 @@ class Scheduler:
         for sequence, missing in growing:
             sequence.block_table += blocks[:missing]
             del blocks[:missing]
-        draft.budget = budget
         for sequence in list(self.queues.prefilling.values()):
             self.queues.update_phase(sequence)
         return True
 
+    def _prompts(self) -> list[Sequence]:
+        """The running sequences in prefill, in the order in which they get tokens."""
+        return sorted(self.queues.prefilling.values(), key=by_rank)
+
+    def _budget(self, num_decodes: int, context: int, is_waited_for: bool) -> StepBudget:
+        """The budget of a step with these running decodes, and with the decodes that may be admitted."""
+        num_free = self.config.max_running - len(self.running)
+        pulled = [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)][:num_free]
+        budget = StepBudget(self.config.max_batched_tokens, num_decodes + len(pulled))
+        if is_waited_for or pulled:
+            context += sum(sequence.num_tokens for sequence in pulled)
+            decodes = StepWork(num_decodes + len(pulled), context, 0, 0.0)
+            budget.cost, budget.seconds = self.step_cost, self.step_limit_s - self.step_cost.seconds(decodes)
+        return budget
+
     def _plan_running_and_preempt(self, draft: _Draft) -> bool:
         """Plan running sequences with too few blocks in the pool. Returns whether preemptions made enough room."""
         had_enough_blocks = True
-        decodes_behind = len(self.running) - len(self.queues.prefilling)
+        decodes = [sequence for sequence in self.running if _is_decode(sequence)]
+        is_waited_for = any(sequence.num_tokens > sequence.request.num_prompt_tokens for sequence in decodes)
+        draft.budget = self._budget(len(decodes), sum(sequence.num_tokens for sequence in decodes), is_waited_for)
         for sequence in list(self.running):
             if not sequence.block_table:
                 continue  # preempted in this step by a sequence of higher rank
-            decodes_behind -= sequence.num_uncomputed_tokens == 1
-            wanted = min(sequence.num_uncomputed_tokens, draft.budget - decodes_behind)
+            wanted = self._tokens_within(draft.budget, sequence)
             if wanted <= 0:
                 continue
             granted = self._grow_or_preempt(sequence, wanted)
             had_enough_blocks = had_enough_blocks and granted == wanted
             if granted:
-                draft.add(sequence, granted)
-                self.queues.update_phase(sequence)
+                self._add_chunk(draft, sequence, granted)
             elif not draft.chunks and self._first_holder().rank < sequence.rank:
                 # A pulled sequence of higher rank waits and holds blocks. Without this, both would wait for ever.
                 self._preempt(sequence)
         return had_enough_blocks
+
+    def _tokens_within(self, budget: StepBudget, sequence: Sequence) -> int:
+        """The size of the next chunk of a sequence that is in no step in flight."""
+        if _is_decode(sequence):
+            return 1
+        return budget.prompt_tokens(sequence.num_uncomputed_tokens, sequence.num_computed_tokens)
+
+    def _add_chunk(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
+        """Add a chunk of a sequence that is in no step in flight, and has the blocks."""
+        if _is_decode(sequence):
+            draft.budget.take_decodes(1)
+        else:
+            draft.budget.take_prompt(num_tokens, sequence.num_computed_tokens)
+        draft.add(sequence, num_tokens)
+        self.queues.update_phase(sequence)
 
     def _take_back(self, draft: _Draft) -> None:
         """Undo the chunks of running sequences. Their tables keep new blocks, which the next chunks need."""
@@ -301,15 +343,15 @@ class Scheduler:
 
         Returns False, and admits nobody, if the first one needs a preemption while a step is in flight.
         """
-        while draft.budget > 0 and len(self.running) < self.config.max_running:
-            sequence = self._first_admissible(admit_before)
+        while draft.budget.num_tokens > 0 and len(self.running) < self.config.max_running:
+            sequence = self._first_admissible(draft.budget, admit_before)
             if sequence is None:
                 break
             had_blocks = bool(sequence.block_table)
             if not had_blocks:
                 # The last token is computed even if it is cached: the next token is sampled from its logits.
                 self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
-            num_tokens = min(sequence.num_uncomputed_tokens, draft.budget)
+            num_tokens = self._tokens_within(draft.budget, sequence)
             end = sequence.num_computed_tokens + num_tokens
             has_blocks = self.blocks.grow(sequence, end)
             others_help = not has_blocks and self._others_have_blocks_for(sequence, end)
@@ -320,12 +362,13 @@ class Scheduler:
                     self.blocks.drop(sequence)
                 return not others_help or bool(draft.admitted)
             self.queues.admit(sequence)
-            draft.add(sequence, num_tokens)
+            self._add_chunk(draft, sequence, num_tokens)
             draft.admitted.append(sequence)
-            self.queues.update_phase(sequence)
         return True
 
-    def _first_admissible(self, admit_before: Rank | None) -> Sequence | None:
+    def _first_admissible(self, budget: StepBudget, admit_before: Rank | None) -> Sequence | None:
+        if not budget.has_prompt_room:
+            return next(filter(_is_decode, self.queues.waiting_with_blocks), None)
         if self.waiting and (admit_before is None or self.waiting[0].rank < admit_before):
             return self.waiting[0]
         return self.queues.waiting_with_blocks[0] if self.queues.waiting_with_blocks else None

@@ -27,6 +27,8 @@ from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.sequence import Rank, Sequence
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from core.step_budget import MIN_PROMPT_TOKENS
+from core.step_cost import StepWork, work_of
 from tests.property.shadow_memory import Content, ShadowMemory, contents
 
 BLOCK_SIZE = 4
@@ -70,10 +72,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         spare_budget=st.integers(0, 12),
         max_waiting=st.integers(1, 8),
+        slo_itl_ms=st.sampled_from([1000.0, 35.0, 1.0]),
     )
-    def start(self, num_blocks: int, max_running: int, spare_budget: int, max_waiting: int) -> None:
+    def start(self, num_blocks: int, max_running: int, spare_budget: int, max_waiting: int, slo_itl_ms: float) -> None:
         self.pool = BlockPool(num_blocks)
-        config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting)
+        config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting, slo_itl_ms)
         self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
         self.memory = ShadowMemory(num_blocks, BLOCK_SIZE)
         self.sequences: dict[str, Sequence] = {}  # in the scheduler; ended ones only while a step contains them
@@ -230,6 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
         if self.scheduler.num_preemptions == preemptions:
             self.assert_decodes_are_planned(plan)
+            self.assert_tokens_come_in_time(plan)
         self.assert_chunks_are_safe(plan)
 
     def assert_decodes_are_planned(self, plan: StepPlan) -> None:
@@ -240,6 +244,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
         decoding = [s for s in self.scheduler.running if s.num_uncomputed_tokens == 1]
         assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
+
+    def assert_tokens_come_in_time(self, plan: StepPlan) -> None:
+        """A step with sequences that wait for their next token keeps its limit, unless it takes few prompt tokens."""
+        if any(c.num_tokens == 1 and c.start >= c.sequence.num_prompt_tokens for c in plan.chunks):
+            work = work_of(plan)
+            one_token_s = self.scheduler.step_cost.seconds(StepWork(1, BLOCK_SIZE * self.pool.num_blocks, 0, 0.0))
+            in_time = self.scheduler.step_cost.seconds(work) <= self.scheduler.step_limit_s + one_token_s
+            assert in_time or work.prefill_tokens <= MIN_PROMPT_TOKENS
 
     def assert_decodes_go_on(self, plan: StepPlan) -> None:
         """A sequence that samples in the step in flight is in the step ahead, unless its promised token is the last."""
