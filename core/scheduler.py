@@ -408,6 +408,16 @@ class Scheduler:
         while not self.blocks.grow(sequence, num_tokens):
             self._preempt(others.pop())
 
+    @property
+    def last_holder(self) -> Sequence | None:
+        """The holder of blocks that ranks lowest."""
+        return max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank, default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt. No step may be in
+        flight. The scheduler preempts on its own for its own sequences; this is for a queue of the caller."""
+        self._preempt(sequence)
+
     def _preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""
         assert not self._in_flight

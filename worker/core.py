@@ -218,7 +218,9 @@ class WorkerCore:
         if self._num_step_tokens:
             self._on_step_started(now)
 
-    def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0) -> WorkerLoad:
+    def load(
+        self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0
+    ) -> WorkerLoad:
         counters = transfers.counters
         return WorkerLoad(
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
@@ -227,6 +229,7 @@ class WorkerCore:
             num_calls=len(self.calls),
             router_calls=dict(self.router_calls),
             num_pulls_waiting=num_pulls_waiting,
+            num_promised_blocks=num_promised_blocks,
             num_queued_tokens=self.scheduler.num_waiting_tokens,
             ledger=self.pool.ledger(),
             num_prefilled_tokens=self.scheduler.num_prefilled_tokens,
