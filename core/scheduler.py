@@ -91,6 +91,7 @@ class Scheduler:
         self._next_step_id = 0
         self.num_preemptions = 0
         self.num_prefilled_tokens = 0  # in chunks of more than one token
+        self.num_released_blocks = 0  # that became available when a sequence ended
         self.step_cost: StepCost = PRIOR  # the owner sets it as it learns
         self.step_limit_s = LIMIT_SHARE * config.slo_itl_ms / 1e3  # of a step while sequences wait for a next token
 
@@ -138,6 +139,11 @@ class Scheduler:
     def num_waiting_tokens(self) -> int:
         """Tokens to compute before every sequence of the scheduler is in decode."""
         return self.queues.num_waiting_tokens
+
+    def prompts(self) -> list[Sequence]:
+        """The sequences that are not in decode yet, running ones first."""
+        prefilling = [sequence for sequence in self.running if sequence.num_counted_tokens]
+        return prefilling + [sequence for sequence in self.waiting if not _is_decode(sequence)]
 
     # ---- steps
 
@@ -437,7 +443,9 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         self.queues.leave(sequence)
+        num_available = self.pool.num_available
         self.blocks.drop(sequence)
+        self.num_released_blocks += self.pool.num_available - num_available
 
     def check(self) -> None:
         """The queues are right, and the chunks in flight lie between the computed and the planned tokens."""
