@@ -6,11 +6,13 @@ For a pair (prefill worker P, decode worker D), and for D alone, which then comp
          + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
          + transfer_s      the part of the transfer that remains after the last chunk is computed; 0 for D alone
          + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
-         + gap_s x num_streams    what D's steps become longer, times the streams that feel it
+         + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
 
 Every term follows from what the workers report: the fitted time of their steps (`core/step_cost.py`), their prompts by
-remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. Among candidates
-of nearly the same cost, the workers with the fewest requests of this router win.
+remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A prompt that D
+computes within its step limit costs its streams nothing that the operator minds: the limit follows from `slo_itl_ms`.
+Only what exceeds the limit is a gap. Among candidates of nearly the same cost, the workers with the fewest requests of
+this router win.
 
 A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
 """
@@ -20,12 +22,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from itertools import accumulate
 from math import ceil
 from typing import NamedTuple, Protocol
 
 from core.config import RouterConfig
 from core.lifecycle import RequestPath
 from core.paths import PathStatus
+from core.step_budget import MIN_PROMPT_TOKENS
 from core.step_cost import PRIOR, StepCost, StepWork
 from core.worker_load import size_class
 
@@ -37,9 +41,16 @@ UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing 
 UNKNOWN_BYTES_PER_S = 1e9  # of a path that nobody has measured
 
 
-@dataclass(frozen=True, slots=True)
+_NONE_ARRIVING = (0.0,)
+_new_tuple = tuple.__new__  # a decision makes a hundred candidates, and the constructor takes twice as long
+
+
+@dataclass(slots=True)
 class WorkerView:
-    """One worker, as the policy compares it for all requests. Calls that no report has yet are counted."""
+    """One worker, as the policy compares it for all requests. Never changed: a change of the worker makes a new view.
+
+    Calls that no report has yet are counted.
+    """
 
     worker_id: str
     num_sequences: int
@@ -58,6 +69,14 @@ class WorkerView:
     agent_name: str = ""
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
     num_blocks: int = 0  # of the whole pool
+    streams_s: float = field(init=False)  # of a step without prompts
+    reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
+    arriving_s: tuple[float, ...] = field(init=False)  # likewise of `arriving`
+
+    def __post_init__(self) -> None:
+        self.streams_s = self.cost.seconds(StepWork(self.num_decoding, self.decode_context, 0, 0.0))
+        self.reported_s = tuple(accumulate(self.backlog, initial=0.0))
+        self.arriving_s = tuple(accumulate(self.arriving, initial=0.0)) if self.arriving else _NONE_ARRIVING
 
 
 Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
@@ -86,8 +105,7 @@ class RoutingQuestion:
         return -(-self.num_tokens // self.block_size) - cached_tokens // self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A way to serve a request, with its predicted times in seconds."""
 
     prefill_worker: str | None  # None: the decode worker computes the prompt
@@ -171,7 +189,7 @@ class PromptTimes(NamedTuple):
 
     queue_s: float
     prefill_s: float
-    chunk_s: float  # of prompt work in a step
+    gap_s: float  # that steps with this prompt are longer than the step limit; without a limit, than other steps
 
     @property
     def total_s(self) -> float:
@@ -184,28 +202,35 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     |  step that runs | streams | prompts that go first | streams | first | this prompt | others fill the step |
      <----------------------- queue_s -------------------------------> <------------ prefill_s --------------->
     """
-    uncached, cost = question.uncached(cached_tokens), worker.cost
+    cost = worker.cost
+    uncached = question.num_tokens - cached_tokens or 1
     start = question.num_tokens - uncached
     work_s = cost.prompt_seconds(uncached, start)
-    overhead_s = cost.seconds(StepWork(worker.num_decoding, worker.decode_context, 0, 0.0))  # of a step
-    chunk = worker.max_step_tokens
+    streams_s, age_s = worker.streams_s, max(0.0, question.now - worker.reported_at)
+    chunk, spare_s = worker.max_step_tokens, 0.0
     if worker.num_decoding and worker.step_limit_s:
-        chunk = min(chunk, max(1, cost.tokens_within(worker.step_limit_s - overhead_s, start)))
+        spare_s = max(0.0, worker.step_limit_s - streams_s)
+        chunk = min(chunk, max(MIN_PROMPT_TOKENS, cost.tokens_within(spare_s, start)))
     chunk_s = max(work_s / uncached * chunk, 1e-9)
 
-    place, age_s = size_class(work_s) + 1, max(0.0, question.now - worker.reported_at)
-    reported_s, arriving_s = sum(worker.backlog[:place]), sum(worker.arriving[:place])
-    behind_s = sum(worker.backlog[place:]) + sum(worker.arriving[place:])
-    ahead_s = reported_s + arriving_s
-    done_s = min(age_s, (reported_s // chunk_s + 1) * overhead_s + reported_s) if reported_s else 0.0
-    rest_s = 0.0
-    if not reported_s and (worker.num_decoding or worker.backlog):
-        running_s = overhead_s + min(chunk_s, sum(worker.backlog[place:]))
-        rest_s = max(0.0, running_s - age_s)
-    queue_s = max(0.0, ahead_s + ahead_s // chunk_s * overhead_s - done_s) + rest_s
-    num_steps = ceil((ahead_s + work_s) / chunk_s) - int(ahead_s // chunk_s)
-    fill_s = min(behind_s, ceil((ahead_s + work_s) / chunk_s) * chunk_s - ahead_s - work_s)
-    return PromptTimes(queue_s, work_s + fill_s + num_steps * overhead_s, min(chunk_s, work_s))
+    place, reported, arriving = size_class(work_s) + 1, worker.reported_s, worker.arriving_s
+    reported_s = reported[place] if place < len(reported) else reported[-1]
+    behind_s = reported[-1] - reported_s
+    # A worker without prompts that go first runs a step of its streams and longer prompts, and reports at its end.
+    is_busy = worker.num_decoding or behind_s
+    rest_s = max(0.0, streams_s + min(chunk_s, behind_s) - age_s) if is_busy and not reported_s else 0.0
+    done_s = age_s * chunk_s / (chunk_s + streams_s)  # in the time since the report
+    ahead_s = max(0.0, reported_s - done_s)
+    if len(arriving) > 1:
+        arriving_s = arriving[min(place, len(arriving) - 1)]
+        ahead_s += arriving_s
+        behind_s += arriving[-1] - arriving_s
+    num_before, num_after = int(ahead_s / chunk_s), ceil((ahead_s + work_s) / chunk_s)  # steps
+    fill_s = min(behind_s, max(0.0, num_after * chunk_s - ahead_s - work_s))
+    queue_s = rest_s + ahead_s + num_before * streams_s
+    prefill_s = work_s + fill_s + (num_after - num_before) * streams_s
+    gap_s = max(0.0, min(chunk_s, work_s) - spare_s) if worker.num_decoding else 0.0
+    return _new_tuple(PromptTimes, (queue_s, prefill_s, gap_s))
 
 
 def pair(
@@ -217,39 +242,24 @@ def pair(
     decode_cached: int,
 ) -> Candidate:
     missing, uncached = question.missing_blocks(decode_cached), question.uncached(prefill_cached)
-    return Candidate(
-        prefill_worker=prefill.worker_id,
-        decode_worker=decode.worker_id,
-        cached_tokens=question.num_tokens - uncached,
-        uncached_tokens=uncached,
-        transfer_blocks=missing,
-        num_dispatched=prefill.num_dispatched + decode.num_dispatched,
-        queue_s=times.queue_s,
-        prefill_s=times.prefill_s,
-        transfer_s=_exposed_transfer_s(question, prefill, decode, missing, times.prefill_s),
-        room_wait_s=_room_wait_s(decode, missing, times.total_s),
-        gap_s=_stream_s(question, decode),
-        num_streams=decode.num_sequences,
-    )
+    transfer_s = _exposed_transfer_s(question, prefill, decode, missing, times.prefill_s)
+    terms = (
+        prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
+        prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
+        _room_wait_s(decode, missing, times.total_s), _stream_s(question, decode), decode.num_sequences,
+    )  # fmt: skip
+    return _new_tuple(Candidate, terms)
 
 
 def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:
     """The decode worker computes the prompt, in steps that its streams share."""
     uncached, times = question.uncached(cached_tokens), prompt_times(question, worker, cached_tokens)
-    cached_tokens = question.num_tokens - uncached
-    return Candidate(
-        prefill_worker=None,
-        decode_worker=worker.worker_id,
-        cached_tokens=cached_tokens,
-        uncached_tokens=uncached,
-        transfer_blocks=0,
-        num_dispatched=worker.num_dispatched,
-        queue_s=times.queue_s,
-        prefill_s=times.prefill_s,
-        room_wait_s=_room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
-        gap_s=times.chunk_s + _stream_s(question, worker),
-        num_streams=worker.num_decoding,
-    )
+    terms = (
+        None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
+        times.prefill_s, 0.0, _room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
+        times.gap_s + _stream_s(question, worker), worker.num_sequences,
+    )  # fmt: skip
+    return _new_tuple(Candidate, terms)
 
 
 def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, int, str]:
@@ -289,8 +299,9 @@ def _room_wait_s(worker: WorkerView, num_blocks: int, later_s: float) -> float:
 
 def _spread(found: list[Candidate]) -> Candidate:
     """Of the candidates that cost about as little as the cheapest, the one with the fewest requests of this router."""
-    most = min(candidate.cost for candidate in found) * (1.0 + NEAR_TIE_SHARE) + NEAR_TIE_S
-    near = [candidate for candidate in found if candidate.cost <= most]
+    costs = [candidate.cost for candidate in found]
+    most = min(costs) * (1.0 + NEAR_TIE_SHARE) + NEAR_TIE_S
+    near = [candidate for candidate, cost in zip(found, costs, strict=True) if cost <= most]
     return min(near, key=lambda candidate: (candidate.num_dispatched, *candidate.order))
 
 
