@@ -5,7 +5,7 @@
 
 A target is taken when its block is announced, so a prompt that is computed for seconds leaves the rest of the pool to
 others. Everything that takes blocks has a rank (priority, then arrival): pulls, and the scheduler's sequences. Pulls
-take blocks in rank order, and leave one block for each running sequence:
+take blocks in rank order, and leave one block for the next tokens of each running sequence and of each pulled prompt:
 
     1. The first pull that lacks blocks takes what there is.
     2. A pull behind it takes a target only if the rest of the pool covers what the half-pulled prompts before it still
@@ -168,12 +168,13 @@ class PullQueue:
         """Equal results mean that another pass of `give_blocks` would give nothing."""
         scheduler = self._scheduler
         first = scheduler.waiting[0].rank if scheduler.waiting else None
-        return self._num_changes, self._pool.num_changes, len(scheduler.running), first
+        return self._num_changes, self._pool.num_changes, self._num_free, first
 
     @property
     def _num_free(self) -> int:
-        """Available blocks, less one for each running sequence. Otherwise a flow of hand-offs would preempt these."""
-        return self._pool.num_available - len(self._scheduler.running)
+        """Available blocks, less one for each sequence that runs or has a pulled prompt: its next tokens need it."""
+        num_growing = len(self._scheduler.running) + len(self._scheduler.queues.waiting_with_blocks)
+        return self._pool.num_available - num_growing
 
     def _is_behind_a_prompt(self, pull: PulledPrompt) -> bool:
         """A waiting sequence of higher rank gets its first blocks before."""
@@ -205,17 +206,17 @@ class PullQueue:
         return targets
 
     def _num_promised_before(self, pull: PulledPrompt) -> int:
-        """Blocks that half-pulled prompts of higher rank have yet to take."""
-        before = [
-            other for other in self.by_id.values() if other.targets and not other.call_ended and _rank(other) < _rank(pull)
-        ]
-        return sum(other.num_missing for other in before)
+        """Blocks that half-pulled prompts of higher rank have yet to take, with one for the first tokens of each."""
+        half_pulled = (other for other in self.by_id.values() if other.targets and not other.call_ended)
+        return sum(other.num_missing + 1 for other in half_pulled if _rank(other) < _rank(pull))
 
     # ---- when nothing runs
 
     def victim(self, now: float) -> Sequence | PulledPrompt | None:
-        """The holder that has to give its blocks to a higher rank now. Call after `give_blocks` and after the attempt to
-        plan a step, until the result is None; preempt the sequence, or end the call of the pull."""
+        """The holder that has to give its blocks to a higher rank now. Preempt a sequence; end the call of a pull.
+
+        Call this after `give_blocks` and after the attempt to plan a step, until the result is None.
+        """
         waiter, holder = self._stalled_rank(), self._last_holder()
         if waiter is None or holder is None or holder[0] <= waiter:
             self._stalled_since = None  # something moves, or the waiter waits for higher ranks

@@ -1,7 +1,7 @@
 """The puller's half of a hand-off: ask, read the ready blocks, verify them, and prove that the lease covered all reads.
 
-    RESERVED --room, WANT--> WANTING <--READY, targets, reads--> READING --all read--> VERIFYING --lease proven--> COMPLETE
-        `------------------------+----------------------------------+---------------------+--> FAILED | CANCELLED
+    RESERVED --room, WANT--> WANTING <--targets, reads--> READING --all read--> VERIFYING --lease proven--> COMPLETE
+        `-----------------------+---------------------------+----------------------+--> FAILED | CANCELLED
 
 A READY asks the worker for targets (`TargetsNeeded`). The blocks of the READY wait until the worker has given them, so
 a prompt that is still computed keeps no target for blocks that do not exist yet.

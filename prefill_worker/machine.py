@@ -9,8 +9,8 @@ machine leases blocks before it completes the step, because the scheduler then r
 sequence.
 
 Prompts and readers can deadlock: leased blocks wait for readers without free blocks, while these readers' workers hold
-blocks for prompts that wait here for blocks. `_unblock` ends a deadlock: it withdraws offers until a prompt with a ready
-reader can be computed. A heartbeat says whether a reader lacks blocks.
+blocks for prompts that wait here for blocks. `_unblock` ends a deadlock: it withdraws offers until a prompt with a
+ready reader can be computed. A heartbeat says whether a reader lacks blocks.
 """
 
 from __future__ import annotations

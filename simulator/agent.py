@@ -106,7 +106,7 @@ class SimulatedAgent:
             return  # its PeerLost is on the way
         withdrawn = isinstance(message, Abort | Release) and message.reason is AbortReason.OVERLOADED
         if withdrawn and self.pool.num_available < self.pool.num_blocks:
-            self._world.trouble(self.name)  # a stalled prompt waits for the blocks of another sequence
+            self._world.trouble(self.name)  # somebody waits for the blocks of another sequence
         if isinstance(message, Ready) and self._config.verify_digests:
             digests = self._digests_for(peer, message)
             message = replace(message, blocks=replace(message.blocks, digests=digests))
