@@ -164,6 +164,11 @@ class Scheduler:
         """The step in flight that ends next."""
         return self._in_flight[0].plan if self._in_flight else None
 
+    @property
+    def steps_in_flight(self) -> list[StepPlan]:
+        """Oldest first."""
+        return [step.plan for step in self._in_flight]
+
     def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
         """The next step, or None if there is nothing to compute or no block to compute it in.
 
