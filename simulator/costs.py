@@ -26,7 +26,8 @@ class Costs:
     link: LinkCost
     token_bytes: int  # KV of one token
     max_step_tokens: int  # token budget of a step
-    median_error: float | None = None  # of the fit, as a share; None = unknown
+    message_delay_s: float = 0.0005  # of a message between router and worker, as ReplayConfig.message_delay_s
+    median_error: float | None = None  # of the predicted times, as a share; None = unknown
     largest_error: float | None = None
 
     def __post_init__(self) -> None:
@@ -39,6 +40,8 @@ class Costs:
             raise ValueError("link: the speed must be positive, and the latency must not be negative")
         if self.token_bytes < 4 or self.token_bytes % 4:
             raise ValueError(f"token_bytes must be a positive multiple of 4, is {self.token_bytes}")
+        if not 0.0 <= self.message_delay_s <= 10.0:
+            raise ValueError(f"message_delay_s must be in [0, 10], is {self.message_delay_s}")
         if self.max_step_tokens < 1:
             raise ValueError(f"max_step_tokens must be at least 1, is {self.max_step_tokens}")
 
@@ -50,7 +53,7 @@ class Costs:
 BUILT_IN = {
     "h100-8b": Costs(
         "Llama-3.1-8B-Instruct on H100 SXM, TensorRT-LLM, and a link of 400 Gb/s",
-        H100_8B, H100_8B, RDMA_400G, layout_8b(1).token_bytes, 8192, 0.018, 0.065,
+        H100_8B, H100_8B, RDMA_400G, layout_8b(1).token_bytes, 8192, median_error=0.018, largest_error=0.065,
     ),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ prompt for each output, so a gap has the decodes of the batch and one prompt for
 `context` is the mean one, prompt + output / 2. The fit is least squares of relative errors, and no term is negative. A
 cost for each sequence of a batch cannot be told from one for each prompt token, so `sequence_s` is 0.
 
-The file is that of ai-dynamo/aiconfigurator (silicon points): `model_path`, `system`, `backend`, `tp_size`, `isl`, `osl`,
+The file is that of ai-dynamo/aiconfigurator: `mode`, `model_path`, `system`, `backend`, `tp_size`, `isl`, `osl`,
 `batch_size` and `silicon_tpot_ms` are read.
 """
 

@@ -1,8 +1,8 @@
 """A grid of simulations, and what it answers: how many workers of each role, and the highest rate.
 
-    prefill=1..16 decode=1..16        every pair of sizes of the two pools
-    rate=0.5..8:0.5                   rates in steps of 0.5 requests/s
-    prefill=1,2,4,8 rate=1..8         values by name, and both kinds of axis together
+prefill=1..16 decode=1..16        every pair of sizes of the two pools
+rate=0.5..8:0.5                   rates in steps of 0.5 requests/s
+prefill=1,2,4,8 rate=1..8         values by name, and both kinds of axis together
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
+from simulator.replay_result import WANTED_ATTAINMENT, goodput90
+
 WHOLE = ("prefill", "decode")  # axes of whole numbers
 NAMES = (*WHOLE, "rate")
 MAX_POINTS = 4096
 MAX_WORKERS = 4096  # of each role
-TARGET = 0.9  # attainment
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,39 +104,12 @@ class Point:
         return self.num_prefill, self.num_decode
 
 
-@dataclass(frozen=True, slots=True)
-class HighestRate:
-    """The highest rate with an attainment of at least TARGET; `at_least` if the highest simulated rate reaches it."""
-
-    rate: float
-    at_least: bool = False
-
-
-def highest_rate(points: Sequence[Point], target: float = TARGET) -> HighestRate | None:
-    """goodput90: between the last rate that reaches the target and the next one, attainment is taken as a line.
-
-    None if no rate reaches the target. Raises `ValueError` for points of different shapes.
-    """
-    if len({point.shape for point in points}) > 1:
-        raise ValueError("the points have different shapes")
-    rising = sorted(points, key=lambda point: point.rate)
-    last = max((index for index, point in enumerate(rising) if point.attainment >= target), default=None)
-    if last is None:
-        return None
-    reached = rising[last]
-    if last == len(rising) - 1:
-        return HighestRate(reached.rate, at_least=True)
-    missed = rising[last + 1]
-    share = (reached.attainment - target) / (reached.attainment - missed.attainment)
-    return HighestRate(reached.rate + share * (missed.rate - reached.rate))
-
-
-def highest_rates(points: Sequence[Point], target: float = TARGET) -> dict[tuple[int, int], HighestRate | None]:
-    """By shape, in the order of the points."""
-    by_shape: defaultdict[tuple[int, int], list[Point]] = defaultdict(list)
+def highest_rates(points: Sequence[Point]) -> dict[tuple[int, int], float]:
+    """goodput90 of each shape, in the order of the points; 0 if its lowest rate misses."""
+    by_shape: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for point in points:
-        by_shape[point.shape].append(point)
-    return {shape: highest_rate(found, target) for shape, found in by_shape.items()}
+        by_shape[point.shape].append((point.rate, point.attainment))
+    return {shape: goodput90(found) for shape, found in by_shape.items()}
 
 
 def pareto_front(values: Sequence[tuple[int, float]]) -> list[int]:
@@ -150,44 +124,44 @@ def pareto_front(values: Sequence[tuple[int, float]]) -> list[int]:
     return front
 
 
-def fewest_workers(points: Sequence[Point], target: float = TARGET) -> Point | None:
+def fewest_workers(points: Sequence[Point], target: float = WANTED_ATTAINMENT) -> Point | None:
     """The point with the fewest workers that reaches the target; among equals, the one with the highest attainment."""
     reached = [point for point in points if point.attainment >= target]
     return min(reached, key=lambda point: (point.num_workers, -point.attainment), default=None)
 
 
-def answer(points: Sequence[Point], target: float = TARGET) -> list[str]:
-    """What the grid says, in a sentence for each rate, or for each question about rates."""
-    rates = sorted({point.rate for point in points})
-    by_shape = highest_rates(points, target)
-    if len(by_shape) == 1 and len(rates) > 1:
-        (found,) = by_shape.values()
-        return [_rate_sentence(found, rates, target)]
-    sentences = []
-    for rate in rates:
-        of_rate = [point for point in points if point.rate == rate]
-        best = fewest_workers(of_rate, target)
-        if best is None:
-            top = max(of_rate, key=lambda point: (point.attainment, -point.num_workers))
-            sentences.append(
-                f"At {rate:.4g} requests/s no size of the pools reaches attainment {target:g}; {_shape(top)} comes "
-                f"nearest with {top.attainment:.3f}."
-            )
-        else:
-            sentences.append(
-                f"At {rate:.4g} requests/s the fewest workers that reach attainment {target:g} are {best.num_workers}: "
-                f"{_shape(best)}, with {best.attainment:.3f}."
-            )
-    return sentences
+def answer(points: Sequence[Point]) -> list[str]:
+    """What the grid says: a sentence about the highest rate if only rates differ, else one for each rate."""
+    by_rate: defaultdict[float, list[Point]] = defaultdict(list)
+    for point in sorted(points, key=lambda point: point.rate):
+        by_rate[point.rate].append(point)
+    shapes = highest_rates(points)
+    if len(shapes) == 1 and len(by_rate) > 1:
+        return [_rate_sentence(next(iter(shapes.values())), points)]
+    return [_workers_sentence(f"{rate:.4g} requests/s", found) for rate, found in by_rate.items()]
 
 
-def _rate_sentence(found: HighestRate | None, rates: Sequence[float], target: float) -> str:
-    name = f"goodput{target * 100:.0f}"
-    if found is None:
-        return f"{name} is below {rates[0]:.4g} requests/s, the lowest simulated rate."
-    if found.at_least:
-        return f"{name} is at least {found.rate:.4g} requests/s, the highest simulated rate."
-    return f"{name} is {found.rate:.3g} requests/s."
+def _rate_sentence(rate: float, points: Sequence[Point]) -> str:
+    rates = [point.rate for point in points]
+    if not rate:
+        return f"goodput90 is below {min(rates):.4g} requests/s, the lowest simulated rate."
+    if rate == max(rates):
+        return f"goodput90 is at least {rate:.4g} requests/s, the highest simulated rate."
+    return f"goodput90 is {rate:.3g} requests/s: the highest rate with attainment {WANTED_ATTAINMENT:g}."
+
+
+def _workers_sentence(rate: str, points: Sequence[Point]) -> str:
+    best = fewest_workers(points)
+    if best is None:
+        top = max(points, key=lambda point: (point.attainment, -point.num_workers))
+        return (
+            f"At {rate} no simulated size of the pools reaches attainment {WANTED_ATTAINMENT:g}; "
+            f"{_shape(top)} come nearest with {top.attainment:.3f}."
+        )
+    return (
+        f"At {rate} the fewest workers that reach attainment {WANTED_ATTAINMENT:g} are {best.num_workers}: "
+        f"{_shape(best)}, with {best.attainment:.3f}."
+    )
 
 
 def _shape(point: Point) -> str:
