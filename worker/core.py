@@ -267,7 +267,6 @@ class WorkerCore:
             num_decoding=len(contexts),
             decode_context=sum(contexts),
             prompt_backlog=backlog_of(self.scheduler.prompts(), step_cost),
-            num_promised_blocks=num_promised_blocks,
             num_released_blocks=self.scheduler.num_released_blocks,
         )
 
