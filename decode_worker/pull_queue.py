@@ -96,6 +96,11 @@ class PullQueue:
         """Blocks that the open hand-offs have yet to take."""
         return sum(pull.num_missing for pull in self.by_id.values() if not pull.call_ended)
 
+    @property
+    def num_half_pulled(self) -> int:
+        """Hand-offs that hold targets and have yet to take more."""
+        return sum(bool(pull.targets and pull.num_missing and not pull.call_ended) for pull in self.by_id.values())
+
     # ---- changes
 
     def add(self, sequence: Sequence, transfer_id: TransferId) -> None:
