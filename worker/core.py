@@ -28,9 +28,12 @@ from core.request import Request
 from core.scheduler import Scheduler
 from core.sequence import Rank, Sequence
 from core.step import StepOutput, StepPlan, TokenEvent
+from core.step_cost import StepWork, work_of
+from core.step_cost_fit import StepCostFit
 from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
+from worker.reported_load import ReportedCost, backlog_of, decode_contexts
 
 PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
@@ -89,6 +92,10 @@ class StepTimes:
         return self._expected_s.get(_rough_size(num_tokens))
 
 
+def _num_tokens(work: StepWork) -> int:
+    return work.num_decodes + work.prefill_tokens
+
+
 def _rough_size(num_tokens: int) -> tuple[int, int]:
     """The three leading bits, and the number of bits behind them."""
     num_behind = max(num_tokens.bit_length() - 3, 0)
@@ -100,6 +107,7 @@ class WorkerCore:
     scheduler: Scheduler
     pool: BlockPool
     plans_ahead: bool = True
+    costs: StepCostFit = field(default_factory=StepCostFit)  # learns from every step
     draining: bool = False
     deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
     timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
@@ -108,12 +116,17 @@ class WorkerCore:
     num_arrived: int = 0
     num_sampled_tokens: int = 0
     step_started_at: float = 0.0  # of the oldest step in flight
-    _num_step_tokens: list[int] = field(default_factory=list)  # of the steps in flight, oldest first
+    _step_works: list[StepWork] = field(default_factory=list)  # of the steps in flight, oldest first
     _step_times: StepTimes = field(default_factory=StepTimes)
     _plan_at: float | None = None  # when to plan the next step while one is in flight; None: at its end
     _tried_to_plan: bool = False  # since `_plan_at`
     _step_ended: bool = False  # by the event that is being handled
     _prefilling: dict[str, Timeline] = field(default_factory=dict)  # the timelines in stage PREFILL
+    _reported_cost: ReportedCost = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scheduler.step_cost = self.costs.cost
+        self._reported_cost = ReportedCost(self.costs.cost)
 
     def admit(
         self, request: Request, deadline: float, now: float, sample_limit: int | None = None, call: CallId = NO_CALL
@@ -177,17 +190,23 @@ class WorkerCore:
     def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
         """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on."""
         events = self.scheduler.complete_step(output)
-        self._step_times.record(self._num_step_tokens.pop(0), now - self.step_started_at)
+        self.record_step(self._step_works.pop(0), now - self.step_started_at)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:
             self._prefilling.pop(request_id).enter(Stage.DECODE, now)
         return events
 
+    def record_step(self, work: StepWork, seconds: float) -> None:
+        """Learn from the duration of a step."""
+        self._step_times.record(_num_tokens(work), seconds)
+        self.costs.record(work, seconds)
+        self.scheduler.step_cost = self.costs.cost
+
     def fail_step(self, now: float) -> list[Sequence]:
         """Returns the sequences of the failed step. The caller ends their calls."""
         failed = self.scheduler.fail_step()
-        self._num_step_tokens.clear()
+        self._step_works.clear()
         self._on_step_ended(now)
         return failed
 
@@ -200,7 +219,7 @@ class WorkerCore:
             if timeline.stage is Stage.QUEUE:
                 timeline.enter(Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
-        self._num_step_tokens.append(plan.num_tokens)
+        self._step_works.append(work_of(plan))
         if planned is not Planned.AHEAD:
             self._on_step_started(now)
         return [RunStep(plan, planned)]
@@ -208,18 +227,20 @@ class WorkerCore:
     def _on_step_started(self, now: float) -> None:
         """The oldest step in flight starts."""
         self.step_started_at = now
-        expected_s = self._step_times.expected_s(self._num_step_tokens[0]) if self.plans_ahead else None
+        expected_s = self._step_times.expected_s(_num_tokens(self._step_works[0])) if self.plans_ahead else None
         self._plan_at = None if expected_s is None else now + expected_s - PLAN_AHEAD_S
         self._tried_to_plan = False
 
     def _on_step_ended(self, now: float) -> None:
         """The oldest step has left the scheduler. A step that was planned ahead starts now."""
         self._step_ended = True
-        if self._num_step_tokens:
+        if self._step_works:
             self._on_step_started(now)
 
     def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0) -> WorkerLoad:
         counters = transfers.counters
+        step_cost = self._reported_cost.update(self.costs.cost)
+        contexts = decode_contexts(self.scheduler.running)
         return WorkerLoad(
             state=WorkerState.DRAINING if self.draining else WorkerState.SERVING,
             num_running=len(self.scheduler.running),
@@ -240,6 +261,14 @@ class WorkerCore:
             num_expired_leases=counters.offers[OwnerState.EXPIRED.value],
             num_dropped_messages=counters.dropped.total() - counters.dropped[Drop.UNSENT],
             num_corrupt_blocks=counters.num_digest_mismatches,
+            step_cost=step_cost,
+            max_step_tokens=self.scheduler.config.max_batched_tokens,
+            step_limit_s=self.scheduler.step_limit_s,
+            num_decoding=len(contexts),
+            decode_context=sum(contexts),
+            prompt_backlog=backlog_of(self.scheduler.prompts(), step_cost),
+            num_promised_blocks=num_promised_blocks,
+            num_released_blocks=self.scheduler.num_released_blocks,
         )
 
     def claims(self) -> list[Claim]:

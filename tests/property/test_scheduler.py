@@ -27,6 +27,8 @@ from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.sequence import Rank, Sequence
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
+from core.step_budget import MIN_PROMPT_TOKENS
+from core.step_cost import StepWork, work_of
 from tests.property.shadow_memory import Content, ShadowMemory, contents
 
 BLOCK_SIZE = 4
@@ -38,12 +40,13 @@ picks = st.integers(0, 10_000)
 prompts = st.builds(
     lambda shared, own: (*SHARED[:shared], *own) or (1,),
     st.integers(0, len(SHARED)),
-    st.lists(st.integers(1, 2), max_size=4),
+    st.lists(st.integers(1, 2), max_size=12),
 )
 requests: dict[str, Any] = {
     "prompt": prompts,
     "priority": st.integers(0, 2),
     "salt": st.sampled_from(["", "", "tenant"]),
+    "tenant": st.sampled_from(["", "a", "b"]),
     "max_tokens": st.integers(1, 16),
 }
 
@@ -70,10 +73,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         spare_budget=st.integers(0, 12),
         max_waiting=st.integers(1, 8),
+        slo_itl_ms=st.sampled_from([1000.0, 35.0, 1.0]),
     )
-    def start(self, num_blocks: int, max_running: int, spare_budget: int, max_waiting: int) -> None:
+    def start(self, num_blocks: int, max_running: int, spare_budget: int, max_waiting: int, slo_itl_ms: float) -> None:
         self.pool = BlockPool(num_blocks)
-        config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting)
+        config = SchedulerConfig(max_running + spare_budget, max_running, max_waiting, slo_itl_ms)
         self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
         self.memory = ShadowMemory(num_blocks, BLOCK_SIZE)
         self.sequences: dict[str, Sequence] = {}  # in the scheduler; ended ones only while a step contains them
@@ -89,11 +93,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- sequences
 
     def new_sequence(
-        self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None = None
+        self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None = None
     ) -> Sequence:
         arrival = len(self.born) + 1
         sampling = SamplingParams(max_tokens=max_tokens)
-        request = Request(f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt)
+        request = Request(f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt, tenant=tenant)
         self.born.append(Sequence(request, arrival, sample_limit))
         return self.born[-1]
 
@@ -103,8 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [cached.block for cached in found]
 
     @rule(**requests, sample_limit=st.sampled_from([None, None, 1, 2]))
-    def add(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None) -> None:
-        self.hand_over(self.new_sequence(prompt, priority, salt, max_tokens, sample_limit))
+    def add(self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None) -> None:
+        self.hand_over(self.new_sequence(prompt, priority, salt, tenant, max_tokens, sample_limit))
 
     def hand_over(self, sequence: Sequence) -> None:
         """Add a sequence to the scheduler. If the scheduler refuses it, release its blocks."""
@@ -134,8 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- hand-offs in
 
     @rule(**requests)
-    def begin_pull(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int) -> None:
-        sequence = self.new_sequence(prompt, priority, salt, max_tokens)
+    def begin_pull(self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int) -> None:
+        sequence = self.new_sequence(prompt, priority, salt, tenant, max_tokens)
         if sequence.request.max_total_tokens - 1 > self.pool.num_blocks * BLOCK_SIZE:
             return
         self.scheduler.hold_cached_prefix(sequence, len(prompt))
@@ -230,6 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({chunk.sequence.sequence_id for chunk in plan.chunks}) == len(plan.chunks) <= config.max_running
         if self.scheduler.num_preemptions == preemptions:
             self.assert_decodes_are_planned(plan)
+            self.assert_tokens_come_in_time(plan)
         self.assert_chunks_are_safe(plan)
 
     def assert_decodes_are_planned(self, plan: StepPlan) -> None:
@@ -240,6 +245,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         planned = {chunk.sequence.sequence_id for chunk in plan.chunks}
         decoding = [s for s in self.scheduler.running if s.num_uncomputed_tokens == 1]
         assert all(sequence.sequence_id in planned for sequence in decoding), "a decode waits behind a prefill"
+
+    def assert_tokens_come_in_time(self, plan: StepPlan) -> None:
+        """A step with sequences that wait for their next token keeps its limit, unless it takes few prompt tokens."""
+        if any(c.num_tokens == 1 and c.start >= c.sequence.num_prompt_tokens for c in plan.chunks):
+            work = work_of(plan)
+            one_token_s = self.scheduler.step_cost.seconds(StepWork(1, BLOCK_SIZE * self.pool.num_blocks, 0, 0.0))
+            in_time = self.scheduler.step_cost.seconds(work) <= self.scheduler.step_limit_s + one_token_s
+            assert in_time or work.prefill_tokens <= MIN_PROMPT_TOKENS
 
     def assert_decodes_go_on(self, plan: StepPlan) -> None:
         """A sequence that samples in the step in flight is in the step ahead, unless its promised token is the last."""

@@ -25,17 +25,30 @@ NUM_BLOCKS = 14
 MAX_STEPS = 3000
 
 prompts = st.lists(st.integers(1, 3), min_size=1, max_size=18)
-requests = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=7)
+tenants = st.sampled_from(["", "a", "b"])
+requests = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 2), tenants), min_size=1, max_size=7)
 
 
 @settings(max_examples=150)
-@given(requests, st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 12), st.booleans())
+@given(
+    requests,
+    st.randoms(use_true_random=False),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    st.booleans(),
+    st.sampled_from([100.0, 1.0]),
+)
 def test_with_random_plans_ahead_the_tokens_equal_those_of_one_step_at_a_time(
-    wanted: list[tuple[list[int], int, int]], draw: object, max_running: int, spare_budget: int, with_failures: bool
+    wanted: list[tuple[list[int], int, int, str]],
+    draw: object,
+    max_running: int,
+    spare_budget: int,
+    with_failures: bool,
+    slo_itl_ms: float,
 ) -> None:
     chance = draw.random  # type: ignore[attr-defined]
     pool = BlockPool(NUM_BLOCKS)
-    config = SchedulerConfig(max_running + spare_budget, max_running, 64)
+    config = SchedulerConfig(max_running + spare_budget, max_running, 64, slo_itl_ms)
     scheduler = Scheduler(config, pool, BLOCK_SIZE, EOS_TOKEN_IDS)
     memory = Memory(NUM_BLOCKS, BLOCK_SIZE, garbage=1)
     arriving = deque(_sequence(index, *request) for index, request in enumerate(wanted))
@@ -71,6 +84,7 @@ def test_with_random_plans_ahead_the_tokens_equal_those_of_one_step_at_a_time(
     assert pool.ledger()[Column.HELD] == 0
 
 
-def _sequence(index: int, prompt: list[int], max_tokens: int, priority: int) -> Sequence:
+def _sequence(index: int, prompt: list[int], max_tokens: int, priority: int, tenant: str) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, seed=index)
-    return Sequence(Request(f"s{index}", tuple(prompt), len(prompt), sampling, priority=priority), index)
+    request = Request(f"s{index}", tuple(prompt), len(prompt), sampling, priority=priority, tenant=tenant)
+    return Sequence(request, index)

@@ -23,22 +23,29 @@ def make_sequence(
     priority: int = 0,
     sample_limit: int | None = None,
     salt: str = "",
+    tenant: str = "",
     **sampling: object,
 ) -> Sequence:
     """`arrival` breaks ties of priority. `sampling`: options of SamplingParams; max_tokens is 8 by default."""
     params = SamplingParams(**{"max_tokens": 8, **sampling})  # type: ignore[arg-type]
-    request = Request(name, tuple(prompt), len(prompt), params, priority=priority, cache_salt=salt)
+    request = Request(name, tuple(prompt), len(prompt), params, priority=priority, cache_salt=salt, tenant=tenant)
     return Sequence(request, arrival, sample_limit)
 
 
 class Driven:
     """Every sampled token is `next_token`."""
 
-    def __init__(self, num_blocks: int = 32, budget: int = 64, max_running: int = 8, max_waiting: int = 16) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        budget: int = 64,
+        max_running: int = 8,
+        max_waiting: int = 16,
+        slo_itl_ms: float = 1000.0,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(
-            SchedulerConfig(budget, max_running, max_waiting), self.pool, BLOCK_SIZE, frozenset({EOS})
-        )
+        config = SchedulerConfig(budget, max_running, max_waiting, slo_itl_ms)
+        self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
         self.next_token = 9
 
     def add(self, name: str, prompt: Tokens[int], **options: object) -> Sequence:
