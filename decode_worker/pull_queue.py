@@ -87,6 +87,11 @@ class PullQueue:
         self._stalled_since: float | None = None
 
     @property
+    def lacks_blocks(self) -> bool:
+        """Whether a hand-off could take a block that becomes free."""
+        return bool(self._lacking)
+
+    @property
     def num_waiting(self) -> int:
         """Hand-offs without a WANT. They hold no block."""
         return sum(not pull.admitted for pull in self._lacking)
