@@ -86,6 +86,9 @@ CHOICE_FLAGS = (
                 "logprobs"),
 )  # fmt: skip
 
+# For `explain`: the flags that change the choice of workers.
+ROUTE_FLAGS = tuple(flag for flag in REQUEST_FLAGS if flag.name == "cache-salt")
+
 
 def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:
     """Replace the `**flags` of a function by one keyword argument per flag; the default of each is None."""

@@ -166,6 +166,11 @@ class Scheduler:
         """The step in flight that ends next."""
         return self._in_flight[0].plan if self._in_flight else None
 
+    @property
+    def steps_in_flight(self) -> list[StepPlan]:
+        """Oldest first."""
+        return [step.plan for step in self._in_flight]
+
     def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
         """The next step, or None if there is nothing to compute or no block to compute it in.
 
@@ -480,6 +485,16 @@ class Scheduler:
         others = [other for other in self.queues.waiting_with_blocks if other is not sequence]
         while not self.blocks.grow(sequence, num_tokens):
             self._preempt(others.pop())
+
+    @property
+    def last_holder(self) -> Sequence | None:
+        """The holder of blocks that ranks lowest."""
+        return max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank, default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt. No step may be in
+        flight. The scheduler preempts on its own for its own sequences; this is for a queue of the caller."""
+        self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""
