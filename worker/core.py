@@ -248,7 +248,6 @@ class WorkerCore:
             num_calls=len(self.calls),
             router_calls=dict(self.router_calls),
             num_pulls_waiting=num_pulls_waiting,
-            num_promised_blocks=num_promised_blocks,
             num_queued_tokens=self.scheduler.num_waiting_tokens,
             ledger=self.pool.ledger(),
             num_prefilled_tokens=self.scheduler.num_prefilled_tokens,
