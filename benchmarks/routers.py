@@ -25,8 +25,11 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.report import Line, Report
-from simulator.replay import Replay, ReplayConfig, ReplayResult, imbalance, percentile
-from simulator.trace import read_trace
+from simulator import workloads
+from simulator.cost_model import layout_8b
+from simulator.replay import Replay
+from simulator.replay_config import ReplayConfig
+from simulator.replay_result import ReplayResult, imbalance, percentile
 
 TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
 NUM_ROUTERS = (1, 2, 4)
@@ -60,13 +63,13 @@ class Task:
 
     def run(self) -> ReplayResult:
         shape, options = self.shape, self.arguments
-        trace = read_trace(options.trace, options.requests, shape.divisor, options.output_divisor)
+        workload = workloads.mooncake(options.trace, options.requests, shape.divisor, options.output_divisor)
         config = ReplayConfig(
             num_routers=self.num_routers,
             num_prefill=shape.num_workers,
             num_decode=shape.num_workers,
             prefill_pool_tokens=options.pool_tokens // shape.divisor,
-            block_size=shape.block_size,
+            layout=layout_8b(shape.block_size),
             load=options.load,
             sticky=shape.sticky,
             seed=self.seed,
@@ -79,8 +82,8 @@ class Task:
                 _num_ended.value += num_ended - num_counted
             num_counted = num_ended
 
-        result = Replay(trace, config).run(count)
-        count(len(trace))
+        result = Replay(workload, config).run(count)
+        count(len(workload.requests))
         return result
 
 

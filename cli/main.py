@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cli.exit_codes import FAILED, INTERRUPTED
 from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, ROUTE_FLAGS, fill_request, with_flags
+from cli.simulate_flags import SIMULATE_FLAGS, values_of
 from core.errors import TandemError
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
@@ -200,6 +201,64 @@ def scale(
 
     sizes = {"prefill": prefill, "decode": decode, "routers": routers}
     asyncio.run(request_sizes(client_of(router, find_credentials(config, router)), sizes, console))
+
+
+@app.command()
+@with_flags(SIMULATE_FLAGS)
+def simulate(
+    axes: Annotated[list[str] | None, typer.Argument(metavar="AXIS", help="More axes of --sweep.")] = None,
+    **flags: Any,
+) -> None:
+    """Replay a workload in virtual time: latencies, goodput and cache hits; --sweep finds how many workers it needs."""
+    from cli.simulate import simulate as run_simulation
+
+    options = values_of(flags)
+    if axes and not options["sweep"]:
+        raise typer.BadParameter(f"{axes[0]!r}: axes belong to --sweep")
+    options["sweep"] = [*(options["sweep"] or ()), *(axes or ())]
+    run_simulation(options, console)
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Argument(help="File to write, for `tandem simulate --costs`.")] = Path("costs.json"),
+    longest_prompt: Annotated[int, typer.Option(help="Tokens of the longest prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Tokens of a measured output.")] = 32,
+    largest_batch: Annotated[int, typer.Option(help="Most requests at once on one decode worker.")] = 8,
+    requests: Annotated[int, typer.Option(help="Requests that are measured and simulated.")] = 40,
+    seed: Annotated[int, typer.Option(help="Decides lengths, token ids and arrivals.")] = 0,
+    local_prefill: Annotated[str, typer.Option(help="As in the config of the fleet: auto or never.")] = "auto",
+    from_points: Annotated[
+        Path | None, typer.Option(help="Fit a CSV of public points in place of a live fleet; needs --kv-token-bytes.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="With --from-points: a part of the model's name.")] = "",
+    system: Annotated[str, typer.Option(help="With --from-points: the system, such as h100_sxm.")] = "",
+    backend: Annotated[str, typer.Option(help="With --from-points: the server, such as trtllm.")] = "",
+    tp_size: Annotated[int, typer.Option(help="With --from-points: tensor parallelism; 0 = any.")] = 0,
+    kv_token_bytes: Annotated[int, typer.Option(help="With --from-points: KV bytes of one token.")] = 0,
+    timeout: Timeout = 300.0,
+    router: Router = DEFAULT_ROUTER,
+    config: Security = None,
+) -> None:
+    """Measure a fleet that serves nobody else, and write the costs of its steps and paths for `tandem simulate`."""
+    from cli import calibrate as calibration
+
+    calibration.check_output(output)
+    if from_points is not None:
+        if not kv_token_bytes:
+            raise typer.BadParameter("--from-points needs it", param_hint="--kv-token-bytes")
+        filters = (model, system, backend, tp_size)
+        calibration.calibrate_from_points(from_points, filters, kv_token_bytes, output, console)
+        return
+    from cli.calibration_load import LoadPlan
+    from cli.credentials import client_of, find_credentials
+
+    try:
+        plan = LoadPlan(longest_prompt, output_tokens, largest_batch, requests, seed, timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    client = client_of(router, find_credentials(config, router))
+    calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill)), output, console)
 
 
 @app.command()

@@ -164,6 +164,11 @@ class Scheduler:
         """The step in flight that ends next."""
         return self._in_flight[0].plan if self._in_flight else None
 
+    @property
+    def steps_in_flight(self) -> list[StepPlan]:
+        """Oldest first."""
+        return [step.plan for step in self._in_flight]
+
     def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
         """The next step, or None if there is nothing to compute or no block to compute it in.
 
@@ -318,8 +323,7 @@ class Scheduler:
 
     def _budget(self, num_decodes: int, context: int, is_waited_for: bool) -> StepBudget:
         """The budget of a step with these running decodes, and with the decodes that may be admitted."""
-        num_free = self.config.max_running - len(self.running)
-        pulled = [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)][:num_free]
+        pulled = self._admissible_pulled()
         budget = StepBudget(self.config.max_batched_tokens, num_decodes + len(pulled))
         if is_waited_for or pulled:
             context += sum(sequence.num_tokens for sequence in pulled)
@@ -374,15 +378,17 @@ class Scheduler:
         draft.chunks.clear()
 
     def _admit_pulled(self, draft: _Draft) -> None:
-        """Admit sequences with pulled prompts, as far as no waiting sequence of higher rank has a claim to the place."""
-        for sequence in list(self.queues.waiting_with_blocks):
-            num_free = self.config.max_running - len(self.running)
-            if bisect_left(self.waiting, sequence.rank, key=by_rank) >= num_free:
+        for sequence in self._admissible_pulled():
+            if not self.blocks.grow(sequence, sequence.num_tokens):
                 break
-            if _is_decode(sequence):
-                if not self.blocks.grow(sequence, sequence.num_tokens):
-                    break
-                self._start(draft, sequence, 1)
+            self._start(draft, sequence, 1)
+
+    def _admissible_pulled(self) -> list[Sequence]:
+        """Waiting sequences in decode with a place to run in that no waiting sequence of higher rank has a claim to."""
+        num_free = self.config.max_running - len(self.running)
+        if num_free >= len(self.waiting):
+            return [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)]
+        return [sequence for sequence in self.waiting[:num_free] if sequence.block_table and _is_decode(sequence)]
 
     def _admit_in_order(self, draft: _Draft, sequence: Sequence) -> bool:
         """Admit the first prompt in the order. Returns False, and changes nothing, if it lacks blocks."""
@@ -477,6 +483,16 @@ class Scheduler:
         others = [other for other in self.queues.waiting_with_blocks if other is not sequence]
         while not self.blocks.grow(sequence, num_tokens):
             self._preempt(others.pop())
+
+    @property
+    def last_holder(self) -> Sequence | None:
+        """The holder of blocks that ranks lowest."""
+        return max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank, default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt. No step may be in
+        flight. The scheduler preempts on its own for its own sequences; this is for a queue of the caller."""
+        self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""

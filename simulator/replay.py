@@ -1,138 +1,91 @@
-"""Replays a trace: routers and workers, as their production machines, in virtual time with a cost model.
+"""Replays a workload: routers and workers, as their production machines, in virtual time with a cost model.
 
-The rate of the trace is scaled so that the prefill workers would be busy for the share `load` of the time if nothing
-were cached. Each request goes to a random router, or, with `sticky`, each conversation does. A seed decides arrivals,
-routers and network delays.
+Arrivals keep the times of the workload, or are scaled to a rate, or to the share of the time in which the prefill
+workers would be busy if nothing were cached. Each request goes to a random router, or, with `sticky`, each conversation
+does. A seed decides arrivals, routers, network delays and the noise of step times.
 """
 
 from __future__ import annotations
 
+import gc
 import random
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from core.block_pool import Column
-from core.config import RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from core.config import TransferConfig
 from core.lifecycle import ServiceRole, Stage
 from core.request import Request, SamplingParams
-from core.step_cost import StepCost
 from simulator.agent import ReadFaults, SimulatedAgent
-from simulator.cost_model import H100_8B, RDMA_400G, LinkCost, layout_8b
 from simulator.network import Network, NetworkFaults
+from simulator.replay_config import ReplayConfig
+from simulator.replay_result import PERCENTS, GapHistogram, ReplayResult, RequestRecord, rising, worst_tenth_mean
 from simulator.replay_router import ReplayRouter, Served
 from simulator.replay_worker import ReplayWorker, ReplayWorkerSpec
-from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens
+from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens, poisson_arrivals
+from simulator.workloads import Workload
 from simulator.world import SimulationError, World
 
 START_S = 1.0  # the workers join and connect before the first request
-GRANULARITY_S = 3.0  # of the times in the traces of Mooncake
-MAX_EVENTS = 100_000_000
+MAX_EVENTS = 1_000_000_000
 SETTLE_S = 2.0  # after the last request, so that every lease is released
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayConfig:
-    num_routers: int = 1
-    num_prefill: int = 4
-    num_decode: int = 4
-    prefill_pool_tokens: int = 1_000_000  # of each worker
-    decode_pool_tokens: int = 400_000  # 52 GB of 128 KiB each
-    block_size: int = 64
-    load: float = 0.8
-    sticky: bool = False
-    seed: int = 0
-    check_every_s: float = 20.0  # virtual seconds between two checks of every machine
-    step_cost: StepCost = H100_8B
-    link: LinkCost = RDMA_400G
-    message_delay_s: float = 0.0005  # of a message between router and worker; 0.5 to 2.5 times as long
-    worker: WorkerConfig = field(default_factory=WorkerConfig)
-    router: RouterConfig = field(default_factory=partial(RouterConfig, max_in_flight_per_worker=1024))
-    scheduler: SchedulerConfig = field(
-        default_factory=partial(SchedulerConfig, max_batched_tokens=8192, max_running=256, max_waiting=4096)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """Times in seconds; percentiles over the requests that finished."""
-
-    num_requests: int
-    num_failed: int
-    num_retried: int
-    duration_s: float  # virtual, from the first arrival to the last token
-    hit_ratio: float  # cached prompt tokens / prompt tokens
-    infinite_hit_ratio: float  # the same for one cache without a limit
-    ttft_s: tuple[float, ...]  # rising, one for each request
-    tpot_s: tuple[float, ...]  # likewise, for requests with at least two tokens
-    prefill_queue_s: tuple[float, ...]  # likewise, in the queue of a prefill worker
-    router_queue_s: tuple[float, ...]
-    transfer_exposed_s: tuple[float, ...]
-    prefill_busy: tuple[float, ...]  # share of the duration, by worker
-    decode_busy: tuple[float, ...]
-    requests_by_router: tuple[int, ...]
-    num_events: int
-
-    @property
-    def hit_share(self) -> float:
-        return self.hit_ratio / self.infinite_hit_ratio if self.infinite_hit_ratio else 0.0
-
-
-def percentile(rising: Sequence[float], percent: float) -> float:
-    """Nearest rank; 0 without values."""
-    return rising[min(len(rising) - 1, int(len(rising) * percent / 100))] if rising else 0.0
-
-
-def imbalance(busy: Sequence[float]) -> float:
-    """The busiest worker beside the mean; 1 is even."""
-    return max(busy) / statistics.fmean(busy) if any(busy) else 1.0
+SAMPLE_S = 1.0  # virtual time between two looks at the use of the pools
+PROGRESS_S = 1.0  # ... and between two reports of progress
 
 
 class Replay:
-    def __init__(self, trace: Sequence[TraceRequest], config: ReplayConfig) -> None:
-        """Raises `ValueError` for an empty trace."""
-        if not trace:
-            raise ValueError("the trace holds no request")
+    def __init__(self, workload: Workload, config: ReplayConfig) -> None:
         self.config = config
         self.world = World(config.seed, max_events=MAX_EVENTS)
         self.network = Network(self.world, NetworkFaults(delay_s=config.message_delay_s))
-        self.workers = {spec.worker_id: ReplayWorker(self.world, self.network, spec) for spec in self._specs()}
+        self.workers = {spec.worker_id: ReplayWorker(self.world, spec) for spec in self._specs()}
         agents: dict[str, SimulatedAgent] = {}
         for worker in self.workers.values():
             worker.agent.join(self.world, self.network, agents, ReadFaults())
         self.routers = [
-            ReplayRouter(f"router-{number}", self.world, self.network, config.router, self.workers, self._count_end)
+            ReplayRouter(f"router-{number}", self.world, config, self.workers, self._count_end)
             for number in range(config.num_routers)
         ]
-        chance = random.Random(f"arrivals of {config.seed}")  # separate, so that every number of routers has the same
-        self.trace = at_rate(trace, self._duration_s(trace), GRANULARITY_S, chance)
+        self.trace = self._arrivals(workload)
         self.served: list[Served] = []
         self._num_ended = 0
 
     def _specs(self) -> list[ReplayWorkerSpec]:
-        config, layout = self.config, layout_8b(self.config.block_size)
-        pools = [(ServiceRole.PREFILL, config.num_prefill, config.prefill_pool_tokens)]
-        pools += [(ServiceRole.DECODE, config.num_decode, config.decode_pool_tokens)]
+        config = self.config
+        pools = [(ServiceRole.PREFILL, config.num_prefill, config.prefill_pool_tokens, config.prefill_cost)]
+        pools += [(ServiceRole.DECODE, config.num_decode, config.decode_pool_tokens, config.decode_cost)]
         return [
             ReplayWorkerSpec(
                 worker_id=f"{role.value}-{number}",
                 role=role,
-                num_blocks=num_tokens // config.block_size,
-                layout=layout,
+                num_blocks=num_tokens // config.layout.block_size,
+                layout=config.layout,
                 scheduler=config.scheduler,
                 transfer=TransferConfig(verify_digests=False, min_bytes_per_s=config.link.bytes_per_s / 1000),
                 worker=config.worker,
-                step_cost=config.step_cost,
+                step_cost=step_cost,
+                step_noise=config.step_noise,
                 link=config.link,
+                joins_steps=config.join_steps,
             )
-            for role, count, num_tokens in pools
+            for role, count, num_tokens, step_cost in pools
             for number in range(count)
         ]
 
-    def _duration_s(self, trace: Sequence[TraceRequest]) -> float:
-        prefill_s = sum(self.config.step_cost.prompt_seconds(request.num_tokens) for request in trace)
-        return prefill_s / self.config.num_prefill / self.config.load
+    def _arrivals(self, workload: Workload) -> list[TraceRequest]:
+        """Every number of routers and workers gets the same arrivals, apart from their rate."""
+        config, requests = self.config, workload.requests
+        chance = random.Random(f"arrivals of {config.seed}")
+        duration_s = requests[-1].arrives_at - requests[0].arrives_at
+        if config.rate is not None:
+            duration_s = len(requests) / config.rate
+        elif config.load is not None:
+            prefill_s = sum(config.prefill_cost.prompt_seconds(request.num_tokens) for request in requests)
+            duration_s = prefill_s / max(1, config.num_prefill) / config.load
+        if config.poisson:
+            return poisson_arrivals(requests, duration_s, chance)
+        return at_rate(requests, duration_s, workload.granularity_s, chance)
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> ReplayResult:
         """`on_progress` gets the number of ended requests now and then.
@@ -140,6 +93,15 @@ class Replay:
         Raises `SimulationError` if a request has no end, or a worker keeps blocks after the last one; `AssertionError`
         if the check of a machine fails.
         """
+        collects_garbage = gc.isenabled()
+        gc.disable()  # a replay makes few cycles, and each collection would look at every cached block
+        try:
+            return self._run(on_progress)
+        finally:
+            if collects_garbage:
+                gc.enable()
+
+    def _run(self, on_progress: Callable[[int], None]) -> ReplayResult:
         chance = random.Random(f"routers of {self.config.seed}")
         of_conversation: dict[int, int] = {}
         for number, request in enumerate(self.trace):
@@ -147,7 +109,10 @@ class Replay:
             if self.config.sticky:
                 choice = of_conversation.setdefault(request.conversation, choice)
             self.world.at(START_S + request.arrives_at, partial(self._arrive, number, choice))
-        self.world.after(self.config.check_every_s, partial(self._check_again, on_progress))
+        self.world.after(PROGRESS_S, partial(self._report_progress, on_progress))
+        self.world.after(SAMPLE_S, self._sample_pools)
+        if self.config.check_every_s:
+            self.world.after(self.config.check_every_s, self._check_again)
         timeout_s = self.config.router.default_timeout_s
         self.world.run_until(START_S + self.trace[-1].arrives_at + timeout_s + SETTLE_S, done=self._is_done)
         if not self._is_done():
@@ -175,10 +140,9 @@ class Replay:
 
     # ---- the laws
 
-    def _check_again(self, on_progress: Callable[[int], None]) -> None:
+    def _check_again(self) -> None:
         self.check()
-        on_progress(self._num_ended)
-        self.world.after(self.config.check_every_s, partial(self._check_again, on_progress))
+        self.world.after(self.config.check_every_s, self._check_again)
 
     def check(self) -> None:
         """Every machine checks itself."""
@@ -198,34 +162,68 @@ class Replay:
 
     # ---- the result
 
+    def _report_progress(self, on_progress: Callable[[int], None]) -> None:
+        on_progress(self._num_ended)
+        self.world.after(PROGRESS_S, partial(self._report_progress, on_progress))
+
+    def _sample_pools(self) -> None:
+        for worker in self.workers.values():
+            worker.sample_pool()
+        self.world.after(SAMPLE_S, self._sample_pools)
+
     def _result(self) -> ReplayResult:
-        finished = [(served, served.outcome) for served in self.served if served.outcome is not None]
-        num_tokens = sum(served.request.num_prompt_tokens for served, _ in finished)
-        infinite = infinite_cache_tokens(self.trace, self.config.block_size)
-        duration_s = max((served.last_token_at for served in self.served), default=START_S) - START_S
-        in_prefill = [outcome.prefill for _, outcome in finished if outcome.prefill is not None]
-        in_decode = [outcome.decode for _, outcome in finished if outcome.decode is not None]
+        config, served = self.config, self.served
+        outcomes = [one.outcome for one in served if one.outcome is not None]
+        gaps = GapHistogram()
+        for one in served:
+            gaps.add_all(one.gaps_s)
+        last_token_at = max((one.last_token_at for one in served), default=0.0)
+        duration_s = max(last_token_at - START_S, self.trace[-1].arrives_at)
+        num_tokens = sum(request.num_tokens for request in self.trace)
         return ReplayResult(
-            num_requests=len(self.served),
-            num_failed=len(self.served) - len(finished),
-            num_retried=sum(outcome.attempts > 1 for _, outcome in finished),
+            requests=tuple(_record(one) for one in served),
+            slo_ttft_s=config.slo_ttft_s,
+            slo_tpot_s=config.slo_tpot_s,
+            arrivals_s=self.trace[-1].arrives_at,
             duration_s=duration_s,
-            hit_ratio=sum(outcome.cached_tokens for _, outcome in finished) / max(1, num_tokens),
-            infinite_hit_ratio=infinite / sum(request.num_tokens for request in self.trace),
-            ttft_s=_rising(served.first_token_at - served.arrived_at for served, _ in finished),
-            tpot_s=_rising(served.tpot_s for served, _ in finished if served.num_tokens > 1),
-            prefill_queue_s=_rising(result.queue_s for result in in_prefill),
-            router_queue_s=_rising(outcome.timeline.seconds_in(Stage.QUEUE) for _, outcome in finished),
-            transfer_exposed_s=_rising(result.transfer_exposed_s for result in in_decode),
-            prefill_busy=self._busy(ServiceRole.PREFILL, duration_s),
-            decode_busy=self._busy(ServiceRole.DECODE, duration_s),
-            requests_by_router=tuple(sum(s.router == router.name for s in self.served) for router in self.routers),
+            infinite_hit_ratio=infinite_cache_tokens(self.trace, config.layout.block_size) / num_tokens,
+            itl_s={percent: gaps.percentile(percent) for percent in PERCENTS},
+            prefill_queue_s=rising(o.prefill.queue_s for o in outcomes if o.prefill is not None),
+            router_queue_s=rising(o.timeline.seconds_in(Stage.QUEUE) for o in outcomes),
+            transfer_exposed_s=rising(o.decode.transfer_exposed_s for o in outcomes if o.decode is not None),
+            prefill_busy=self._of_pool(ServiceRole.PREFILL, lambda worker: worker.busy_s / duration_s),
+            decode_busy=self._of_pool(ServiceRole.DECODE, lambda worker: worker.busy_s / duration_s),
+            prefill_used=self._of_pool(ServiceRole.PREFILL, lambda worker: worker.mean_used),
+            decode_used=self._of_pool(ServiceRole.DECODE, lambda worker: worker.mean_used),
+            requests_by_router=tuple(sum(one.router == router.name for one in served) for router in self.routers),
             num_events=self.world.num_events,
         )
 
-    def _busy(self, role: ServiceRole, duration_s: float) -> tuple[float, ...]:
-        return tuple(worker.busy_s / duration_s for worker in self.workers.values() if worker.spec.role is role)
+    def _of_pool(self, role: ServiceRole, figure: Callable[[ReplayWorker], float]) -> tuple[float, ...]:
+        return tuple(figure(worker) for worker in self.workers.values() if worker.spec.role is role)
 
 
-def _rising(values: Iterable[float]) -> tuple[float, ...]:
-    return tuple(sorted(values))
+def _record(served: Served) -> RequestRecord:
+    outcome, gaps = served.outcome, served.gaps_s
+    has_token = served.num_tokens > 0
+    record = RequestRecord(
+        request_id=served.request_id,
+        arrived_at=served.arrived_at - START_S,
+        num_prompt_tokens=served.num_prompt_tokens,
+        num_output_tokens=served.num_tokens,
+        ttft_s=served.first_token_at - served.arrived_at if has_token else None,
+        tpot_s=served.tpot_s if gaps else None,
+        tbt10_s=worst_tenth_mean(gaps) if gaps else None,
+    )
+    if outcome is None:
+        return replace(record, error="unfinished" if served.end is None else type(served.end).__name__)
+    candidate = outcome.candidate
+    return replace(
+        record,
+        cached_tokens=outcome.cached_tokens,
+        path=outcome.path.value,
+        prefill_worker=candidate.prefill_worker,
+        decode_worker=candidate.decode_worker,
+        predicted_ttft_s=outcome.timeline.seconds_in(Stage.QUEUE) + candidate.first_token_s,
+        attempts=outcome.attempts,
+    )

@@ -25,11 +25,12 @@ class TraceRequest:
     num_tokens: int  # of the prompt
     num_output_tokens: int
     tokens_per_hash_id: int = TOKENS_PER_HASH_ID
+    session: int | None = None  # None: the trace does not tell
 
     @property
     def conversation(self) -> int:
         """Equal for the turns of a conversation. Block 0 of the conversation trace begins every prompt."""
-        return self.hash_ids[min(1, len(self.hash_ids) - 1)]
+        return self.hash_ids[min(1, len(self.hash_ids) - 1)] if self.session is None else self.session
 
     def token_ids(self) -> tuple[int, ...]:
         size = self.tokens_per_hash_id
@@ -85,6 +86,16 @@ def at_rate(
     first, scale = min(spread), duration_s / max(max(spread) - min(spread), 1e-9)
     moved = [replace(r, arrives_at=(at - first) * scale) for r, at in zip(requests, spread, strict=True)]
     return sorted(moved, key=lambda request: request.arrives_at)
+
+
+def poisson_arrivals(requests: Sequence[TraceRequest], duration_s: float, chance: random.Random) -> list[TraceRequest]:
+    """The same requests in the same order, with random gaps: about `duration_s` from the first one to the last."""
+    gap_s, at = duration_s / max(1, len(requests) - 1), 0.0
+    moved = []
+    for request in requests:
+        moved.append(replace(request, arrives_at=at))
+        at += chance.expovariate(1.0) * gap_s
+    return moved
 
 
 def infinite_cache_tokens(requests: Iterable[TraceRequest], block_size: int) -> int:

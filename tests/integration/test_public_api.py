@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "65 stop ids": (text(stop=StopConditions(stop_token_ids=range(65))), "stop_token_ids", "at most 64"),
     "stop id of no token": (text(stop=StopConditions(stop_token_ids=[10**6])), "stop_token_ids", "outside"),
     "salt too long": (text(cache_salt="s" * 257), "cache_salt", "at most 256"),
+    "user too long": (text(user="u" * 257), "user", "at most 256"),
     "request id too long": (text(request_id="r" * 129), "request_id", "at most 128"),
     "no messages": (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, user, assistant"),

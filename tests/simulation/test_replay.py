@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from core.config import RouterConfig
 from prefill_worker.machine import PrefillMachine
-from simulator.replay import Replay, ReplayConfig, ReplayResult, imbalance, percentile
+from simulator.replay import Replay
+from simulator.replay_config import ReplayConfig
+from simulator.replay_result import ReplayResult, percentile
 from simulator.trace import TraceRequest
+from simulator.workloads import Workload
 from simulator.world import SimulationError
 
 SMALL = ReplayConfig(
-    num_prefill=2, num_decode=2, prefill_pool_tokens=65_536, decode_pool_tokens=65_536, check_every_s=0.5
+    num_prefill=2,
+    num_decode=2,
+    prefill_pool_tokens=65_536,
+    decode_pool_tokens=65_536,
+    load=0.8,
+    check_every_s=0.5,
+    router=RouterConfig(max_in_flight_per_worker=1024, local_prefill="never"),
 )
 ONE_OF_EACH = replace(SMALL, num_prefill=1, num_decode=1, load=0.01)
 
 
-def turns(num_conversations: int, num_turns: int, seed: int = 0) -> list[TraceRequest]:
+def turns(num_conversations: int, num_turns: int, seed: int = 0) -> Workload:
     """Conversations that grow by two blocks in each turn; all of them begin with block 0."""
     chance = random.Random(seed)
     starts = [(chance.uniform(0, 60), number) for number in range(num_conversations)]
@@ -33,11 +42,11 @@ def turns(num_conversations: int, num_turns: int, seed: int = 0) -> list[TraceRe
         for start, number in starts
         for turn in range(num_turns)
     ]
-    return sorted(requests, key=lambda request: request.arrives_at)
+    return Workload("turns", sorted(requests, key=lambda request: request.arrives_at))
 
 
-def replayed(trace: Sequence[TraceRequest], config: ReplayConfig) -> ReplayResult:
-    return Replay(trace, config).run()
+def replayed(workload: Workload, config: ReplayConfig) -> ReplayResult:
+    return Replay(workload, config).run()
 
 
 @pytest.mark.parametrize("num_routers", [1, 3])
@@ -46,8 +55,8 @@ def test_every_request_completes_with_all_its_tokens(num_routers: int, sticky: b
     replay = Replay(turns(12, 4), replace(SMALL, num_routers=num_routers, sticky=sticky))
     result = replay.run()
     assert (result.num_requests, result.num_failed, result.num_retried) == (48, 0, 0)
-    assert [served.num_tokens for served in replay.served] == [
-        served.request.sampling.max_tokens for served in replay.served
+    assert [record.num_output_tokens for record in result.requests] == [
+        request.num_output_tokens for request in replay.trace
     ]
     assert all(served.arrived_at < served.first_token_at <= served.last_token_at for served in replay.served)
     assert sum(result.requests_by_router) == 48
@@ -78,28 +87,28 @@ def test_every_number_of_routers_gets_the_same_arrivals() -> None:
 
 def test_one_worker_hits_every_full_block_of_earlier_turns() -> None:
     """Three prompts of 1,000, 1,500 and 1,024 tokens; the last two begin with the first 1,000 tokens."""
-    trace = [
+    trace = (
         TraceRequest(0.0, (1, 2), 1000, 2),
         TraceRequest(60.0, (1, 2, 3), 1500, 2),
         TraceRequest(120.0, (1, 2), 1024, 2),
-    ]
-    result = replayed(trace, ONE_OF_EACH)
+    )
+    result = replayed(Workload("turns", trace), ONE_OF_EACH)
     # 960 = 15 blocks of 64 tokens; of 1,024 tokens the last is computed, so 15 blocks of 64 are cached again
     assert result.hit_ratio == pytest.approx((0 + 960 + 960) / (1000 + 1500 + 1024))
     assert result.hit_share == pytest.approx(1.0)
 
 
 def test_pools_without_room_for_a_second_prompt_hits_nothing() -> None:
-    trace = [TraceRequest(60.0 * number, (1 + number % 2, 3 + number % 2), 1024, 2) for number in range(6)]
+    turns = [TraceRequest(60.0 * number, (1 + number % 2, 3 + number % 2), 1024, 2) for number in range(6)]
+    trace = Workload("two prompts in turns", turns)
     assert replayed(trace, ONE_OF_EACH).hit_ratio > 0.6
     assert replayed(trace, replace(ONE_OF_EACH, prefill_pool_tokens=1024, decode_pool_tokens=1088)).hit_ratio == 0.0
 
 
 def test_a_first_token_takes_the_steps_of_its_prompt() -> None:
-    trace = [TraceRequest(0.0, tuple(range(40)), 20_000, 3)]
-    result = replayed(trace, ONE_OF_EACH)
-    cost, chunks = ONE_OF_EACH.step_cost, 3  # of at most 8,192 tokens
-    computing_s = cost.prefill_seconds(20_000) + chunks * cost.step_s
+    result = replayed(Workload("one prompt", [TraceRequest(0.0, tuple(range(40)), 20_000, 3)]), ONE_OF_EACH)
+    cost, chunks = ONE_OF_EACH.prefill_cost, 3  # of at most 8,192 tokens
+    computing_s = cost.prompt_seconds(20_000) + chunks * cost.step_s
     assert computing_s < result.ttft_s[0] < computing_s + 0.01
     context_s = 20_002 * cost.context_s
     assert result.tpot_s[0] > cost.step_s + context_s
@@ -119,11 +128,3 @@ def test_a_worker_that_keeps_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(PrefillMachine, "check", lambda _self: None)
     with pytest.raises(SimulationError, match="keeps"):
         replayed(turns(2, 2), SMALL)
-
-
-def test_percentiles_and_imbalance_of_known_values() -> None:
-    rising = tuple(float(value) for value in range(100))
-    assert (percentile(rising, 50), percentile(rising, 99), percentile((), 50)) == (50.0, 99.0, 0.0)
-    assert imbalance((0.5, 0.5)) == 1.0
-    assert imbalance((1.0, 0.0)) == 2.0
-    assert imbalance((0.0, 0.0)) == 1.0

@@ -26,6 +26,7 @@ TYPED = [
     ("--stop-token-id 4 --stop-token-id 5", GenerateRequest(stop=StopConditions(stop_token_ids=[4, 5]))),
     ("--ignore-eos", GenerateRequest(stop=StopConditions(ignore_eos=True))),
     ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
+    ("--user me", GenerateRequest(user="me")),
     ("--priority -3", GenerateRequest(priority=-3)),
     ("--min-interval-ms 50", GenerateRequest(min_interval_ms=50)),
     ("--n 2", GenerateRequest(n=2)),

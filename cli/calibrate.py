@@ -1,0 +1,206 @@
+"""`tandem calibrate`: writes the costs for `tandem simulate --costs`, from a live fleet or from public points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cli.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, LoadPlan
+from core.config import RouterConfig, SchedulerConfig
+from core.errors import ConfigError
+from core.step_cost import StepCost, StepWork
+from simulator.calibration import (
+    Comparison,
+    MeasuredRequest,
+    MeasuredWorker,
+    compare,
+    costs_of,
+    simulate_run,
+)
+from simulator.cost_model import RDMA_400G, LinkCost
+from simulator.costs import Costs, write_costs
+from simulator.replay_config import ReplayConfig
+from tandem_client import AsyncClient, GetFleetResponse
+from tandem_client.stubs import worker_pb2
+
+LIGHT_LOAD = 0.3  # of the busier pool, while requests are measured
+DEFAULT_STEP_TOKENS = 8192  # of a GPU that is known from public points only
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    costs: Costs
+    comparison: Comparison
+    workers: tuple[MeasuredWorker, ...]
+    num_checked: int
+
+
+async def calibrate(connection: AsyncClient, plan: LoadPlan, local_prefill: str) -> Calibration:
+    """Load the fleet, and compare what it does with a simulation from the costs that its workers have fitted.
+
+    Raises `CallFailed`, and `ConfigError` for a fleet that cannot be calibrated.
+    """
+    async with connection as client:
+        model = await client.model()
+        if plan.longest_prompt + max(plan.output_tokens, BATCH_OUTPUT_TOKENS) > model.context_length:
+            raise ConfigError(f"the context of {model.name} is too short for these prompts: {model.context_length}")
+        load = CalibrationLoad(client, plan, model.vocab_size)
+        before = workers_of(await client.fleet())
+        num_prefill = sum(worker.is_prefill for worker in before)
+        num_decode = len(before) - num_prefill
+        if not num_decode:
+            raise ConfigError("no decode worker serves")
+        fitted_on = await load.fit(num_prefill, num_decode)
+        rate = _light_rate(
+            _costs(model.name, workers_of(await client.fleet()), fitted_on), plan, num_prefill, num_decode
+        )
+        checked = await load.check(rate)
+        workers = workers_of(await client.fleet())
+        costs = _costs(model.name, workers, fitted_on)
+    comparison = _compare(checked, costs, num_prefill, num_decode, local_prefill)
+    with_errors = replace(costs, median_error=comparison.median_error, largest_error=comparison.largest_error)
+    return Calibration(with_errors, comparison, tuple(workers), len(checked))
+
+
+def _costs(model: str, workers: Sequence[MeasuredWorker], requests: Sequence[MeasuredRequest]) -> Costs:
+    try:
+        return costs_of(f"{model}, measured in a live fleet", workers, requests)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _light_rate(costs: Costs, plan: LoadPlan, num_prefill: int, num_decode: int) -> float:
+    """Requests/s that keep the busier pool at LIGHT_LOAD."""
+    mean_prompt = plan.longest_prompt // 2
+    prompt_s = costs.prefill.step_s + costs.prefill.prompt_seconds(mean_prompt)
+    decode_s = plan.output_tokens * costs.decode.seconds(StepWork(1, mean_prompt, 0, 0.0))
+    if not num_prefill:
+        return LIGHT_LOAD * num_decode / (prompt_s + decode_s)
+    return LIGHT_LOAD * min(num_prefill / prompt_s, num_decode / decode_s)
+
+
+def _compare(
+    checked: Sequence[MeasuredRequest], costs: Costs, num_prefill: int, num_decode: int, local_prefill: str
+) -> Comparison:
+    base = ReplayConfig()
+    config = replace(
+        base,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        router=RouterConfig(max_in_flight_per_worker=base.router.max_in_flight_per_worker, local_prefill=local_prefill),
+        scheduler=SchedulerConfig(
+            max_batched_tokens=costs.max_step_tokens,
+            max_running=min(base.scheduler.max_running, costs.max_step_tokens),
+            max_waiting=base.scheduler.max_waiting,
+        ),
+    )
+    return compare(checked, simulate_run(checked, costs, config))
+
+
+def workers_of(fleet: GetFleetResponse) -> list[MeasuredWorker]:
+    """The serving workers, with their fits and their measured paths."""
+    return [
+        MeasuredWorker(
+            worker_id=worker.worker_id,
+            is_prefill=worker.role == worker_pb2.WORKER_ROLE_PREFILL,
+            cost=_step_cost(worker.load.step_cost),
+            max_step_tokens=worker.load.max_step_tokens,
+            paths=tuple(
+                LinkCost(path.bytes_per_s, path.latency_ms / 1e3) for path in worker.load.paths if path.bytes_per_s > 0
+            ),
+        )
+        for worker in fleet.workers
+        if worker.state == worker_pb2.WORKER_STATE_SERVING
+    ]
+
+
+def _step_cost(wire: worker_pb2.StepCost) -> StepCost:
+    return StepCost(wire.step_s, wire.sequence_s, wire.context_s, wire.token_s, wire.pair_s)
+
+
+def report(found: Calibration, output: Path, console: Console) -> None:
+    """Print the fits and the errors, and write the file. Raises `OSError`."""
+    console.print(_costs_table([(worker.worker_id, worker.cost) for worker in found.workers]))
+    console.print(comparison_table(found.comparison))
+    console.print(
+        f"{found.num_checked} requests at a light load: the median error of a TTFT or TPOT is "
+        f"{found.comparison.median_error:.1%}, the largest {found.comparison.largest_error:.1%}. "
+        f"Paths move {found.costs.link.bytes_per_s / 1e9:.3g} GB/s.",
+        highlight=False,
+    )  # fmt: skip
+    _write(output, found.costs, console)
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("")
+    for name in ("measured", "simulated", "error"):
+        table.add_column(name, justify="right")
+    for row in comparison.rows:
+        table.add_row(
+            row.name, f"{row.measured_s * 1e3:.1f} ms", f"{row.simulated_s * 1e3:.1f} ms", f"{row.error:+.1%}"
+        )
+    return table
+
+
+def _costs_table(costs: Sequence[tuple[str, StepCost]]) -> Table:
+    """Milliseconds of what a reader can imagine."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("worker", no_wrap=True)
+    works = {
+        "1 decode": StepWork(1, 512, 0, 0.0),
+        "16 decodes": StepWork(16, 16 * 512, 0, 0.0),
+        "256 tokens": StepWork(0, 0, 256, 256 * 128.0),
+        "1024 tokens": StepWork(0, 0, 1024, 1024 * 512.0),
+    }
+    for name in works:
+        table.add_column(name, justify="right")
+    for name, cost in costs:
+        table.add_row(name, *(f"{cost.seconds(work) * 1e3:.4g} ms" for work in works.values()))
+    table.caption = "predicted time of a step; decodes attend to 512 tokens each"
+    return table
+
+
+# ---- public points
+
+
+def calibrate_from_points(
+    path: Path, filters: tuple[str, str, str, int], token_bytes: int, output: Path, console: Console
+) -> None:
+    """`filters`: model, system, backend and tensor parallelism. Raises `ConfigError` and `OSError`."""
+    from simulator.public_points import Filters, fit_file  # with numpy, which a live calibration does not need
+
+    try:
+        fit = fit_file(path, Filters(*filters))
+        costs = Costs(
+            source=f"{fit.group}, {fit.num_points} points of {path.name}",
+            prefill=fit.cost, decode=fit.cost, link=RDMA_400G,
+            token_bytes=token_bytes, max_step_tokens=DEFAULT_STEP_TOKENS,
+            median_error=fit.median_error, largest_error=fit.largest_error,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    console.print(f"{fit.group}: {fit.num_points} points", highlight=False, markup=False)
+    console.print(_costs_table([("any", fit.cost)]))
+    console.print(
+        f"The median error of the gap between tokens is {fit.median_error:.1%}, the largest {fit.largest_error:.1%}.",
+        highlight=False,
+    )
+    _write(output, costs, console)
+
+
+def check_output(output: Path) -> None:
+    """Raises `ConfigError` before a long calibration whose result cannot be written."""
+    if not output.resolve().parent.is_dir():
+        raise ConfigError(f"the directory of {output} does not exist")
+
+
+def _write(output: Path, costs: Costs, console: Console) -> None:
+    write_costs(output, costs)
+    line = f"wrote {output}; use it with `tandem simulate --costs {output}`"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

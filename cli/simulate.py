@@ -1,0 +1,214 @@
+"""`tandem simulate`: replays a workload in virtual time, prints the figures, and sweeps over sizes and rates."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from core.config import RouterConfig, SchedulerConfig
+from core.errors import ConfigError
+from simulator import plot, report
+from simulator.costs import Costs, read_costs
+from simulator.processes import CountEnded
+from simulator.replay_config import ReplayConfig
+from simulator.runs import run_grid, run_seeds
+from simulator.sweep import Axis, answer, parse_sweep
+from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+
+SYNTHETIC = "synthetic"
+ARRIVALS = ("trace", "poisson", "gamma")
+NUM_SYNTHETIC = 1000
+MAX_IN_FLIGHT = 1024  # of one worker
+
+
+def simulate(options: Mapping[str, Any], console: Console) -> None:
+    """Raises `ConfigError` for options that do not fit together and for missing or malformed files, and `OSError`."""
+    axes = _axes(options)
+    _check(options, axes)
+    try:
+        costs = read_costs(options["costs"])
+        config = _config(options, costs)
+        workload = _workload(options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if axes:
+        _sweep(workload, config, axes, options, console)
+    else:
+        _run(workload, config, options, console)
+
+
+def _run(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], console: Console) -> None:
+    num_seeds = options["seeds"]
+    with _progress(console, num_seeds * len(workload.requests)) as count:
+        results = run_seeds(workload, config, num_seeds, _num_processes(options), count)
+    _say_what(workload, config, options, console)
+    console.print(report.times_table(results))
+    console.print(report.figures_table(results))
+    if options["json"]:
+        report.write_runs(options["json"], _shown(options), results)
+    if options["plot"]:
+        plot.plot_runs(options["plot"], results)
+
+
+def _sweep(
+    workload: Workload, config: ReplayConfig, axes: Sequence[Axis], options: Mapping[str, Any], console: Console
+) -> None:
+    num_seeds = options["seeds"]
+    num_runs = num_seeds * math.prod(len(axis.values) for axis in axes)
+    with _progress(console, num_runs * len(workload.requests)) as count:
+        try:
+            grid = run_grid(workload, config, axes, num_seeds, _num_processes(options), count)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    points = [point for point, _ in grid]
+    _say_what(workload, config, options, console)
+    console.print(report.grid_table(points))
+    if len({point.rate for point in points}) > 1 and len({point.shape for point in points}) > 1:
+        console.print(report.rates_table(points))
+    for sentence in answer(points):
+        console.print(sentence, highlight=False)
+    if options["json"]:
+        report.write_grid(options["json"], _shown(options), grid)
+    if options["plot"]:
+        plot.plot_grid(options["plot"], points)
+
+
+# ---- options
+
+
+def _axes(options: Mapping[str, Any]) -> tuple[Axis, ...]:
+    words = [word for text in options["sweep"] or () for word in text.split()]
+    if not words:
+        return ()
+    try:
+        return parse_sweep(words)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--sweep") from error
+
+
+def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
+    for name, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, is {value}")
+    if options["plot"]:
+        plot.check_plot(options["plot"])
+    for name in ("json", "plot"):
+        if options[name] and not options[name].resolve().parent.is_dir():
+            raise ConfigError(f"--{name}: the directory of {options[name]} does not exist")
+    if options["load"] is not None and any(axis.name == "prefill" for axis in axes):
+        raise ConfigError("--load follows the number of prefill workers: give --rate with --sweep prefill=...")
+    for name in ("seeds", "processes", "requests"):
+        if options[name] is not None and options[name] < 1:
+            raise ConfigError(f"--{name} must be at least 1, is {options[name]}")
+
+
+def _config(options: Mapping[str, Any], costs: Costs) -> ReplayConfig:
+    arrivals = options["arrivals"] or ("poisson" if options["workload"] == SYNTHETIC else "trace")
+    if arrivals not in ARRIVALS:
+        raise ConfigError(f"--arrivals must be one of {', '.join(ARRIVALS)}, is {arrivals}")
+    if arrivals != "trace" and options["workload"] != SYNTHETIC and options["rate"] is options["load"] is None:
+        raise ConfigError(f"--arrivals {arrivals} needs --rate or --load")
+    if arrivals == "gamma" and options["workload"] != SYNTHETIC:
+        raise ConfigError("--arrivals gamma is for synthetic requests")
+    base = ReplayConfig()
+    max_batched_tokens = options["max_batched_tokens"] or costs.max_step_tokens
+    scheduler = SchedulerConfig(
+        max_batched_tokens=max_batched_tokens,
+        max_running=min(base.scheduler.max_running, max_batched_tokens),
+        max_waiting=base.scheduler.max_waiting,
+        slo_itl_ms=options["slo_itl_ms"],
+    )
+    router = RouterConfig(
+        max_in_flight_per_worker=MAX_IN_FLIGHT,
+        slo_ttft_ms=options["slo_ttft_ms"],
+        admission=options["admission"],
+        local_prefill=options["local_prefill"],
+    )
+    return ReplayConfig(
+        num_routers=options["routers"],
+        num_prefill=options["prefill"],
+        num_decode=options["decode"],
+        prefill_pool_tokens=options["prefill_pool_tokens"],
+        decode_pool_tokens=options["decode_pool_tokens"],
+        layout=costs.layout(options["block_size"]),
+        load=options["load"],
+        rate=options["rate"],
+        poisson=arrivals == "poisson" and options["workload"] != SYNTHETIC,
+        seed=options["seed"],
+        prefill_cost=costs.prefill,
+        decode_cost=costs.decode,
+        link=costs.link,
+        message_delay_s=costs.message_delay_s,
+        slo_ttft_s=options["slo_ttft_ms"] / 1e3,
+        slo_tpot_s=options["slo_itl_ms"] / 1e3,
+        router=router,
+        scheduler=scheduler,
+    )
+
+
+def _workload(options: Mapping[str, Any]) -> Workload:
+    if options["workload"] == SYNTHETIC:
+        return _synthetic(options)
+    path = Path(options["workload"])
+    shared = {name: options[name] for name in ("divisor", "output_divisor")} | {"limit": options["requests"]}
+    if path.suffix == ".csv":
+        return azure(path, **shared)
+    with path.open(encoding="utf-8") as lines:
+        is_agents = '"session"' in lines.readline()
+    if is_agents:
+        return agent_sessions(path, options["session_rate"], options["seed"], **shared)
+    return mooncake(path, **shared)
+
+
+def _synthetic(options: Mapping[str, Any]) -> Workload:
+    if options["arrivals"] == "trace":
+        raise ConfigError("--arrivals trace needs a file as --workload")
+    config = Synthetic(
+        num_requests=options["requests"] or NUM_SYNTHETIC,
+        rate=options["rate"] or 1.0,
+        burstiness=options["burstiness"] if options["arrivals"] == "gamma" else 1.0,
+        prompt_tokens=options["input_tokens"],
+        output_tokens=options["output_tokens"],
+        spread=options["spread"],
+        num_groups=options["prefix_groups"],
+        prefix_tokens=options["prefix_tokens"],
+    )
+    return synthetic(config, options["seed"])
+
+
+def _num_processes(options: Mapping[str, Any]) -> int:
+    return int(options["processes"] or os.cpu_count() or 1)
+
+
+def _shown(options: Mapping[str, Any]) -> dict[str, object]:
+    """For JSON: every option."""
+    return json.loads(json.dumps(dict(options), default=str))  # type: ignore[no-any-return]
+
+
+# ---- output
+
+
+def _say_what(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], console: Console) -> None:
+    shape = "" if options["sweep"] else f", {config.num_prefill} prefill and {config.num_decode} decode workers"
+    console.print(
+        f"{workload.name}: {len(workload.requests):,} requests{shape}, TTFT within {config.slo_ttft_s * 1e3:g} ms and "
+        f"TPOT within {config.slo_tpot_s * 1e3:g} ms, costs {options['costs']}",
+        highlight=False, markup=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def _progress(console: Console, num_requests: int) -> Iterator[CountEnded]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("requests", total=num_requests)
+        yield lambda num_ended: progress.update(bar, completed=num_ended)

@@ -1,0 +1,211 @@
+"""`tandem simulate`: what it prints and writes, and the one line and exit code of each wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.main import run
+from simulator.costs import BUILT_IN, write_costs
+
+SMALL = ["--requests", "12", "--input-tokens", "256", "--output-tokens", "8", "--rate", "8"]
+SMALL += ["--prefill", "1", "--decode", "1", "--processes", "1"]
+LINE = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "simulate", *arguments])
+    run_ended = pytest.raises(SystemExit)
+    with run_ended as ended:
+        run()
+    assert ended.value.code in (0, None)
+
+
+def failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "simulate"
+) -> tuple[object, str]:
+    """The exit code and standard error."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["tandem", command, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_a_run_prints_and_writes_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    simulate(monkeypatch, *SMALL, "--json", str(path), "--seeds", "2")
+    shown = capsys.readouterr().out
+    for name in ("TTFT", "TPOT", "ITL", "TBT10", "attainment", "goodput", "hit ratio", "median of seeds", "lowest"):
+        assert name in shown
+    written = json.loads(path.read_text())
+    assert written["options"]["input_tokens"] == 256
+    assert [seed["num_requests"] for seed in written["seeds"]] == [12, 12]
+    assert len(written["seeds"][0]["requests"]) == 12
+    assert written["seeds"][0]["ttft_s"] != written["seeds"][1]["ttft_s"]
+
+
+def test_the_same_seed_gives_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path in paths:
+        simulate(monkeypatch, *SMALL, "--seed", "5", "--json", str(path))
+    first, second = (json.loads(path.read_text())["seeds"] for path in paths)
+    assert first == second
+
+
+def test_a_sweep_names_the_fewest_workers_and_draws_the_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, chart = tmp_path / "grid.json", tmp_path / "grid.png"
+    simulate(monkeypatch, *SMALL, "--json", str(path), "--plot", str(chart), "--sweep", "prefill=1..2", "decode=1,2")
+    assert "fewest workers that reach attainment 0.9 are 2: 1 prefill and 1 decode" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    written = json.loads(path.read_text())
+    shapes = [(point["prefill"], point["decode"]) for point in written["points"]]
+    assert shapes == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert {seed["num_requests"] for point in written["points"] for seed in point["seeds"]} == {12}
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "sweep", [["rate=2,8"], ["rate=2,8", "decode=1,2"], []], ids=["rates", "rates and shapes", "no sweep"]
+)
+def test_each_kind_of_result_has_a_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sweep: list[str]) -> None:
+    chart = tmp_path / "chart.svg"
+    simulate(monkeypatch, *SMALL, "--plot", str(chart), *(["--sweep"] if sweep else []), *sweep)
+    assert b"<svg" in chart.read_bytes()
+
+
+def test_a_sweep_of_rates_says_goodput90(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(monkeypatch, *SMALL, "--sweep", "rate=1..3:2")
+    assert "goodput90 is at least 3 requests/s" in capsys.readouterr().out
+
+
+def test_costs_of_a_file_change_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_costs(tmp_path / "costs.json", BUILT_IN["h100-8b"])
+    simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "same.json"), "--costs", str(tmp_path / "costs.json"))
+    simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "built_in.json"))
+    slow = json.loads((tmp_path / "costs.json").read_text())
+    slow["prefill"]["step_s"] = slow["decode"]["step_s"] = 0.04
+    (tmp_path / "costs.json").write_text(json.dumps(slow))
+    simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "slow.json"), "--costs", str(tmp_path / "costs.json"))
+    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["seeds"] for name in ("same", "built_in", "slow")}
+    assert found["same"] == found["built_in"]
+    assert found["slow"][0]["tpot_s"]["p50"] > 0.04 > found["same"][0]["tpot_s"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("trace.jsonl", json.dumps(LINE)),
+        ("agents.jsonl", json.dumps({"session": 0} | LINE | {"input_length": 20})),
+        ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,600,4"),
+    ],
+)
+def test_the_format_of_a_file_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    path, result = tmp_path / name, tmp_path / "result.json"
+    path.write_text(text + "\n")
+    simulate(monkeypatch, "--workload", str(path), "--rate", "1", "--processes", "1", "--json", str(result))
+    (request,) = json.loads(result.read_text())["seeds"][0]["requests"]
+    assert request["num_prompt_tokens"] == (20 if name == "agents.jsonl" else 600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "/nowhere.jsonl"], "No such file or directory: '/nowhere.jsonl'"),
+        (["--costs", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
+        (["--costs", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["--plot", "chart.gif"], "chart.gif: a chart ends in .png or .svg"),
+        (["--json", "/nowhere/result.json"], "the directory of /nowhere/result.json does not exist"),
+        (["--rate", "nan"], "--rate must be a finite number"),
+        (["--rate", "-1"], "rate must be positive"),
+        (["--rate", "1", "--load", "1"], "set load or rate, not both"),
+        (["--load", "1", "--sweep", "prefill=1..2"], "--load follows the number of prefill workers"),
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--processes", "0"], "--processes must be at least 1"),
+        (["--requests", "0"], "--requests must be at least 1"),
+        (["--admission", "maybe"], "admission must be queue or shed"),
+        (["--arrivals", "sometimes"], "--arrivals must be one of"),
+        (["--arrivals", "trace"], "--arrivals trace needs a file"),
+        (["--prefix-groups", "4"], "num_groups and prefix_tokens"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, shown = failed(monkeypatch, capsys, *arguments)
+    assert code == 1
+    assert shown.startswith("error: ")
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--sweep", "colour=1"], ["--sweep", "rate=1..2", "many"], ["decode=1..2"]])
+def test_a_bad_sweep_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    code, shown = failed(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert arguments[-1] in shown
+
+
+def test_a_malformed_line_of_a_trace_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(LINE) + "\n" + json.dumps(LINE | {"hash_ids": [1]}) + "\n")
+    code, shown = failed(monkeypatch, capsys, "--workload", str(path))
+    assert (code, shown.count("\n")) == (1, 1)
+    assert f"{path}, line 2: " in shown
+
+
+def test_without_matplotlib_a_chart_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, shown = failed(monkeypatch, capsys, *SMALL, "--plot", "chart.png")
+    assert (code, shown) == (
+        1, "error: charts need matplotlib: install the extra, pip install 'tandem-serve[plots]'\n",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--from-points", "/nowhere.csv", "--kv-token-bytes", "4"], 1, "No such file or directory"),
+        (["--from-points", "/nowhere.csv"], 2, "--kv-token-bytes"),
+        (["--requests", "0"], 2, "need at least 1 request"),
+        (["/nowhere/costs.json"], 1, "the directory of /nowhere/costs.json does not exist"),
+    ],
+)
+def test_a_wrong_calibration_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    found, shown = failed(monkeypatch, capsys, *arguments, command="calibrate")
+    assert found == code
+    assert message in shown
+
+
+def test_public_points_become_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = Path(__file__).resolve().parents[2] / "data/h100_llama_8b_points.csv"
+    output = tmp_path / "costs.json"
+    monkeypatch.setattr(
+        sys, "argv",
+        ["tandem", "calibrate", str(output), "--from-points", str(points), "--kv-token-bytes", "131072"],
+    )  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code in (0, None)
+    assert "median error of the gap between tokens is 1.8%, the largest 6.5%" in capsys.readouterr().out
+    simulate(monkeypatch, *SMALL, "--costs", str(output))
