@@ -35,8 +35,8 @@ class OwnerState(Enum):
 
 
 class PullerState(Enum):
-    RESERVED = "reserved"  # waits for target blocks; heartbeats renew the lease
-    WANTING = "wanting"  # WANT is sent, and every block announced so far is read
+    RESERVED = "reserved"  # waits until the worker has room; heartbeats renew the lease
+    WANTING = "wanting"  # WANT is sent, and every block announced so far is read or waits for a target block
     READING = "reading"  # at least one read is in flight
     VERIFYING = "verifying"  # every block is read; the puller waits for proof that the lease covered the reads
     COMPLETE = "complete"
@@ -198,6 +198,7 @@ class Ready:
 class HeartbeatEntry:
     transfer_id: TransferId
     num_ready: int  # wanted blocks in the READYs that the puller has received; the owner repeats lost READYs
+    num_unplaced: int = 0  # those for which the puller has no target block yet
 
 
 @dataclass(frozen=True, slots=True)

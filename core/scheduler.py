@@ -3,14 +3,18 @@
 Each step computes tokens of sequences, up to a token budget. A step with sequences that wait for their next token has
 a time limit, too (core/step_budget.py):
 
-    1. Each running sequence in decode gets 1 token. Running sequences in prefill get chunks of the budget that the
-       decodes leave, in rank order (priority, then arrival).
-    2. If the pool is out of blocks, the scheduler preempts the lowest-ranked holder of blocks: this sequence loses its
-       blocks and is recomputed later, mostly from the prefix cache. If no holder ranks lower, the chunk shrinks to the
-       available blocks, or waits.
-    3. If no running sequence lacked blocks, the scheduler admits waiting sequences in rank order. A caller with a queue
-       of its own passes the rank of its first sequence; no waiting sequence of lower rank gets its first blocks then.
-       A step without room for more prompt tokens admits only sequences in decode, which have pulled their prompts.
+    1. Each running sequence in decode gets 1 token. Waiting sequences that have pulled their prompts come next, unless
+       waiting prompts of higher rank (priority, then arrival) have a claim to the free places. Prompts get the budget
+       that the decodes leave, in the order of core/prompt_order.py, whether they run or wait: a short prompt passes a
+       long one that is half computed.
+    2. If a running sequence that has its turn lacks blocks, the step is planned by rank: each running sequence gets its
+       blocks, and the scheduler preempts the lowest-ranked holder of blocks. This sequence loses its blocks and is
+       recomputed later, mostly from the prefix cache. If no holder ranks lower, the chunk shrinks to the available
+       blocks, or waits.
+    3. A prompt passes a half-computed prompt only if the pool has blocks for the rest of both. If the first waiting
+       prompt in the order lacks blocks, no other is admitted in its place, but once no prompt is half computed, waiting
+       sequences are admitted by rank, up to the first that does not fit. A caller with a queue of its own passes the
+       rank of its first sequence; no waiting sequence of lower rank gets its first blocks then.
 
 The highest-ranked holder can take the blocks of every other holder, and `add` refuses a sequence that is larger than
 the pool. So a step always makes progress, unless leases or reservations keep the blocks.
@@ -26,13 +30,17 @@ A sequence that ends while a step contains it keeps its blocks until the step en
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from core.block_pool import BlockPool
 from core.config import SchedulerConfig
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
+from core.prompt_queue import PromptQueue
 from core.sequence import Rank, Sequence, by_rank, stop_tokens
 from core.sequence_blocks import SequenceBlocks
 from core.sequence_queues import SequenceQueues
@@ -61,7 +69,7 @@ class _Draft:
     admitted: list[Sequence] = field(default_factory=list)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add a chunk of a sequence that is in no step in flight."""
+        """Add a chunk of a sequence without a promised token."""
         start = sequence.num_planned_tokens
         end = sequence.num_planned_tokens = start + num_tokens
         self.chunks.append(ScheduledChunk(sequence.view, start, num_tokens, end == sequence.num_tokens, False))
@@ -69,8 +77,8 @@ class _Draft:
 
 
 def _is_decode(sequence: Sequence) -> bool:
-    """Has one token to compute. Only for sequences that are in no step in flight."""
-    return len(sequence.token_ids) - sequence.num_computed_tokens == 1
+    """Has one token to compute that is not promised."""
+    return len(sequence.token_ids) - sequence.num_planned_tokens == 1
 
 
 class Scheduler:
@@ -84,7 +92,7 @@ class Scheduler:
         self.block_size = block_size
         self.eos_token_ids = eos_token_ids
         self.blocks = SequenceBlocks(pool, block_size)
-        self.queues = SequenceQueues()
+        self.queues = SequenceQueues(PromptQueue(self.blocks))
         self.waiting, self.running = self.queues.waiting, self.queues.running
         self._admitted: list[Sequence] = []  # by the newest step
         self._in_flight: list[_StepInFlight] = []  # oldest first
@@ -156,6 +164,11 @@ class Scheduler:
         """The step in flight that ends next."""
         return self._in_flight[0].plan if self._in_flight else None
 
+    @property
+    def steps_in_flight(self) -> list[StepPlan]:
+        """Oldest first."""
+        return [step.plan for step in self._in_flight]
+
     def schedule(self, admit_before: Rank | None = None) -> StepPlan | None:
         """The next step, or None if there is nothing to compute or no block to compute it in.
 
@@ -164,14 +177,14 @@ class Scheduler:
         flight, None may also mean that the next step needs a preemption.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "two steps are in flight"
+        self.queues.prompts.set_cost(self.step_cost)
         draft = _Draft(StepBudget(self.config.max_batched_tokens))
-        had_enough_blocks = self._plan_running(draft)
-        if not had_enough_blocks:
+        if not (self._plan_decodes(draft) and self._plan_prompts(draft, admit_before)):
+            self._take_back(draft)
             if self._in_flight:
                 return None
-            had_enough_blocks = self._plan_running_and_preempt(draft)
-        if (had_enough_blocks or not draft.chunks) and not self._admit(draft, admit_before):
-            self._take_back(draft)
+            if self._plan_running_and_preempt(draft) or not draft.chunks:
+                self._admit(draft, admit_before)
         if not draft.chunks:
             return None
         self._admitted = draft.admitted
@@ -239,14 +252,14 @@ class Scheduler:
                 self.queues.update_phase(sequence)
         return failed
 
-    def _plan_running(self, draft: _Draft) -> bool:
-        """Plan a chunk of every running sequence. Returns False, and changes nothing, if the pool has too few blocks.
+    def _plan_decodes(self, draft: _Draft) -> bool:
+        """Plan a token of every running sequence in decode. Returns False if the pool has too few blocks.
 
-        The loop over decodes takes most of the scheduler's time.
+        This loop takes most of the scheduler's time.
         """
         block_size, chunks, sequences = self.block_size, draft.chunks, draft.sequences
-        growing: list[tuple[Sequence, int]] = []
-        num_missing = context = 0
+        growing: list[Sequence] = []
+        context = 0
         for sequence in self.running:
             start = sequence.num_planned_tokens
             wanted = len(sequence.token_ids) - start
@@ -255,44 +268,62 @@ class Scheduler:
             end = sequence.num_planned_tokens = start + 1
             context += end
             if end > len(sequence.block_table) * block_size:
-                growing.append((sequence, 1))
-                num_missing += 1
+                growing.append(sequence)
             chunks.append(_new_tuple(ScheduledChunk, (sequence.view, start, 1, True, wanted == 0)))
             sequences.append(sequence)
         # The newest token of a prompt that was just computed is no decode that a client waits for.
         is_waited_for = any(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks)
         draft.budget = self._budget(len(chunks), context, is_waited_for)
         draft.budget.take_decodes(len(chunks))
-        for sequence in self._prompts():
-            start = sequence.num_planned_tokens
-            num_tokens = draft.budget.prompt_tokens(sequence.num_tokens - start, start)
-            if num_tokens == 0:
-                break
-            missing = -(-(start + num_tokens) // block_size) - len(sequence.block_table)
-            if missing > 0:
-                growing.append((sequence, missing))
-                num_missing += missing
-            draft.budget.take_prompt(num_tokens, start)
-            draft.add(sequence, num_tokens)
-        blocks = self.pool.allocate(num_missing) if num_missing else []
+        blocks = self.pool.allocate(len(growing)) if growing else []
         if blocks is None:
-            self._take_back(draft)
             return False
-        for sequence, missing in growing:
-            sequence.block_table += blocks[:missing]
-            del blocks[:missing]
-        for sequence in list(self.queues.prefilling.values()):
-            self.queues.update_phase(sequence)
+        for sequence, block in zip(growing, blocks, strict=True):
+            sequence.block_table.append(block)
         return True
 
-    def _prompts(self) -> list[Sequence]:
-        """The running sequences in prefill, in the order in which they get tokens."""
-        return sorted(self.queues.prefilling.values(), key=by_rank)
+    def _plan_prompts(self, draft: _Draft, admit_before: Rank | None) -> bool:
+        """Give the rest of the budget to prompts in their order. Returns False if that takes a preemption first.
+
+        Then the draft has chunks of running sequences in decode only.
+        """
+        self._admit_pulled(draft)
+        admits, num_before = True, len(draft.chunks)
+        while draft.budget.has_prompt_room:
+            sequence = self._next_prompt(admits, admit_before)
+            if sequence is None:
+                break
+            if not self._is_running(sequence):
+                admits = self._admit_in_order(draft, sequence)
+                if not admits:
+                    continue
+            else:
+                num_tokens = self._tokens_within(draft.budget, sequence)
+                if not self.blocks.grow(sequence, sequence.num_planned_tokens + num_tokens):
+                    return bool(draft.admitted) or len(draft.chunks) > num_before
+                self._add_chunk(draft, sequence, num_tokens)
+            if self._is_running(sequence) and sequence in self.queues.prompts:
+                break  # its chunk is all that the step has time or tokens for
+        if self.queues.prefilling or len(draft.chunks) > num_before:
+            return True
+        return self._admit(draft, admit_before)
+
+    def _is_running(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self.queues.prefilling
+
+    def _next_prompt(self, admits: bool, admit_before: Rank | None) -> Sequence | None:
+        """The first prompt in the order, of those that may run now."""
+        prompts, prefilling = self.queues.prompts, self.queues.prefilling.values()
+        if not admits or len(self.running) >= self.config.max_running:
+            return prompts.first_of(prefilling)
+        if admit_before is None or not self.waiting or self.waiting[-1].rank < admit_before:
+            return prompts.first()
+        admissible = self.waiting[: bisect_left(self.waiting, admit_before, key=by_rank)]
+        return prompts.first_of(chain(prefilling, admissible, self.queues.waiting_with_blocks))
 
     def _budget(self, num_decodes: int, context: int, is_waited_for: bool) -> StepBudget:
         """The budget of a step with these running decodes, and with the decodes that may be admitted."""
-        num_free = self.config.max_running - len(self.running)
-        pulled = [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)][:num_free]
+        pulled = self._admissible_pulled()
         budget = StepBudget(self.config.max_batched_tokens, num_decodes + len(pulled))
         if is_waited_for or pulled:
             context += sum(sequence.num_tokens for sequence in pulled)
@@ -322,19 +353,21 @@ class Scheduler:
         return had_enough_blocks
 
     def _tokens_within(self, budget: StepBudget, sequence: Sequence) -> int:
-        """The size of the next chunk of a sequence that is in no step in flight."""
+        """The size of the next chunk of a sequence without a promised token."""
         if _is_decode(sequence):
             return 1
-        return budget.prompt_tokens(sequence.num_uncomputed_tokens, sequence.num_computed_tokens)
+        start = sequence.num_planned_tokens
+        return budget.prompt_tokens(sequence.num_tokens - start, start)
 
     def _add_chunk(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
-        """Add a chunk of a sequence that is in no step in flight, and has the blocks."""
+        """Add a chunk of a sequence that has the blocks, and no promised token."""
+        start = sequence.num_planned_tokens
         if _is_decode(sequence):
             draft.budget.take_decodes(1)
         else:
-            draft.budget.take_prompt(num_tokens, sequence.num_computed_tokens)
+            draft.budget.take_prompt(num_tokens, start)
         draft.add(sequence, num_tokens)
-        self.queues.update_phase(sequence)
+        self.queues.take(sequence, start, num_tokens)
 
     def _take_back(self, draft: _Draft) -> None:
         """Undo the chunks of running sequences. Their tables keep new blocks, which the next chunks need."""
@@ -343,6 +376,45 @@ class Scheduler:
             self.queues.update_phase(sequence)
         draft.sequences.clear()
         draft.chunks.clear()
+
+    def _admit_pulled(self, draft: _Draft) -> None:
+        for sequence in self._admissible_pulled():
+            if not self.blocks.grow(sequence, sequence.num_tokens):
+                break
+            self._start(draft, sequence, 1)
+
+    def _admissible_pulled(self) -> list[Sequence]:
+        """Waiting sequences in decode with a place to run in that no waiting sequence of higher rank has a claim to."""
+        num_free = self.config.max_running - len(self.running)
+        if num_free >= len(self.waiting):
+            return [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)]
+        return [sequence for sequence in self.waiting[:num_free] if sequence.block_table and _is_decode(sequence)]
+
+    def _admit_in_order(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Admit the first prompt in the order. Returns False, and changes nothing, if it lacks blocks."""
+        had_blocks = bool(sequence.block_table)
+        if not had_blocks:
+            # The last token is computed even if it is cached: the next token is sampled from its logits.
+            self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
+        num_tokens = self._tokens_within(draft.budget, sequence)
+        half_computed = self.queues.prefilling.values()
+        fits = not half_computed or self._has_blocks_for_all_of((sequence, *half_computed))
+        if not (fits and self.blocks.grow(sequence, sequence.num_planned_tokens + num_tokens)):
+            if not had_blocks:
+                self.blocks.drop(sequence)
+            return False
+        self._start(draft, sequence, num_tokens)
+        return True
+
+    def _start(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
+        self.queues.admit(sequence)
+        self._add_chunk(draft, sequence, num_tokens)
+        draft.admitted.append(sequence)
+
+    def _has_blocks_for_all_of(self, prompts: Iterable[Sequence]) -> bool:
+        """Whether all these prompts can be computed to their end. Readers keep the leased blocks of half a prompt."""
+        wanted = (-(-prompt.num_tokens // self.block_size) - len(prompt.block_table) for prompt in prompts)
+        return sum(wanted) <= self.pool.num_available
 
     def _admit(self, draft: _Draft, admit_before: Rank | None) -> bool:
         """Move waiting sequences to `running`, in rank order, up to the first that does not fit.
@@ -367,9 +439,7 @@ class Scheduler:
                 if not had_blocks:
                     self.blocks.drop(sequence)
                 return not others_help or bool(draft.admitted)
-            self.queues.admit(sequence)
-            self._add_chunk(draft, sequence, num_tokens)
-            draft.admitted.append(sequence)
+            self._start(draft, sequence, num_tokens)
         return True
 
     def _first_admissible(self, budget: StepBudget, admit_before: Rank | None) -> Sequence | None:
@@ -413,6 +483,16 @@ class Scheduler:
         others = [other for other in self.queues.waiting_with_blocks if other is not sequence]
         while not self.blocks.grow(sequence, num_tokens):
             self._preempt(others.pop())
+
+    @property
+    def last_holder(self) -> Sequence | None:
+        """The holder of blocks that ranks lowest."""
+        return max((*self.running[-1:], *self.queues.waiting_with_blocks[-1:]), key=by_rank, default=None)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt. No step may be in
+        flight. The scheduler preempts on its own for its own sequences; this is for a queue of the caller."""
+        self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release all blocks of a running sequence, or of a waiting sequence with a pulled prompt."""

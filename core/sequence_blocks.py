@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.block_pool import BlockPool
+from core.block_pool import BlockPool, PrefixBlock
 from core.sequence import Sequence
 
 
@@ -14,8 +14,7 @@ class SequenceBlocks:
     def hold_cached_prefix(self, sequence: Sequence, max_tokens: int) -> None:
         """Share the longest cached prefix of at most `max_tokens` tokens. The sequence must hold no block."""
         assert not sequence.block_table
-        blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
-        found = self.pool.match_prefix(blocks, sequence.request.cache_salt)
+        found = self._find_cached(sequence, max_tokens)
         sequence.block_table += [cached.block for cached in found]
         self.pool.share(sequence.block_table)
         if found:
@@ -24,6 +23,14 @@ class SequenceBlocks:
         sequence.num_computed_tokens = sequence.num_planned_tokens = len(sequence.block_table) * self.block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """The tokens that an admission would find in the cache now. The last token is computed in any case."""
+        return len(self._find_cached(sequence, sequence.num_tokens - 1)) * self.block_size
+
+    def _find_cached(self, sequence: Sequence, max_tokens: int) -> list[PrefixBlock]:
+        blocks = sequence.full_blocks(self.block_size)[: max_tokens // self.block_size]
+        return self.pool.match_prefix(blocks, sequence.request.cache_salt)
 
     def drop(self, sequence: Sequence) -> None:
         """Release every block of `sequence`. Nothing is computed any more."""

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 from bisect import insort
 
+from core.prompt_queue import PromptQueue
 from core.sequence import Sequence, by_rank, remove_ranked
 
 
 class SequenceQueues:
-    def __init__(self) -> None:
+    def __init__(self, prompts: PromptQueue) -> None:
         self.by_id: dict[str, Sequence] = {}
         self.waiting: list[Sequence] = []  # in rank order
         self.waiting_with_blocks: list[Sequence] = []  # the part of `waiting` with a pulled prompt, in rank order
         self.running: list[Sequence] = []  # in rank order
         self.prefilling: dict[str, Sequence] = {}  # the part of `running` with more than one token to plan
+        self.prompts = prompts  # `prefilling`, and the part of `waiting` that is not in decode
         self.ending: dict[str, Sequence] = {}
         self.num_waiting_tokens = 0  # to compute before every sequence that has not ended is in decode
 
@@ -31,12 +33,16 @@ class SequenceQueues:
         insort(self.waiting, sequence, key=by_rank)
         if sequence.block_table:
             insort(self.waiting_with_blocks, sequence, key=by_rank)
+        if not _is_pulled(sequence):
+            self.prompts.add(sequence)
         self.update_counts(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         remove_ranked(self.waiting, sequence)
         remove_ranked(self.waiting_with_blocks, sequence)
         insort(self.running, sequence, key=by_rank)
+        if sequence in self.prompts:
+            self.prompts.update(sequence)
         self.update_counts(sequence)
 
     def send_back(self, sequence: Sequence) -> None:
@@ -46,6 +52,7 @@ class SequenceQueues:
             self.prefilling.pop(sequence.sequence_id, None)
         else:
             remove_ranked(self.waiting_with_blocks, sequence)
+        self.prompts.update(sequence)
         self.update_counts(sequence)
 
     def end(self, sequence: Sequence) -> None:
@@ -63,6 +70,7 @@ class SequenceQueues:
         else:
             remove_ranked(self.waiting, sequence)
             remove_ranked(self.waiting_with_blocks, sequence)
+        self.prompts.discard(sequence)
         self.num_waiting_tokens -= sequence.num_counted_tokens
         sequence.num_counted_tokens = 0
 
@@ -72,12 +80,20 @@ class SequenceQueues:
         self.num_waiting_tokens += num_counted - sequence.num_counted_tokens
         sequence.num_counted_tokens = num_counted
 
+    def take(self, sequence: Sequence, start: int, num_tokens: int) -> None:
+        """The step that is being planned computes this chunk of a running sequence."""
+        if sequence in self.prompts:
+            self.prompts.take(sequence, start, num_tokens)
+        self.update_phase(sequence)
+
     def update_phase(self, sequence: Sequence) -> None:
         """Note whether a running sequence is in prefill after the steps in flight."""
         if len(sequence.token_ids) - sequence.num_planned_tokens > 1:
             self.prefilling[sequence.sequence_id] = sequence
+            self.prompts.update(sequence)
         else:
             self.prefilling.pop(sequence.sequence_id, None)
+            self.prompts.discard(sequence)
 
     def check(self) -> None:
         """Every sequence is in one queue, in rank order, and every count is right."""
@@ -91,6 +107,12 @@ class SequenceQueues:
         assert self.num_waiting_tokens == sum(map(_num_waiting, [*self.running, *self.waiting]))
         in_prefill = [s.sequence_id for s in self.running if len(s.token_ids) - s.num_planned_tokens > 1]
         assert self.prefilling.keys() == set(in_prefill)
+        self.prompts.check([*self.prefilling.values(), *(s for s in self.waiting if not _is_pulled(s))])
+
+
+def _is_pulled(sequence: Sequence) -> bool:
+    """A waiting sequence with a pulled prompt and one token to compute."""
+    return bool(sequence.block_table) and sequence.num_uncomputed_tokens <= 1
 
 
 def _num_waiting(sequence: Sequence) -> int:

@@ -3,16 +3,13 @@
     with a source:    DecodeArrived -> wait for target blocks -> pull -> running -> tokens ... -> DecodeDone
     without a source: DecodeArrived -> queue -> prefill here ---------^
 
-Hand-offs wait for their target blocks in rank order; heartbeats keep the offers of their owners alive. A hand-off needs
-all its blocks at once. So the scheduler admits no sequence of lower rank while a hand-off waits: freed blocks add up
-until the hand-off fits. The target blocks stay reserved until the pull has ended, even if the call ends first, because
-a read may still write to them. A failed hand-off ends the call with `TransferFailed`, and the router decides whether to
-retry.
+decode_worker/pull_queue.py gives target blocks to hand-offs, in rank order, and says why no two of them wait for each
+other. The target blocks stay reserved until the pull has ended, even if the call ends first, because a read may still
+write to them. A failed hand-off ends the call with `TransferFailed`, and the router decides whether to retry.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from dataclasses import dataclass, field
 
 from core.block_pool import Column
@@ -22,9 +19,10 @@ from core.ledger import Claim, SequenceState, check_claims
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
-from core.sequence import Rank, Sequence
+from core.sequence import Sequence
 from core.step import SampledToken, StepOutput, TokenEvent
 from core.worker_load import NO_CALL, CallId, WorkerLoad
+from decode_worker.pull_queue import PulledPrompt, PullQueue
 from kv_transfer.events import (
     AgentAction,
     OfferEnded,
@@ -32,6 +30,7 @@ from kv_transfer.events import (
     PullFailed,
     PullGivenUp,
     PullStats,
+    TargetsNeeded,
     TransferAction,
     TransferEvent,
 )
@@ -80,16 +79,6 @@ class DecodeFailed:
 DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
 
 
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """A hand-off from its arrival until its last read has ended."""
-
-    sequence: Sequence
-    transfer_id: TransferId
-    targets: dict[int, int] | None = None  # position -> INCOMING block; None while waiting for blocks
-    call_ended: bool = False
-
-
 @dataclass(slots=True)
 class _Call:
     sequence: Sequence
@@ -104,9 +93,10 @@ class DecodeMachine:
     transfers: TransferMachine
     max_pulls_waiting: int
     _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
-    _pulls: dict[TransferId, _Pull] = field(default_factory=dict)  # in order of arrival
-    _waiting_pulls: list[_Pull] = field(default_factory=list)  # without target blocks, in rank order
-    _blocked_by: tuple[Rank, int, int, Rank | None] | None = None  # at the last attempt that found too few blocks
+    _pulls: PullQueue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pulls = PullQueue(self.core.scheduler, self.core.pool)
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """Raises `TandemError` if it refuses a `DecodeArrived`."""
@@ -132,30 +122,47 @@ class DecodeMachine:
                     actions += self._end(request_id, late, AbortReason.DEADLINE, now)
             case _:
                 actions += self._apply_results(self.transfers.handle(event, now), now)
-        actions += self._start_pulls(now)
-        first = self._waiting_pulls[0].sequence.rank if self._waiting_pulls else None
-        return [*self.core.next_step(now, admit_before=first), *actions]  # the step runs during the other actions
+        actions += self._give_blocks(now)
+        steps = self.core.next_step(now, admit_before=self._pulls.blocked_rank)
+        while (victim := self._pulls.victim(now)) is not None:
+            if isinstance(victim, Sequence):
+                self.core.scheduler.preempt(victim)
+            else:
+                lost = TransferFailed("the KV hand-off lost its blocks to a sequence that ranks higher")
+                actions += self._end(victim.sequence.sequence_id, lost, AbortReason.OVERLOADED, now)
+            actions += self._give_blocks(now)
+            steps += self.core.next_step(now, admit_before=self._pulls.blocked_rank)
+        return [*steps, *actions]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
-        known = (self.core.next_deadline(), self.transfers.next_deadline())
+        known = (self.core.next_deadline(), self.transfers.next_deadline(), self._pulls.next_deadline())
         return min((when for when in known if when is not None), default=None)
 
     @property
     def idle(self) -> bool:
-        return not self._calls and not self._pulls and not self.transfers.alive
+        return not self._calls and not self._pulls.by_id and not self.transfers.alive
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """A hand-off waits for blocks, which the end of any step may free."""
+        return self._pulls.any_lacks_blocks
 
     @property
     def transfers_alive(self) -> bool:
         return self.transfers.alive
 
     def load(self) -> WorkerLoad:
-        return self.core.load(self.transfers, num_pulls_waiting=len(self._waiting_pulls))
+        return self.core.load(
+            self.transfers,
+            num_pulls_waiting=self._pulls.num_waiting,
+            num_promised_blocks=self._pulls.num_promised_blocks,
+        )
 
     def claims(self) -> list[Claim]:
         """Every holder of blocks, and every live transfer."""
         pulled = [
             claim_of(pull.sequence, SequenceState.ENDING if pull.call_ended else SequenceState.TRANSFER)
-            for pull in self._pulls.values()
+            for pull in self._pulls.by_id.values()
         ]
         return [*self.core.claims(), *pulled, *self.transfers.claims()]
 
@@ -180,56 +187,27 @@ class DecodeMachine:
             self.core.scheduler.add(sequence)
             return []
         self.core.scheduler.refuse_oversized(sequence)
-        if len(self._waiting_pulls) >= self.max_pulls_waiting:
-            raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for blocks (max_pulls_waiting)")
+        if self._pulls.num_waiting >= self.max_pulls_waiting:
+            raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
         transfer_id, owner = source
         actions = self._apply_results(self.transfers.reserve_pull(transfer_id, owner, now), now)
-        self._pulls[transfer_id] = pull = _Pull(sequence, transfer_id)
-        insort(self._waiting_pulls, pull, key=lambda waiting: waiting.sequence.rank)
+        self._pulls.add(sequence, transfer_id)
         return actions
 
     # ---- hand-offs
 
-    def _start_pulls(self, now: float) -> list[DecodeAction]:
-        """Reserve target blocks for waiting hand-offs, in rank order, until too few blocks are available."""
+    def _give_blocks(self, now: float) -> list[DecodeAction]:
+        """Admit hand-offs that have room now, and give targets for announced blocks."""
         actions: list[DecodeAction] = []
-        while self._waiting_pulls and self._blocked_by != self._what_decides():
-            pull = self._waiting_pulls[0]
-            targets = self._reserve_targets(pull.sequence)
+        for pull, targets in self._pulls.give_blocks():
             if targets is None:
-                self._blocked_by = self._what_decides()
-                break
-            del self._waiting_pulls[0]
-            pull.targets = targets
-            self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
-            started = self.transfers.start_pull(pull.transfer_id, targets, now, pull.sequence.num_tokens)
-            actions += self._apply_results(started, now)
+                self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
+                positions = range(len(pull.sequence.block_table), pull.num_positions)
+                asked = self.transfers.start_pull(pull.transfer_id, positions, now, pull.sequence.num_tokens)
+                actions += self._apply_results(asked, now)
+            else:
+                actions += self._apply_results(self.transfers.add_targets(pull.transfer_id, targets, now), now)
         return actions
-
-    def _what_decides(self) -> tuple[Rank, int, int, Rank | None]:
-        """Everything that decides whether the first waiting hand-off gets its blocks."""
-        scheduler = self.core.scheduler
-        first = scheduler.waiting[0].rank if scheduler.waiting else None
-        return self._waiting_pulls[0].sequence.rank, self.core.pool.num_changes, len(scheduler.running), first
-
-    def _reserve_targets(self, sequence: Sequence) -> dict[int, int] | None:
-        """Hold the cached prefix, and reserve a block for every other position. Returns None if `sequence` has to wait.
-
-        A waiting sequence of higher rank gets its blocks first, and one block stays available for each running
-        sequence: otherwise a steady flow of hand-offs would starve and preempt these sequences.
-        """
-        scheduler, pool = self.core.scheduler, self.core.pool
-        if any(other.rank < sequence.rank and not other.block_table for other in scheduler.waiting[:1]):
-            return None
-        scheduler.hold_cached_prefix(sequence, sequence.num_tokens)
-        num_held = len(sequence.block_table)
-        num_needed = -(-sequence.num_tokens // scheduler.block_size)
-        has_room = pool.num_available >= num_needed - num_held + len(scheduler.running)
-        blocks = pool.reserve(num_needed - num_held) if has_room else None
-        if blocks is None:
-            scheduler.drop_blocks(sequence)
-            return None
-        return dict(zip(range(num_held, num_needed), blocks, strict=True))
 
     def _apply_results(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
         """Act on the results of pulls. Returns the actions that follow, and the agent's actions unchanged."""
@@ -238,8 +216,10 @@ class DecodeMachine:
             match action:
                 case PullCompleted():
                     mine += self._on_pulled(action, now)
+                case TargetsNeeded(transfer_id, positions):
+                    self._pulls.announce(transfer_id, positions)
                 case PullGivenUp():
-                    mine += self._on_pull_given_up(action)
+                    mine += self._fail_pulled_call(self._pulls.by_id[action.transfer_id], action)
                 case PullFailed():
                     mine += self._on_pull_failed(action)
                 case OfferEnded():
@@ -249,12 +229,12 @@ class DecodeMachine:
         return mine
 
     def _on_pulled(self, done: PullCompleted, now: float) -> list[DecodeAction]:
-        pull = self._pulls.pop(done.transfer_id)
+        pull = self._pulls.remove(done.transfer_id)
         sequence = pull.sequence
-        assert pull.targets is not None
         assert not pull.call_ended, "the pull of an ended call completed, though it was cancelled or had failed"
-        self.core.pool.arrive(pull.targets.values())
-        sequence.block_table += pull.targets.values()
+        blocks = [pull.targets[position] for position in range(len(sequence.block_table), pull.num_positions)]
+        self.core.pool.arrive(blocks)
+        sequence.block_table += blocks
         sequence.num_computed_tokens = sequence.num_tokens
         if done.first_token_id is None:
             self.core.scheduler.drop_blocks(sequence)
@@ -273,20 +253,15 @@ class DecodeMachine:
         return [emitted]
 
     def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
-        pull = self._pulls.pop(failed.transfer_id)
-        if pull.targets is None:
-            self._waiting_pulls.remove(pull)
-        self.core.pool.cancel_reservation((pull.targets or {}).values())
+        pull = self._pulls.remove(failed.transfer_id)
+        self.core.pool.cancel_reservation(pull.targets.values())
         self.core.scheduler.drop_blocks(pull.sequence)
         return self._fail_pulled_call(pull, failed)
 
-    def _on_pull_given_up(self, given_up: PullGivenUp) -> list[DecodeAction]:
-        return self._fail_pulled_call(self._pulls[given_up.transfer_id], given_up)
-
-    def _fail_pulled_call(self, pull: _Pull, failed: PullGivenUp | PullFailed) -> list[DecodeAction]:
+    def _fail_pulled_call(self, pull: PulledPrompt, failed: PullGivenUp | PullFailed) -> list[DecodeAction]:
         if pull.call_ended:
             return []
-        pull.call_ended = True
+        self._pulls.end_call(pull)
         message = f"the KV hand-off failed: {failed.reason.value}"
         return self._fail_call(
             pull.sequence.sequence_id, TransferFailed(f"{message} ({failed.detail})" if failed.detail else message)
@@ -316,9 +291,9 @@ class DecodeMachine:
             return []
         self.core.scheduler.abort(request_id)
         actions = self._fail_call(request_id, error)
-        for pull in list(self._pulls.values()):
+        for pull in list(self._pulls.by_id.values()):
             if pull.sequence.sequence_id == request_id:
-                pull.call_ended = True
+                self._pulls.end_call(pull)
                 actions += self._apply_results(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
         return actions
 
@@ -332,11 +307,9 @@ class DecodeMachine:
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)
-        pulled = {pull.sequence.sequence_id for pull in self._pulls.values() if not pull.call_ended}
+        self._pulls.check()
+        pulls = self._pulls.by_id.values()
+        pulled = {pull.sequence.sequence_id for pull in pulls if not pull.call_ended}
         for request_id in self._calls:
             assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)
-        assert all(pull.targets is not None for pull in self._pulls.values() if pull.call_ended)
-        waiting = [pull for pull in self._pulls.values() if pull.targets is None]
-        assert self._waiting_pulls == sorted(waiting, key=lambda pull: pull.sequence.rank)
-        incoming = sum(len(pull.targets or ()) for pull in self._pulls.values())
-        assert incoming == self.core.pool.ledger()[Column.INCOMING]
+        assert sum(len(pull.targets) for pull in pulls) == self.core.pool.ledger()[Column.INCOMING]

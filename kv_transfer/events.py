@@ -3,9 +3,9 @@
     worker machine --offer, add_ready, reserve_pull, ...--> TransferMachine --results-----> worker machine
     agent          --events-------------------------------> TransferMachine --AgentAction-> agent
 
-A worker machine calls the TransferMachine synchronously and gets a list of actions. It keeps the results (`PullEnded`,
-`OfferEnded`) for itself and passes the rest on to its shell, which gives them to the agent. The agent's events come
-back through `TransferMachine.handle`.
+A worker machine calls the TransferMachine synchronously and gets a list of actions. It keeps the results
+(`TargetsNeeded`, `PullEnded`, `OfferEnded`) for itself and passes the rest on to its shell, which gives them to the
+agent. The agent's events come back through `TransferMachine.handle`.
 
 The agent, and the simulator in its place, guarantee:
   - `ComputeDigests`: compute the digest of each block before the block's lease ends;
@@ -174,6 +174,15 @@ class PullStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetsNeeded:
+    """The owner has announced blocks for these positions, which have no target yet. `add_targets` is the answer, at
+    any later time, in one call or several."""
+
+    transfer_id: TransferId
+    positions: tuple[int, ...]  # each position once for each pull
+
+
+@dataclass(frozen=True, slots=True)
 class PullCompleted:
     """Every target block holds the owner's bytes, verified under a lease that covered all reads."""
 
@@ -213,6 +222,6 @@ class OfferEnded:
     reason: AbortReason | None
 
 
-TransferResult = PullEnded | PullGivenUp | OfferEnded
+TransferResult = TargetsNeeded | PullEnded | PullGivenUp | OfferEnded
 TransferAction = AgentAction | TransferResult
 Actions = list[TransferAction]

@@ -4,7 +4,7 @@ It lives inside a worker machine, which calls it synchronously. Any worker can o
 method returns actions (kv_transfer/events.py). The worker machine handles `PullEnded` and `OfferEnded`; the rest goes
 to the agent.
 
-Target blocks belong to the worker: it reserves them in the BlockPool before `start_pull`, and after `PullEnded` (never
+Target blocks belong to the worker: it reserves them in the BlockPool before `add_targets`, and after `PullEnded` (never
 before) it makes them HELD or frees them. Leases belong to this machine: `add_ready` takes them, and only the end of the
 offer returns them, whatever happens to the sequence that held the blocks.
 """
@@ -94,7 +94,7 @@ class TransferMachine:
     # ---- pulling
 
     def reserve_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> Actions:
-        """Keep the owner's offer alive until target blocks are free. Raises `LayoutMismatch`, `QueueFull`, or
+        """Keep the owner's offer alive until the worker has room. Raises `LayoutMismatch`, `QueueFull`, or
         `TransferFailed` where the id is not new."""
         self._puller.refuse_pull(transfer_id, owner)
         actions = self._meet(owner, now)
@@ -102,14 +102,19 @@ class TransferMachine:
         return actions
 
     def start_pull(
-        self, transfer_id: TransferId, targets: Mapping[int, int], now: float, num_tokens: int | None = None
+        self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
     ) -> Actions:
-        """Pull into `targets`: position -> INCOMING block id. Empty where only the first token is wanted.
+        """Ask the owner for these positions. Empty where only the first token is wanted.
 
         Where the owner's blocks are smaller than ours it may have none for the end of our last one: `num_tokens`, the
         length of the sequence, says how many pieces there are.
         """
-        return self._puller.start(transfer_id, targets, now, num_tokens)
+        return self._puller.start(transfer_id, positions, now, num_tokens)
+
+    def add_targets(self, transfer_id: TransferId, targets: Mapping[int, int], now: float) -> Actions:
+        """Read into `targets`, position -> INCOMING block id, what is announced or will be. The pull must be wanting,
+        and not given up."""
+        return self._puller.add_targets(transfer_id, targets, now)
 
     def cancel_pull(self, transfer_id: TransferId, reason: AbortReason, now: float) -> Actions:
         """Give up. `PullFailed` comes once our reads have ended. Does nothing where the pull has ended already."""
@@ -180,7 +185,7 @@ class TransferMachine:
         return self._peers.counters
 
     def is_wanted(self, transfer_id: TransferId) -> bool:
-        """Whether the WANT for this offer has come: the puller has reserved its target blocks."""
+        """Whether the WANT for this offer has come: the puller's worker had room for it, and may hold blocks for it."""
         offer = self._owner.offers.get(transfer_id)
         return offer is not None and offer.wanted is not None
 
@@ -189,9 +194,13 @@ class TransferMachine:
         offer = self._owner.offers.get(transfer_id)
         return 0 if offer is None else len(offer.leased)
 
-    def unwanted_offers(self) -> list[TransferId]:
-        """Offers with leased blocks and no WANT yet, oldest first; aborting one frees its blocks at once."""
-        return [offer.transfer_id for offer in self._owner.offers.values() if offer.leased and offer.wanted is None]
+    def starved_offers(self) -> list[TransferId]:
+        """Offers with leased blocks for which their pullers have no room: those with a WANT first, oldest first.
+
+        Without a WANT, an abort frees the blocks at once; else the puller's RELEASE does, after its reads.
+        """
+        starved = [offer for offer in self._owner.offers.values() if offer.starved]
+        return [offer.transfer_id for offer in sorted(starved, key=lambda offer: offer.wanted is None)]
 
     def claims(self) -> list[Claim]:
         """The leased blocks of every live offer, then the target blocks of every live pull, oldest first."""

@@ -28,12 +28,18 @@ class Offer:
     newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
     renewed_by: int = 0  # counter of the newest message that renewed the lease
     ready_sent_at: float = 0.0
+    num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
     aborting: AbortReason | None = None
     detail: str = ""
 
     @property
     def may_be_read(self) -> bool:
         return bool(self.announced_pieces)
+
+    @property
+    def starved(self) -> bool:
+        """Blocks are leased, and the puller has no room for them."""
+        return bool(self.leased) and (self.wanted is None or self.num_unplaced > 0)
 
     @property
     def num_announced(self) -> int:

@@ -161,6 +161,7 @@ class Owner:
                 self._peers.drop(Drop.FOREIGN)
             else:
                 offer.renew(heartbeat.counter, now)
+                offer.num_unplaced = entry.num_unplaced
                 renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
                 actions += self._repeat_lost(offer, entry.num_ready, now)
         answer = Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed))

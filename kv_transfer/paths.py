@@ -95,9 +95,17 @@ class Paths:
         self._config = config
         self._peers = peers
         self._paths: dict[str, _Path] = {}  # by the peer's name; least recently used first
+        # Asked after every event and for every report, and the same for hundreds of paths most of the time.
+        self._statuses: tuple[PathStatus, ...] | None = None  # None: to be found anew
+        self._first_due: list[float] | None = None  # likewise; of all paths, none or one
+
+    def _note_change(self) -> None:
+        """Call before a change of any path."""
+        self._statuses = self._first_due = None
 
     def watch(self, peer: AgentAddress, in_use: Container[str], now: float) -> Actions:
         """Connect to a peer we will read from, and measure the path."""
+        self._note_change()
         path = self._paths.get(peer.name)
         if path is not None:
             return self._connect(path, in_use, now) if path.state is PathState.UNREACHABLE else []
@@ -125,6 +133,7 @@ class Paths:
 
     def forget(self, name: str, in_use: Container[str]) -> Actions:
         """The peer has left the fleet."""
+        self._note_change()
         self._paths.pop(name, None)
         if self._peers.address_of(name) is None or name in in_use:
             return []
@@ -133,6 +142,7 @@ class Paths:
 
     def on_hand_off(self, owner: AgentAddress, num_bytes: int, seconds: float, now: float) -> Actions:
         """A pull from `owner` has completed; its reads took so many seconds."""
+        self._note_change()
         path = self._paths.pop(owner.name, None)
         if path is None:
             path = self._add(owner)
@@ -165,6 +175,7 @@ class Paths:
         path = self._paths.get(sender)
         if path is None or path.step is not _Step.PINGING or ping.ack != path.ping:
             return []
+        self._note_change()
         round_trip_s = now - path.pinged_at
         path.latency_s = round_trip_s if path.num_answers == 0 else min(path.latency_s, round_trip_s)
         path.num_answers += 1
@@ -192,6 +203,7 @@ class Paths:
     # ---- probes
 
     def on_probed(self, event: PathProbed, now: float) -> Actions:
+        self._note_change()
         path = self._paths.get(event.peer)
         if path is None or path.step is not _Step.PROBING:
             return []
@@ -207,6 +219,7 @@ class Paths:
         return self._conclude(path, self._judged(path), now)
 
     def on_probe_failed(self, event: ProbeFailed, now: float) -> Actions:
+        self._note_change()
         path = self._paths.get(event.peer)
         if path is None or path.step is not _Step.PROBING:
             return []
@@ -220,6 +233,7 @@ class Paths:
     # ---- verdicts
 
     def on_peer_lost(self, name: str, detail: str, now: float) -> Actions:
+        self._note_change()
         path = self._paths.get(name)
         if path is None or path.state is PathState.REFUSED:
             return []
@@ -246,6 +260,7 @@ class Paths:
         for name, path in list(self._paths.items()):
             if path.due is None or now < path.due:
                 continue
+            self._note_change()
             if path.step is _Step.PINGING and now < path.give_up_at:
                 actions += self._ping(path, now)
             elif path.step is _Step.PROBING:
@@ -259,16 +274,27 @@ class Paths:
         return actions, silent
 
     def deadlines(self) -> list[float]:
-        return [path.due for path in self._paths.values() if path.due is not None]
+        """The first one, if there is one."""
+        if self._first_due is None:
+            dues = [path.due for path in self._paths.values() if path.due is not None]
+            self._first_due = [min(dues)] if dues else []
+        return self._first_due
 
     # ---- asking
 
     def statuses(self) -> tuple[PathStatus, ...]:
         """Every path, as it was when it last changed."""
-        return tuple(path.report() for path in self._paths.values())
+        if self._statuses is None:
+            self._statuses = tuple(path.report() for path in self._paths.values())
+        return self._statuses
 
     def check(self) -> None:
         assert len(self._paths) <= MAX_PATHS
+        known = self.deadlines()
+        self._first_due = None
+        assert known == self.deadlines()
+        if self._statuses is not None:
+            assert self._statuses == tuple(path.report() for path in self._paths.values())
         for name, path in self._paths.items():
             assert name == path.peer.name
             assert (path.step is _Step.DONE) == (path.due is None)

@@ -1,7 +1,8 @@
 """One pull: which blocks are announced, read and verified, and how long the lease is known to run.
 
 Every wanted block (or piece of a block, where the layouts differ) goes announced -> to_read -> in flight -> verified,
-and back to to_read when its digest does not match.
+and back to to_read when its digest does not match. An announced block without a target is unplaced until
+`add_targets` gives it one.
 
 The lease: the owner acknowledges a message of ours by its counter, and keeps the blocks for lease_s after it received
 that message, so at least until (our time of sending) + lease_s, on our own clock. An expired offer never comes back, so
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from core.handoff import PULLER_STEPS, AgentAddress, OfferedBlocks, PullerState, TransferId
@@ -26,7 +28,7 @@ class Pull:
     plan: TransferPlan
     created_at: float
     state: PullerState = PullerState.RESERVED
-    targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours
+    targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours; grows until the end of the pull
     wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
     ending: PullFailed | None = None  # the pull has failed and waits for its reads to end
     newest: int = 0  # counter of the owner's newest READY or ABORT
@@ -36,6 +38,7 @@ class Pull:
     all_announced_at: float = 0.0
     first_token_id: int | None = None
     # state of the blocks
+    unplaced: list[OfferedBlocks] = field(default_factory=list)  # their positions have no target yet
     to_read: deque[OfferedBlocks] = field(default_factory=deque)  # each is one read, rising by block
     reads: dict[int, OfferedBlocks] = field(default_factory=dict)  # in flight, by read id
     verified: set[int] = field(default_factory=set)  # positions
@@ -78,10 +81,44 @@ class Pull:
             and max(offered.blocks, default=0) < self.owner.num_blocks
         )
 
-    def record_ready(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
+    @property
+    def num_unplaced(self) -> int:
+        return sum(map(len, self.unplaced))
+
+    def record_ready(self, offered: OfferedBlocks, blocks_per_read: int) -> tuple[int, ...]:
+        """Returns the positions that need a target, and did not before, in order."""
+        known = {position for blocks in self.unplaced for position in self._target_positions(blocks)}
         self.announced.update(offered.positions)
-        starts = range(0, len(offered), blocks_per_read)
-        self.to_read += [offered.cut(first, first + blocks_per_read).by_block() for first in starts]
+        self._place(offered, blocks_per_read)
+        new = dict.fromkeys(self._target_positions(offered))
+        return tuple([position for position in new if position not in self.targets and position not in known])
+
+    def add_targets(self, targets: Mapping[int, int], blocks_per_read: int) -> None:
+        """Announced blocks with a target are read next."""
+        self.targets.update(targets)
+        waiting, self.unplaced = self.unplaced, []
+        for offered in waiting:
+            self._place(offered, blocks_per_read)
+
+    def _place(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
+        """Sort announced blocks by whether they have a target."""
+        positions = self._target_positions(offered)
+        if self.targets.keys().isdisjoint(positions):
+            placed, unplaced = OfferedBlocks(), offered
+        elif self.targets.keys() >= set(positions):
+            placed, unplaced = offered, OfferedBlocks()
+        else:
+            rows = list(zip(offered, positions, strict=True))
+            placed = OfferedBlocks.of(row for row, position in rows if position in self.targets)
+            unplaced = OfferedBlocks.of(row for row, position in rows if position not in self.targets)
+        starts = range(0, len(placed), blocks_per_read)
+        self.to_read += [placed.cut(first, first + blocks_per_read).by_block() for first in starts]
+        self.unplaced += [unplaced] if len(unplaced) else []
+
+    def _target_positions(self, offered: OfferedBlocks) -> tuple[int, ...]:
+        """Of the target block of each piece."""
+        parts = self.plan.target_parts
+        return offered.positions if parts == 1 else tuple([piece // parts for piece in offered.positions])
 
     def renew(self, ack: int) -> None:
         """The owner renewed the lease when it received our message `ack`."""
@@ -132,5 +169,10 @@ class Pull:
         assert (self.state is PullerState.READING) == bool(self.reads)
         assert self.ending is None or self.reads, "an ending pull waits for its reads alone"
         if self.ending is None:
-            unread = [position for blocks in (*self.reads.values(), *self.to_read) for position in blocks.positions]
-            assert sorted(unread + list(self.verified)) == sorted(self.announced)
+            placed = [position for blocks in (*self.reads.values(), *self.to_read) for position in blocks.positions]
+            placed += self.verified
+            unplaced = [position for blocks in self.unplaced for position in blocks.positions]
+            assert sorted(placed + unplaced) == sorted(self.announced)
+            parts = self.plan.target_parts
+            assert all(position // parts in self.targets for position in placed)
+            assert all(position // parts not in self.targets for position in unplaced)

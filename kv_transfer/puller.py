@@ -1,7 +1,10 @@
 """The puller's half of a hand-off: ask, read the ready blocks, verify them, and prove that the lease covered all reads.
 
-    RESERVED --targets, WANT--> WANTING <--READY, reads--> READING --all read--> VERIFYING --lease proven--> COMPLETE
-        `---------------------------+--------------------------+---------------------+--> FAILED | CANCELLED
+    RESERVED --room, WANT--> WANTING <--targets, reads--> READING --all read--> VERIFYING --lease proven--> COMPLETE
+        `-----------------------+---------------------------+----------------------+--> FAILED | CANCELLED
+
+A READY asks the worker for targets (`TargetsNeeded`). The blocks of the READY wait until the worker has given them, so
+a prompt that is still computed keeps no target for blocks that do not exist yet.
 
 Whatever ends a pull early, its reads end first. Only then does the RELEASE go to the owner and the result to the
 worker, which may use the target blocks again. A cancelled read can still write for an unknown time, so `PullGivenUp`
@@ -43,6 +46,7 @@ from kv_transfer.events import (
     ReadFinished,
     ReadTimedOut,
     StartRead,
+    TargetsNeeded,
 )
 from kv_transfer.paths import Paths
 from kv_transfer.peers import Drop, Peers, TransferMessage, transfer_name
@@ -90,13 +94,11 @@ class Puller:
         self._heartbeats.setdefault(owner.name, _Heartbeats(now + heartbeat_s(owner.lease_s)))
 
     def start(
-        self, transfer_id: TransferId, targets: Mapping[int, int], now: float, num_tokens: int | None = None
+        self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
     ) -> Actions:
         pull = self.pulls[transfer_id]
-        pull.targets = dict(targets)
         parts = pull.plan.target_parts
-        pieces = targets if parts == 1 else [position * parts + part for position in targets for part in range(parts)]
-        pull.wanted = frozenset(pieces)
+        pull.wanted = frozenset(position * parts + part for position in positions for part in range(parts))
         if num_tokens is not None:
             pull.wanted = pull.wanted.intersection(range(-(-num_tokens // pull.plan.piece_tokens)))
         pull.step(PullerState.WANTING)
@@ -104,6 +106,12 @@ class Puller:
             detail = f"{len(pull.wanted)} pieces, and a WANT lists at most {MAX_POSITIONS}"
             return self._fail(pull, AbortReason.READ_FAILED, detail, now)
         return self._send_want(pull, now)
+
+    def add_targets(self, transfer_id: TransferId, targets: Mapping[int, int], now: float) -> Actions:
+        pull = self.pulls[transfer_id]
+        assert pull.ending is None, "the pull has been given up"
+        pull.add_targets(targets, self.config.blocks_per_read(pull.plan.piece_bytes))
+        return self._advance(pull, now) if pull.to_read else []
 
     def cancel(self, transfer_id: TransferId, reason: AbortReason, now: float) -> Actions:
         pull = self.pulls.get(transfer_id)
@@ -127,7 +135,7 @@ class Puller:
         new = ready.blocks.cut(num_known)
         if not pull.can_read(new):
             return self._fail(pull, AbortReason.READ_FAILED, "the owner announced blocks that cannot be read", now)
-        pull.record_ready(new, self.config.blocks_per_read(pull.plan.piece_bytes))
+        needed = pull.record_ready(new, self.config.blocks_per_read(pull.plan.piece_bytes))
         if ready.last:
             if not pull.all_announced:
                 pull.all_announced_at = now
@@ -135,7 +143,8 @@ class Puller:
             if len(pull.announced) < len(pull.wanted):
                 detail = f"the owner ended with {len(pull.announced)} of {len(pull.wanted)} blocks"
                 return self._fail(pull, AbortReason.PREFILL_FAILED, detail, now)
-        return self._advance(pull, now)
+        asked: Actions = [TargetsNeeded(pull.transfer_id, needed)] if needed and pull.ending is None else []
+        return self._advance(pull, now) + asked
 
     def on_answer(self, sender: str, answer: Heartbeat, now: float) -> Actions:
         """The owner's answer to our heartbeat `answer.ack` lists the transfers whose lease that heartbeat renewed."""
@@ -250,7 +259,7 @@ class Puller:
             if pull.first_heartbeat is None:
                 pull.first_heartbeat = counter
         heartbeats.num_unanswered += 1
-        entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.announced)) for pull in alive)
+        entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.announced), pull.num_unplaced) for pull in alive)
         return self._peers.send(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
 
     def _missing_from_answer(self, pull: Pull, now: float) -> Actions:

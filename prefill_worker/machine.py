@@ -8,9 +8,9 @@ The sequence leaves the scheduler with its first token. Its blocks stay leased u
 machine leases blocks before it completes the step, because the scheduler then releases the blocks of a finished
 sequence.
 
-Prompts and readers can deadlock: leased blocks wait for readers without free blocks, while the blocks of these readers
-are reserved for prompts that wait here for blocks. `_unblock` ends a deadlock: it withdraws offers until a prompt with
-a ready reader can be computed.
+Prompts and readers can deadlock: leased blocks wait for readers without free blocks, while these readers' workers hold
+blocks for prompts that wait here for blocks. `_unblock` ends a deadlock: it withdraws offers until a prompt with a
+ready reader can be computed. A heartbeat says whether a reader lacks blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kv_transfer.events import AgentAction, TransferAction, TransferEvent, Trans
 from kv_transfer.machine import TransferMachine
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
-MAX_STALL_S = 1.0  # a reader with reserved blocks waits this long for a prompt here; then other offers are withdrawn
+MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt here; then other offers are withdrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class PrefillMachine:
     # ---- deadlocks of prompts and readers
 
     def _unblock(self, now: float) -> list[PrefillAction]:
-        """Withdraw one offer after each stall: a reader has reserved blocks for a prompt, and no step can run.
+        """Withdraw one offer after each stall: a reader may hold blocks for a prompt, and no step can run.
 
         The router retries the requests of withdrawn offers.
         """
@@ -212,11 +212,15 @@ class PrefillMachine:
         return []
 
     def _least_useful_offer(self) -> TransferId | None:
-        """The newest offer without a WANT; else the unfinished offer of lowest rank, but never the highest-ranked."""
-        unwanted = self.transfers.unwanted_offers()
-        if unwanted:
-            return unwanted[-1]
+        """The newest offer without a WANT; else the newest one whose reader lacks blocks; else the unfinished offer of
+        lowest rank. Never the unfinished prompt of highest rank, if its reader has sent a WANT."""
         by_rank = sorted(self._calls.values(), key=lambda call: call.sequence.rank)
+        first = by_rank[0].transfer_id if by_rank else None
+        starved = [
+            offer for offer in self.transfers.starved_offers() if offer != first or not self.transfers.is_wanted(offer)
+        ]
+        if starved:
+            return starved[-1]
         unfinished = [call.transfer_id for call in by_rank[1:] if self.transfers.num_leased(call.transfer_id)]
         return unfinished[-1] if unfinished else None
 

@@ -75,7 +75,9 @@ def encode(message: HandoffMessage) -> bytes:
                 envelope.heartbeat.ack = message.ack
             for entry in message.entries:
                 envelope.heartbeat.entries.add(
-                    transfer_id=encode_transfer_id(entry.transfer_id), num_ready=entry.num_ready
+                    transfer_id=encode_transfer_id(entry.transfer_id),
+                    num_ready=entry.num_ready,
+                    num_unplaced=entry.num_unplaced,
                 )
         case Release():
             envelope.release.SetInParent()
@@ -216,7 +218,10 @@ def _ready_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hand
 def _heartbeat_from_wire(stamp: tuple[int, int], wire: handoff_pb2.HandoffHeartbeat) -> Heartbeat:
     _require(len(wire.entries) <= MAX_ENTRIES, f"{len(wire.entries)} heartbeat entries are more than {MAX_ENTRIES}")
     ack = _ack_from_wire(wire)
-    entries = tuple(HeartbeatEntry(decode_transfer_id(entry.transfer_id), entry.num_ready) for entry in wire.entries)
+    entries = tuple(
+        HeartbeatEntry(decode_transfer_id(entry.transfer_id), entry.num_ready, entry.num_unplaced)
+        for entry in wire.entries
+    )
     return Heartbeat(*stamp, ack, entries)
 
 

@@ -91,12 +91,14 @@ class HandoffHeartbeat(_message.Message):
     def __init__(self, ack: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[HandoffHeartbeatEntry, _Mapping]]] = ...) -> None: ...
 
 class HandoffHeartbeatEntry(_message.Message):
-    __slots__ = ("transfer_id", "num_ready")
+    __slots__ = ("transfer_id", "num_ready", "num_unplaced")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNPLACED_FIELD_NUMBER: _ClassVar[int]
     transfer_id: bytes
     num_ready: int
-    def __init__(self, transfer_id: _Optional[bytes] = ..., num_ready: _Optional[int] = ...) -> None: ...
+    num_unplaced: int
+    def __init__(self, transfer_id: _Optional[bytes] = ..., num_ready: _Optional[int] = ..., num_unplaced: _Optional[int] = ...) -> None: ...
 
 class HandoffRelease(_message.Message):
     __slots__ = ("reason",)

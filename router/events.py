@@ -189,6 +189,7 @@ class Outcome:
     timeline: Timeline
     candidate: Candidate
     first_token_s: float  # from arrival
+    predicted_first_token_s: float  # the same, as predicted at the last dispatch before it
     prefill: PrefillResult | None
     decode: DecodeResult | None
 

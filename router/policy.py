@@ -2,15 +2,17 @@
 
 For a pair (prefill worker P, decode worker D), and for D alone, which then computes the prompt itself:
 
-    cost = queue_s         until the computing worker begins the prompt: the prompts that go first
-         + prefill_s       to compute the uncached tokens; on D, in steps that its streams share
+    cost = queue_s         until the computing worker begins the prompt: its step, and the prompts that go first
+         + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
          + transfer_s      the part of the transfer that remains after the last chunk is computed; 0 for D alone
-         + room_wait_s     until D has blocks, after the prompt is computed
-         + gap_s x num_streams    what D's steps become longer, times the streams that feel it
+         + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
+         + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
 
 Every term follows from what the workers report: the fitted time of their steps (`core/step_cost.py`), their prompts by
-remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. Among candidates
-of nearly the same cost, the workers with the fewest requests of this router win.
+remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A prompt that D
+computes within its step limit costs its streams nothing that the operator minds: the limit follows from `slo_itl_ms`.
+Only what exceeds the limit is a gap. Among candidates of nearly the same cost, the workers with the fewest requests of
+this router win.
 
 A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
 """
@@ -20,12 +22,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Protocol
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple, Protocol
 
 from core.config import RouterConfig
 from core.lifecycle import RequestPath
 from core.paths import PathStatus
-from core.step_cost import StepCost, StepWork
+from core.step_budget import MIN_PROMPT_TOKENS
+from core.step_cost import PRIOR, StepCost, StepWork
 from core.worker_load import size_class
 
 MAX_PAIRED = 8  # of each role: the workers whose pairs are compared
@@ -33,31 +38,45 @@ NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.0005
 MESSAGE_S = 0.002  # from the router to a worker and back
 UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
-UNKNOWN_BYTES_PER_S = 1e9  # of a path that nobody has measured
+UNKNOWN_BYTES_PER_S = 1e10  # of a path that nobody has measured: high, so that its first transfer measures it
 
 
-@dataclass(frozen=True, slots=True)
+_NONE_ARRIVING = (0.0,)
+_new_tuple = tuple.__new__  # a decision makes a hundred candidates, and the constructor takes twice as long
+
+
+@dataclass(slots=True)
 class WorkerView:
-    """One worker, as the policy compares it for all requests. Calls that no report has yet are counted."""
+    """One worker, as the policy compares it for all requests. Never changed: a change of the worker makes a new view.
+
+    Calls that no report has yet are counted.
+    """
 
     worker_id: str
     num_sequences: int
     num_dispatched: int  # requests of this router
-    cost: StepCost
+    cost: StepCost = PRIOR
     step_limit_s: float = 0.0  # of a step with sequences in decode; 0 = no limit
     max_step_tokens: int = 512
-    num_decoding: int = 0  # sequences in decode, and those that will be
+    num_decoding: int = 0  # sequences in decode
     decode_context: int = 0  # their tokens
-    backlog: tuple[float, ...] = ()  # seconds of prompt work, by size class
+    backlog: tuple[float, ...] = ()  # seconds of prompt work in the newest report, by size class
+    reported_at: float = 0.0  # time of this report; the worker has worked since then
+    arriving: tuple[float, ...] = ()  # seconds of prompt work that no report has yet, by size class
     num_free_blocks: int = 2**31  # available, less those promised to pulls
     blocks_released_per_s: float = 0.0
     block_bytes: int = 0
     agent_name: str = ""
     paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
+    num_blocks: int = 0  # of the whole pool
+    streams_s: float = field(init=False)  # of a step without prompts
+    reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
+    arriving_s: tuple[float, ...] = field(init=False)  # likewise of `arriving`
 
-    def queue_s(self, own_work_s: float) -> float:
-        """Seconds of prompt work that goes before a new prompt with this much work: all that is not longer."""
-        return sum(self.backlog[: size_class(own_work_s) + 1])
+    def __post_init__(self) -> None:
+        self.streams_s = self.cost.seconds(StepWork(self.num_decoding, self.decode_context, 0, 0.0))
+        self.reported_s = tuple(accumulate(self.backlog, initial=0.0))
+        self.arriving_s = tuple(accumulate(self.arriving, initial=0.0)) if self.arriving else _NONE_ARRIVING
 
 
 Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
@@ -76,6 +95,7 @@ class RoutingQuestion:
     decode: Sequence[Option]
     prefill_alive: bool
     block_size: int
+    now: float = 0.0
 
     def uncached(self, cached_tokens: int) -> int:
         # The last prompt token is always computed: the first output token is drawn from its logits.
@@ -85,8 +105,7 @@ class RoutingQuestion:
         return -(-self.num_tokens // self.block_size) - cached_tokens // self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A way to serve a request, with its predicted times in seconds."""
 
     prefill_worker: str | None  # None: the decode worker computes the prompt
@@ -109,7 +128,8 @@ class Candidate:
     @property
     def first_token_s(self) -> float:
         """Predicted, from the dispatch on."""
-        return self.queue_s + self.prefill_s + MESSAGE_S
+        wait_s = self.room_wait_s if self.prefill_worker is None else 0.0
+        return wait_s + self.queue_s + self.prefill_s + MESSAGE_S
 
     @property
     def cost(self) -> float:
@@ -151,86 +171,101 @@ class SecondsPolicy:
         if self._config.local_prefill == "auto" or not question.prefill_alive:
             found = [alone(question, worker, cached) for worker, cached in decode]
         if question.prefill and decode:
-            computing = [(*_prompt_terms(question, *option), *option) for option in question.prefill]
-            computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0] + terms[1], terms[2].worker_id))
+            computing = [(prompt_times(question, *option), *option) for option in question.prefill]
+            computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0].total_s, terms[1].worker_id))
             reading = decode
             if len(decode) > MAX_PAIRED:
                 reading = nsmallest(MAX_PAIRED, decode, key=lambda option: _reading_cost(question, *option))
             found += [
-                pair(question, p, p_cached, d, d_cached, queue_s, prefill_s)
-                for queue_s, prefill_s, p, p_cached in computing
+                pair(question, times, p, p_cached, d, d_cached)
+                for times, p, p_cached in computing
                 for d, d_cached in reading
             ]
         return found
 
 
+class PromptTimes(NamedTuple):
+    """Seconds of a prompt on the worker that computes it."""
+
+    queue_s: float
+    prefill_s: float
+    gap_s: float  # that steps with this prompt are longer than the step limit; without a limit, than other steps
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> PromptTimes:
+    """A step computes all streams, and then prompts, those with the least work first, up to its limit.
+
+    |  step that runs | streams | prompts that go first | streams | first | this prompt | others fill the step |
+     <----------------------- queue_s -------------------------------> <------------ prefill_s --------------->
+    """
+    cost = worker.cost
+    uncached = question.num_tokens - cached_tokens or 1
+    start = question.num_tokens - uncached
+    work_s = cost.prompt_seconds(uncached, start)
+    streams_s, age_s = worker.streams_s, max(0.0, question.now - worker.reported_at)
+    token_s, spare_s = work_s / uncached, 0.0
+    chunk_s = max(token_s * worker.max_step_tokens, 1e-9)
+    if worker.num_decoding and worker.step_limit_s:
+        spare_s = max(0.0, worker.step_limit_s - streams_s)
+        chunk_s = min(chunk_s, max(spare_s, token_s * MIN_PROMPT_TOKENS, 1e-9))
+
+    place, reported, arriving = size_class(work_s) + 1, worker.reported_s, worker.arriving_s
+    reported_s = reported[place] if place < len(reported) else reported[-1]
+    behind_s = reported[-1] - reported_s
+    # A worker without prompts that go first runs a step of its streams and longer prompts, and reports at its end.
+    is_busy = worker.num_decoding or behind_s
+    rest_s = max(0.0, streams_s + min(chunk_s, behind_s) - age_s) if is_busy and not reported_s else 0.0
+    done_s = age_s * chunk_s / (chunk_s + streams_s)  # in the time since the report
+    ahead_s = max(0.0, reported_s - done_s)
+    if len(arriving) > 1:
+        arriving_s = arriving[min(place, len(arriving) - 1)]
+        ahead_s += arriving_s
+        behind_s += arriving[-1] - arriving_s
+    num_before, num_after = int(ahead_s / chunk_s), ceil((ahead_s + work_s) / chunk_s)  # steps
+    fill_s = min(behind_s, max(0.0, num_after * chunk_s - ahead_s - work_s))
+    queue_s = rest_s + ahead_s + num_before * streams_s
+    prefill_s = work_s + fill_s + (num_after - num_before) * streams_s
+    gap_s = max(0.0, min(chunk_s, work_s) - spare_s) if worker.num_decoding else 0.0
+    return _new_tuple(PromptTimes, (queue_s, prefill_s, gap_s))
+
+
 def pair(
     question: RoutingQuestion,
+    times: PromptTimes,
     prefill: WorkerView,
     prefill_cached: int,
     decode: WorkerView,
     decode_cached: int,
-    queue_s: float,
-    prefill_s: float,
 ) -> Candidate:
     missing, uncached = question.missing_blocks(decode_cached), question.uncached(prefill_cached)
-    return Candidate(
-        prefill_worker=prefill.worker_id,
-        decode_worker=decode.worker_id,
-        cached_tokens=question.num_tokens - uncached,
-        uncached_tokens=uncached,
-        transfer_blocks=missing,
-        num_dispatched=prefill.num_dispatched + decode.num_dispatched,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        transfer_s=_exposed_transfer_s(question, prefill, decode, missing, prefill_s),
-        room_wait_s=_room_wait_s(decode, missing, queue_s + prefill_s),
-        gap_s=_stream_s(question, decode),
-        num_streams=decode.num_decoding,
-    )
+    transfer_s = _exposed_transfer_s(question, prefill, decode, missing, times.prefill_s)
+    terms = (
+        prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
+        prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
+        _room_wait_s(decode, missing, times.total_s), _stream_s(question, decode), decode.num_sequences,
+    )  # fmt: skip
+    return _new_tuple(Candidate, terms)
 
 
 def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:
     """The decode worker computes the prompt, in steps that its streams share."""
-    uncached = question.uncached(cached_tokens)
-    cached_tokens = question.num_tokens - uncached
-    work_s = worker.cost.prompt_seconds(uncached, cached_tokens)
-    step_s = worker.cost.seconds(StepWork(worker.num_decoding, worker.decode_context, 0, 0.0))
-    chunk = worker.max_step_tokens
-    if worker.num_decoding and worker.step_limit_s:
-        chunk = min(chunk, max(1, worker.cost.tokens_within(worker.step_limit_s - step_s, cached_tokens)))
-    num_steps = -(-uncached // chunk)
-    chunk_s = work_s / num_steps
-    # Prompts that go first are computed in steps of the same length, so the streams stretch them alike.
-    stretch = 1.0 + step_s / max(chunk_s, 1e-9) if num_steps > 1 else 1.0
-    queue_s = worker.queue_s(work_s) * stretch
-    prefill_s = work_s + num_steps * step_s
-    return Candidate(
-        prefill_worker=None,
-        decode_worker=worker.worker_id,
-        cached_tokens=cached_tokens,
-        uncached_tokens=uncached,
-        transfer_blocks=0,
-        num_dispatched=worker.num_dispatched,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        room_wait_s=_room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
-        gap_s=chunk_s + _stream_s(question, worker),
-        num_streams=worker.num_decoding,
-    )
-
-
-def _prompt_terms(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, float]:
-    """Queue and prefill seconds on a prefill worker."""
-    uncached = question.uncached(cached_tokens)
-    work_s = worker.cost.prompt_seconds(uncached, question.num_tokens - uncached)
-    return worker.queue_s(work_s), work_s + -(-uncached // worker.max_step_tokens) * worker.cost.step_s
+    uncached, times = question.uncached(cached_tokens), prompt_times(question, worker, cached_tokens)
+    terms = (
+        None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
+        times.prefill_s, 0.0, _room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
+        times.gap_s + _stream_s(question, worker), worker.num_sequences,
+    )  # fmt: skip
+    return _new_tuple(Candidate, terms)
 
 
 def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, int, str]:
     missing = question.missing_blocks(cached_tokens)
     moved_s = missing * worker.block_bytes / UNKNOWN_BYTES_PER_S
-    cost = _room_wait_s(worker, missing, 0.0) + moved_s + _stream_s(question, worker) * worker.num_decoding
+    cost = _room_wait_s(worker, missing, 0.0) + moved_s + _stream_s(question, worker) * worker.num_sequences
     return cost, worker.num_dispatched, worker.worker_id
 
 
@@ -264,8 +299,9 @@ def _room_wait_s(worker: WorkerView, num_blocks: int, later_s: float) -> float:
 
 def _spread(found: list[Candidate]) -> Candidate:
     """Of the candidates that cost about as little as the cheapest, the one with the fewest requests of this router."""
-    most = min(candidate.cost for candidate in found) * (1.0 + NEAR_TIE_SHARE) + NEAR_TIE_S
-    near = [candidate for candidate in found if candidate.cost <= most]
+    costs = [candidate.cost for candidate in found]
+    most = min(costs) * (1.0 + NEAR_TIE_SHARE) + NEAR_TIE_S
+    near = [candidate for candidate, cost in zip(found, costs, strict=True) if cost <= most]
     return min(near, key=lambda candidate: (candidate.num_dispatched, *candidate.order))
 
 

@@ -60,6 +60,7 @@ class RoutedRequest:
     held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for the first token
     last_error: str = ""
     first_token_at: float | None = None
+    predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
     needs_logprobs: bool = field(init=False)
 
@@ -103,6 +104,7 @@ class RoutedRequest:
             timeline=self.timeline,
             candidate=dispatch.candidate,
             first_token_s=self.first_token_at - self.arrived_at,
+            predicted_first_token_s=self.predicted_first_token_s,
             prefill=dispatch.prefill,
             decode=dispatch.decode,
         )

@@ -22,12 +22,11 @@ from core.block_pool import Column
 from core.handoff import AgentAddress
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathStatus
-from core.worker_load import RouterCalls, WorkerLoad, size_class
+from core.worker_load import NUM_SIZE_CLASSES, RouterCalls, WorkerLoad, size_class
 from router.policy import WorkerView
 
 _NO_CALLS = RouterCalls()
-
-RATE_INTERVAL_S = 1.0  # between two measurements of the blocks that a worker releases
+RELEASE_HALF_LIFE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,34 @@ class CallWork:
     """What a call brings to its worker."""
 
     prompt_s: float = 0.0  # of prompt work
-    num_tokens: int = 0  # that a new sequence in decode attends to; 0 = the call brings none
     num_blocks: int = 0  # that it takes
+
+
+@dataclass(slots=True)
+class ReleaseRate:
+    """How long sequences hold a block, by Little's law: the blocks held, summed over time, for each block released.
+
+    So a time without requests changes nothing. The newest minute or so counts.
+    """
+
+    _held_s: float = 0.0  # blocks held x seconds
+    _num_released: float = 0.0
+    _last: tuple[float, int, int] | None = None  # time, blocks held, blocks released since the start of the worker
+
+    def take(self, load: WorkerLoad, now: float) -> None:
+        num_held, num_released = load.ledger.get(Column.HELD, 0), load.num_released_blocks
+        if self._last is not None:
+            last_at, last_held, last_released = self._last
+            keep = 0.5 ** ((now - last_at) / RELEASE_HALF_LIFE_S)
+            self._held_s = self._held_s * keep + last_held * (now - last_at)
+            self._num_released = self._num_released * keep + max(0, num_released - last_released)
+        self._last = now, num_held, num_released
+
+    @property
+    def blocks_per_s(self) -> float:
+        """At the number of blocks held now; 0 = unknown."""
+        num_held = 0 if self._last is None else self._last[1]
+        return num_held * self._num_released / self._held_s if self._held_s > 0.0 else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -53,34 +78,24 @@ class WorkerRecord:
     suspect: bool = False  # a call failed; the router dispatches nothing to the worker until its next report
     dispatched: dict[str, int] = field(default_factory=dict)  # open dispatches of this router -> number of the call
     on_the_way: dict[int, CallWork] = field(default_factory=dict)  # calls that no report has yet
-    blocks_released_per_s: float = 0.0
-    _released_at: tuple[float, int] | None = None  # time and count of the last measurement
+    release: ReleaseRate = field(default_factory=ReleaseRate)
+    load_at: float = 0.0  # time of `load`; the worker has said since then, at most, that it is unchanged
     view: WorkerView = field(init=False)
     has_room: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.load_at = self.reported_at
+        self.release.take(self.load, self.load_at)
         self.refresh()
 
     def take_load(self, load: WorkerLoad) -> None:
         """The load of a report. The numbers of `on_the_way` rise, as does the highest call of each report."""
-        self.load = load
-        self._measure_release()
+        self.load, self.load_at = load, self.reported_at
+        self.release.take(load, self.load_at)
         last_call = load.router_calls.get(self.router_id, _NO_CALLS).last_call
         while self.on_the_way and (first := next(iter(self.on_the_way))) <= last_call:
             del self.on_the_way[first]
         self.refresh()
-
-    def _measure_release(self) -> None:
-        now, count = self.reported_at, self.load.num_released_blocks
-        if self._released_at is None:
-            self._released_at = now, count
-            return
-        before, last_count = self._released_at
-        if now >= before + RATE_INTERVAL_S:
-            rate = (count - last_count) / (now - before)
-            known = self.blocks_released_per_s
-            self.blocks_released_per_s = rate if known <= 0.0 else known + (rate - known) / 4
-            self._released_at = now, count
 
     def add_call(self, dispatch_id: str, number: int, work: CallWork) -> None:
         """A call that starts now."""
@@ -107,28 +122,27 @@ class WorkerRecord:
             cost=load.step_cost,
             step_limit_s=load.step_limit_s,
             max_step_tokens=load.max_step_tokens,
-            num_decoding=load.num_decoding + self.num_routers * sum(w.num_tokens > 0 for w in self.on_the_way.values()),
-            decode_context=load.decode_context + self.num_routers * sum(w.num_tokens for w in self.on_the_way.values()),
-            backlog=self._backlog(),
+            num_decoding=load.num_decoding,
+            decode_context=load.decode_context,
+            backlog=load.prompt_backlog,
+            reported_at=self.load_at,
+            arriving=self._arriving() if self.on_the_way else (),
             num_free_blocks=self._num_free_blocks(),
-            blocks_released_per_s=self.blocks_released_per_s,
+            blocks_released_per_s=self.release.blocks_per_s,
             block_bytes=self.agent.layout.block_bytes,
             agent_name=self.agent.name,
             paths=self.paths,
+            num_blocks=self.agent.num_blocks,
         )
         self.has_room = load.state is WorkerState.SERVING and not self.suspect and num_sequences < self.max_in_flight
 
-    def _backlog(self) -> tuple[float, ...]:
-        """Seconds of prompt work by size class: as reported, and that of calls on the way."""
-        works = [work.prompt_s for work in self.on_the_way.values() if work.prompt_s > 0.0]
-        if not works:
-            return self.load.prompt_backlog
-        backlog = list(self.load.prompt_backlog)
-        for work_s in works:
-            place = size_class(work_s)
-            backlog += [0.0] * (place + 1 - len(backlog))
-            backlog[place] += self.num_routers * work_s
-        return tuple(backlog)
+    def _arriving(self) -> tuple[float, ...]:
+        """Seconds of prompt work of calls on the way, by size class."""
+        arriving = [0.0] * NUM_SIZE_CLASSES
+        for work in self.on_the_way.values():
+            if work.prompt_s > 0.0:
+                arriving[size_class(work.prompt_s)] += self.num_routers * work.prompt_s
+        return tuple(arriving)
 
     def _num_free_blocks(self) -> int:
         ledger = self.load.ledger

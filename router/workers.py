@@ -11,6 +11,7 @@ from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
+from core.step_cost import PRIOR
 from core.worker_load import WorkerChanges
 from router.policy import Candidate, Option, Policy, RoutingQuestion
 from router.prefix_index import PrefixIndex
@@ -44,7 +45,7 @@ class WorkerTable:
         self.refuse_layout(record)
         known = self._records.get(record.worker_id)
         if known is not None:
-            record.dispatched, record.on_the_way = known.dispatched, known.on_the_way
+            record.dispatched, record.on_the_way, record.release = known.dispatched, known.on_the_way, known.release
             record.take_load(record.load)
             self._count_routers(known, -1)
         self._count_routers(record, 1)
@@ -174,6 +175,11 @@ class WorkerTable:
         question = self._question(prompt, avoid, now)
         return [] if question is None else self._policy.candidates(question)
 
+    def has_fitted_cost(self, candidate: Candidate) -> bool:
+        """True if the worker that computes the prompt has measured steps of its own."""
+        record = self.chosen(candidate.prefill_worker or candidate.decode_worker)
+        return record.load.step_cost != PRIOR
+
     def _question(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> RoutingQuestion | None:
         """None if no decode worker has room. Then no block of the prompt is hashed."""
         decode = self._with_room(ServiceRole.DECODE, avoid, now)
@@ -194,6 +200,7 @@ class WorkerTable:
             decode_options,
             prefill_alive,
             self._block_sizes[ServiceRole.DECODE],
+            now,
         )
 
     def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float) -> list[WorkerRecord]:

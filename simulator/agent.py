@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
-from core.handoff import Abort, AbortReason, HandoffMessage, Ready
+from core.handoff import Abort, AbortReason, HandoffMessage, Ready, Release
 from core.paths import Lane
 from kv_transfer.events import (
     AgentAction,
@@ -104,9 +104,9 @@ class SimulatedAgent:
     def _send(self, peer: str, message: HandoffMessage) -> None:
         if peer not in self._peers:
             return  # its PeerLost is on the way
-        withdrawn = isinstance(message, Abort) and message.reason is AbortReason.OVERLOADED
+        withdrawn = isinstance(message, Abort | Release) and message.reason is AbortReason.OVERLOADED
         if withdrawn and self.pool.num_available < self.pool.num_blocks:
-            self._world.trouble(self.name)  # a stalled prompt waits for the blocks of another sequence
+            self._world.trouble(self.name)  # somebody waits for the blocks of another sequence
         if isinstance(message, Ready) and self._config.verify_digests:
             digests = self._digests_for(peer, message)
             message = replace(message, blocks=replace(message.blocks, digests=digests))

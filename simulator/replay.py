@@ -7,6 +7,7 @@ does. A seed decides arrivals, routers, network delays and the noise of step tim
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,12 +39,12 @@ class Replay:
         self.config = config
         self.world = World(config.seed, max_events=MAX_EVENTS)
         self.network = Network(self.world, NetworkFaults(delay_s=config.message_delay_s))
-        self.workers = {spec.worker_id: ReplayWorker(self.world, self.network, spec) for spec in self._specs()}
+        self.workers = {spec.worker_id: ReplayWorker(self.world, spec) for spec in self._specs()}
         agents: dict[str, SimulatedAgent] = {}
         for worker in self.workers.values():
             worker.agent.join(self.world, self.network, agents, ReadFaults())
         self.routers = [
-            ReplayRouter(f"router-{number}", self.world, self.network, config, self.workers, self._count_end)
+            ReplayRouter(f"router-{number}", self.world, config, self.workers, self._count_end)
             for number in range(config.num_routers)
         ]
         self.trace = self._arrivals(workload)
@@ -66,6 +67,7 @@ class Replay:
                 step_cost=step_cost,
                 step_noise=config.step_noise,
                 link=config.link,
+                joins_steps=config.join_steps,
             )
             for role, count, num_tokens, step_cost in pools
             for number in range(count)
@@ -91,6 +93,15 @@ class Replay:
         Raises `SimulationError` if a request has no end, or a worker keeps blocks after the last one; `AssertionError`
         if the check of a machine fails.
         """
+        collects_garbage = gc.isenabled()
+        gc.disable()  # a replay makes few cycles, and each collection would look at every cached block
+        try:
+            return self._run(on_progress)
+        finally:
+            if collects_garbage:
+                gc.enable()
+
+    def _run(self, on_progress: Callable[[int], None]) -> ReplayResult:
         chance = random.Random(f"routers of {self.config.seed}")
         of_conversation: dict[int, int] = {}
         for number, request in enumerate(self.trace):
@@ -213,6 +224,6 @@ def _record(served: Served) -> RequestRecord:
         path=outcome.path.value,
         prefill_worker=candidate.prefill_worker,
         decode_worker=candidate.decode_worker,
-        predicted_ttft_s=outcome.timeline.seconds_in(Stage.QUEUE) + candidate.first_token_s,
+        predicted_ttft_s=outcome.predicted_first_token_s,
         attempts=outcome.attempts,
     )

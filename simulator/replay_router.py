@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, assert_never
@@ -16,9 +16,9 @@ from prefill_worker.machine import PrefillArrived
 from router import events
 from router.machine import RouterMachine
 from simulator.machine_timer import MachineTimer
-from simulator.network import Network
 from simulator.replay_config import ReplayConfig
-from simulator.replay_worker import ReplayWorker
+from simulator.replay_worker import Caller, ReplayWorker, TimedTokens
+from simulator.stream import Stream
 from simulator.world import World
 
 
@@ -33,7 +33,7 @@ class Served:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_tokens: int = 0
-    gaps_s: array[float] = field(default_factory=partial(array, "d"))  # between tokens
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))  # between tokens
     end: events.Outcome | TandemError | None = None
 
     @property
@@ -43,6 +43,20 @@ class Served:
     @property
     def tpot_s(self) -> float:
         return (self.last_token_at - self.first_token_at) / max(1, self.num_tokens - 1)
+
+    def take_each(self, arrivals: Sequence[float]) -> None:
+        """One token at each of these times."""
+        if self.num_tokens:
+            last = self.last_token_at
+            for arrived_at in arrivals:
+                self.gaps_s.append(arrived_at - last)
+                last = arrived_at
+            self.last_token_at = last
+            self.num_tokens += len(arrivals)
+        else:
+            self.take(1, arrivals[0])
+            if len(arrivals) > 1:
+                self.take_each(arrivals[1:])
 
     def take(self, num_tokens: int, now: float) -> None:
         """Tokens that arrive together."""
@@ -60,31 +74,48 @@ class ReplayRouter:
         self,
         name: str,
         world: World,
-        network: Network,
         config: ReplayConfig,
         workers: Mapping[str, ReplayWorker],
         on_end: Callable[[], None],
     ) -> None:
         """`on_end` is called at the end of each request."""
         self.name = name
-        self._world, self._network, self._workers, self._config = world, network, workers, config.router
+        self._world, self._workers, self._config = world, workers, config.router
         policy = None if config.new_policy is None else config.new_policy()
         new_ticket = partial(world.random.getrandbits, 128)
         self.machine = RouterMachine(config.router, new_ticket, router_id=name, policy=policy)
         self._on_end = on_end
         self._served: dict[str, Served] = {}  # open requests, by id
         self._timer = MachineTimer(world, self.machine, self.post)
-        self._paths = {
-            worker.worker_id: partial(self._send, worker.worker_id, name, self.post) for worker in workers.values()
+        self._to_workers = {
+            worker_id: Stream(world, name, worker_id, config.message_delay_s, worker.post)
+            for worker_id, worker in workers.items()
         }
-        for worker in workers.values():
-            worker.subscribe(self._paths[worker.worker_id])
+        self._as_caller = {
+            worker_id: Caller(
+                world, Stream(world, worker_id, name, config.message_delay_s, self.post), self.take_tokens
+            )
+            for worker_id in workers
+        }
+        for worker_id, worker in workers.items():
+            worker.subscribe(self._as_caller[worker_id])
 
     # ---- the driver
 
     def post(self, event: Any) -> None:
-        for action in self.machine.handle(event, self._world.now):
-            self._perform(action)
+        now = self._world.now
+        for action in self.machine.handle(event, now):
+            self._perform(action, now)
+        self._timer.update()
+
+    def take_tokens(self, message: TimedTokens) -> None:
+        """The client gets each token at its own time, also if the tokens of several steps come in one message."""
+        now, arrivals = self._world.now, message.arrivals
+        for action in self.machine.handle(message.tokens, now):
+            if type(action) is events.Deliver and len(action.token_ids) == len(arrivals):
+                self._served[action.request_id].take_each(arrivals)
+            else:
+                self._perform(action, now)
         self._timer.update()
 
     # ---- clients
@@ -100,8 +131,7 @@ class ReplayRouter:
 
     # ---- acting
 
-    def _perform(self, action: events.RouterAction) -> None:
-        now = self._world.now
+    def _perform(self, action: events.RouterAction, now: float) -> None:
         match action:
             case events.StartPrefill(_, worker_id, request, transfer_id, reader, timeout_s, number):
                 call = CallId(self.name, number)
@@ -111,10 +141,10 @@ class ReplayRouter:
                 self._call(worker_id, DecodeArrived(request, source, now + timeout_s, call))
             case events.CancelDispatch(dispatch_id):
                 for worker_id, worker in self._workers.items():
-                    self._send(self.name, worker_id, worker.cancel, dispatch_id)
+                    self._to_workers[worker_id].send(dispatch_id, worker.cancel)
             case events.UpdatePeers(worker_id, changes):
                 for change in changes:
-                    self._send(self.name, worker_id, self._workers[worker_id].post, change)
+                    self._to_workers[worker_id].send(change)
             case events.Deliver(request_id, _, token_ids, _):
                 self._served[request_id].take(len(token_ids), now)
             case events.Finish(request_id, outcome):
@@ -129,10 +159,5 @@ class ReplayRouter:
         self._on_end()
 
     def _call(self, worker_id: str, arrived: PrefillArrived | DecodeArrived) -> None:
-        accept = partial(self._workers[worker_id].accept, caller=self._paths[worker_id])
-        self._send(self.name, worker_id, accept, arrived)
-
-    def _send(self, source: str, target: str, deliver: Any, message: Any) -> None:
-        """Deliver a message after the delay of the network. The messages of a connection stay in order."""
-        arrives_at = self._network.in_order((source, target), self._network.delay(source, target))
-        self._world.at(arrives_at, partial(deliver, message))
+        accept = partial(self._workers[worker_id].accept, caller=self._as_caller[worker_id])
+        self._to_workers[worker_id].send(arrived, accept)

@@ -4,15 +4,23 @@
 
 Unlike `simulator/node.py`, no fault happens, the KV has no content, and any number of routers call the worker and hear
 its reports. Reports follow worker/reports.py: at once after a change, then at most one per `report_interval_s`.
+
+Steps in which nothing but decodes happens are handled together (`simulator/decode_stretch.py`):
+
+    planned ends     |  |  |  |  |  |        a call, a message, a timer or a report arrives here
+                     +--+--+--+--+--+----------------*
+                     these four are skipped, the last one before * is handled as usual, then *
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig, WorkerConfig
@@ -20,9 +28,11 @@ from core.errors import TandemError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
+from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
 from core.step_cost import StepCost, work_of
+from core.step_cost_fit import StepCostFit
 from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction, StartRead
@@ -31,15 +41,15 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from router import events
 from simulator.agent import SimulatedAgent
 from simulator.cost_model import LinkCost
-from simulator.machine_timer import MachineTimer
+from simulator.decode_stretch import skip_steps, stretch_length
+from simulator.machine_timer import TIMER_LATENESS_S, MachineTimer
 from simulator.memory import Memory
-from simulator.network import Network
+from simulator.stream import Stream
 from simulator.world import SimulationError, World
 from worker.changes import ChangeTracker
 from worker.core import RunStep, StepFinished, WorkerCore
 
 OUTPUT_TOKEN = SampledToken(2**32 - 1)  # in no prompt of a trace
-Caller = Callable[[Any], None]  # takes the events of a router
 
 
 class BlankMemory(Memory):
@@ -83,6 +93,27 @@ class ReplayWorkerSpec:
     step_cost: StepCost
     step_noise: float  # standard deviation of the logarithm of a step's time
     link: LinkCost
+    joins_steps: bool = True  # handles steps together in which only decodes happen
+
+
+class TimedTokens(NamedTuple):
+    """Tokens of consecutive steps. Each call in `tokens` has one token at each of these times of arrival."""
+
+    tokens: events.StepTokens
+    arrivals: list[float]
+
+
+class Caller:
+    """A router, as a worker sees it. `stream` takes its events."""
+
+    def __init__(self, world: World, stream: Stream, take_tokens: Callable[[TimedTokens], None]) -> None:
+        self._world, self.stream, self._take_tokens = world, stream, take_tokens
+
+    def send_tokens(self, calls: list[int], indexes: list[int], sent_at: list[float]) -> None:
+        """One token of each call for each time, step by step. The router handles them when the last ones arrive."""
+        arrivals = [self.stream.arrival(at) for at in sent_at]
+        tokens = events.StepTokens(calls, indexes, (OUTPUT_TOKEN.token_id,) * len(calls), logprobs={})
+        self._world.at(arrivals[-1], partial(self._take_tokens, TimedTokens(tokens, arrivals)))
 
 
 @dataclass(slots=True)
@@ -93,10 +124,10 @@ class _OpenCall:
 
 
 class ReplayWorker:
-    def __init__(self, world: World, network: Network, spec: ReplayWorkerSpec) -> None:
+    def __init__(self, world: World, spec: ReplayWorkerSpec) -> None:
         self.spec = spec
         self.worker_id = spec.worker_id
-        self._world, self._network = world, network
+        self._world = world
         self.pool = BlockPool(spec.num_blocks)
         name = f"{spec.worker_id}@0001"
         self.agent = ReplayAgent(name, self.pool, BlankMemory(spec.layout.block_size), spec.transfer, self.post)
@@ -105,11 +136,14 @@ class ReplayWorker:
         self.machine = self._build_machine()
         self.busy_s = 0.0  # time in steps
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
+        self._ends: list[float] = []  # of the step that is being computed, and of those that may be handled with it
+        self._factors: deque[float] = deque()  # noise of the steps after the one that is being computed, drawn so far
+        self._planned_end: float | None = None  # the time at which the world handles the ends
         self._calls: dict[str, _OpenCall] = {}  # by id
         self._timer = MachineTimer(world, self.machine, self.post)
         self._used_sum, self._num_samples = 0.0, 0
         self._noise = random.Random(f"steps of {spec.worker_id}, {world.seed}")
-        self._subscribers: list[Callable[[Any], None]] = []
+        self._subscribers: list[Caller] = []
         self._changed = False
         self._tracker = ChangeTracker()
         self._next_report_at = 0.0
@@ -118,7 +152,7 @@ class ReplayWorker:
     def _build_machine(self) -> PrefillMachine | DecodeMachine:
         spec = self.spec
         scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, frozenset())
-        core = WorkerCore(scheduler, self.pool)
+        core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.step_cost))  # as after the warm-up of an engine
         transfers = TransferMachine(spec.transfer, self.pool, self.address)
         if spec.role is ServiceRole.PREFILL:
             return PrefillMachine(core, transfers)
@@ -127,24 +161,28 @@ class ReplayWorker:
     # ---- the driver
 
     def post(self, event: Any) -> None:
-        for action in self.machine.handle(event, self._world.now):
-            self._perform(action)
-        self._mark_changed()
+        self._catch_up()
+        try:
+            self._handle(event, self._world.now)
+        finally:
+            self._plan_ends()
+
+    def _handle(self, event: Any, now: float) -> None:
+        for action in self.machine.handle(event, now):
+            self._perform(action, now)
+        self._mark_changed(now)
         self._timer.update()
 
     # ---- acting
 
-    def _perform(self, action: Any) -> None:
-        if isinstance(action, AgentAction):
-            self.agent.perform(action)
-            return
+    def _perform(self, action: Any, now: float) -> None:
         match action:
             case RunStep(plan=plan):
                 self._steps.append(plan)
                 if len(self._steps) == 1:
-                    self._start_step(plan)
+                    self._start_step(plan, now)
             case EmitTokens(tokens):
-                self._emit(tokens)
+                self._emit(tokens, now)
             case PrefillDone(request_id=call_id):
                 self._end_call(call_id, _prefill_result(action))
             case DecodeDone(request_id=call_id):
@@ -153,22 +191,96 @@ class ReplayWorker:
             case PrefillFailed(call_id, error) | DecodeFailed(call_id, error):
                 self._end_call(call_id, error)
             case _:
-                raise SimulationError(f"no code performs {action}")
+                if not isinstance(action, AgentAction):
+                    raise SimulationError(f"no code performs {action}")
+                self.agent.perform(action)
 
-    def _start_step(self, plan: StepPlan) -> None:
-        seconds = self.spec.step_cost.seconds(work_of(plan))
-        if self.spec.step_noise:
-            seconds *= self._noise.lognormvariate(0.0, self.spec.step_noise)
+    # ---- steps
+
+    def _start_step(self, plan: StepPlan, now: float) -> None:
+        factor = self._factors.popleft() if self._factors else self._draw_factor()
+        seconds = self.spec.step_cost.seconds(work_of(plan)) * factor
         self.busy_s += seconds
-        self._world.after(seconds, lambda: self._end_step(plan))
+        self._ends = [now + seconds]
 
-    def _end_step(self, plan: StepPlan) -> None:
+    def _draw_factor(self) -> float:
+        return self._noise.lognormvariate(0.0, self.spec.step_noise) if self.spec.step_noise else 1.0
+
+    def _plan_ends(self) -> None:
+        """Find the steps that may be handled with the one that is being computed, up to the next report."""
+        ends, machine = self._ends, self.machine
+        if not ends:
+            return
+        del ends[1:]
+        if self.spec.joins_steps and ends[0] < self._next_report_at and isinstance(machine, DecodeMachine):
+            self._mark_changed(ends[0])
+            self._plan_stretch(machine, self._next_report_at)
+        if self._planned_end != ends[-1]:
+            self._planned_end = ends[-1]
+            self._world.at(ends[-1], partial(self._on_planned_end, ends[-1]))
+
+    def _plan_stretch(self, machine: DecodeMachine, until: float) -> None:
+        length = stretch_length(machine)
+        if length == 1:
+            return
+        ends, factors, cost = self._ends, self._factors, self.spec.step_cost
+        work, at = work_of(self._steps[0]), ends[0]
+        while at < until and len(ends) < length:
+            if len(ends) > len(factors):
+                factors.append(self._draw_factor())
+            work = work._replace(decode_context=work.decode_context + work.num_decodes)
+            at += cost.seconds(work) * factors[len(ends) - 1]
+            ends.append(at)
+
+    def _on_planned_end(self, planned: float) -> None:
+        if planned == self._planned_end:
+            self._planned_end = None
+            self._catch_up()
+            self._plan_ends()
+
+    def _catch_up(self) -> None:
+        """Handle the steps that have ended by now, and the timer of the machine behind them."""
+        now = self._world.now
+        if not self._ends or self._ends[0] > now:
+            return
+        while self._ends and self._ends[0] <= now:
+            count = bisect_right(self._ends, now)
+            ended_at = self._ends[count - 1]
+            if count > 1:
+                self._skip(self._ends[: count - 1], ended_at)
+            self._ends = []
+            self._end_step(ended_at)
+        deadline = self.machine.next_deadline()
+        if deadline is not None and deadline + TIMER_LATENESS_S <= now:
+            self._handle(Tick(), deadline + TIMER_LATENESS_S)
+
+    def _end_step(self, now: float) -> None:
         """The next submitted step begins before the machine takes the output."""
-        self._steps.popleft()
+        plan = self._steps.popleft()
         if self._steps:
-            self._start_step(self._steps[0])
+            self._start_step(self._steps[0], now)
         sampled = {chunk.sequence.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
-        self.post(StepFinished(StepOutput(plan.step_id, sampled)))
+        self._handle(StepFinished(StepOutput(plan.step_id, sampled)), now)
+
+    def _skip(self, ends: list[float], last_end: float) -> None:
+        """Handle the ends of steps of decodes together. The step after them ends at `last_end`."""
+        assert isinstance(self.machine, DecodeMachine)
+        rows: dict[Caller, tuple[list[int], list[int]]] = {}
+        for view, start, _, _, _ in self._steps[0].chunks:
+            call = self._calls.get(view.sequence_id)
+            if call is not None:
+                call.num_tokens += len(ends)
+                numbers, firsts = rows.setdefault(call.caller, ([], []))
+                numbers.append(call.number)
+                firsts.append(start + 1 - view.num_prompt_tokens)
+        skip_steps(self.machine, OUTPUT_TOKEN.token_id, ends)
+        self._steps = deque(self.machine.core.scheduler.steps_in_flight)
+        for _ in ends:
+            self._factors.popleft()
+        self.busy_s += last_end - ends[0]  # the first one was counted when it began
+        for caller, (numbers, firsts) in rows.items():
+            indexes = [first + number for number in range(len(ends)) for first in firsts]
+            caller.send_tokens(numbers * len(ends), indexes, ends)
 
     # ---- calls
 
@@ -186,23 +298,24 @@ class ReplayWorker:
             is_prefill = self.spec.role is ServiceRole.PREFILL
             self.post(PrefillCancelled(call_id) if is_prefill else DecodeCancelled(call_id))
 
-    def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
+    def _emit(self, tokens: tuple[TokenEvent, ...], now: float) -> None:
         """One message for each router."""
-        rows: dict[Caller, list[tuple[int, int, int]]] = {}
+        rows: dict[Caller, tuple[list[int], list[int]]] = {}
         for event in tokens:
             call = self._calls.get(event.sequence_id)
             if call is not None:
                 call.num_tokens += 1
-                rows.setdefault(call.caller, []).append((call.number, event.index, event.token.token_id))
-        for caller, columns in rows.items():
-            numbers, indexes, token_ids = zip(*columns, strict=True)
-            caller(events.StepTokens(numbers, indexes, token_ids, logprobs={}))
+                numbers, indexes = rows.setdefault(call.caller, ([], []))
+                numbers.append(call.number)
+                indexes.append(event.index)
+        for caller, (numbers, indexes) in rows.items():
+            caller.send_tokens(numbers, indexes, [now])
 
     def _end_call(self, call_id: str, result: Any) -> None:
         call = self._calls.pop(call_id, None)
         if call is not None:
             is_prefill = self.spec.role is ServiceRole.PREFILL
-            call.caller((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
+            call.caller.stream.send((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
 
     # ---- use of the pool
 
@@ -218,17 +331,18 @@ class ReplayWorker:
 
     # ---- reports
 
-    def subscribe(self, subscriber: Callable[[Any], None]) -> None:
+    def subscribe(self, subscriber: Caller) -> None:
         """Send the snapshot now, and every report from now on."""
         self._publish()
         blocks, load, paths = tuple(self.pool.registered_hashes()), self.machine.load(), self.machine.transfers.paths
-        subscriber(events.WorkerJoined(self.worker_id, self.spec.role, self.address, blocks, load, paths))
+        joined = events.WorkerJoined(self.worker_id, self.spec.role, self.address, blocks, load, paths)
+        subscriber.stream.send(joined)
         self._subscribers.append(subscriber)
 
-    def _mark_changed(self) -> None:
+    def _mark_changed(self, now: float) -> None:
         if not self._changed:
             self._changed = True
-            self._world.at(self._next_report_at, self._report_change)
+            self._world.at(max(now, self._next_report_at), self._report_change)
 
     def _report_change(self) -> None:
         if self._changed:
@@ -241,12 +355,15 @@ class ReplayWorker:
 
     def _publish(self, *, unchanged: bool = False) -> None:
         """Send what has changed; without changes, an empty report if `unchanged`."""
+        self._catch_up()
         self._changed = False
         self._next_report_at = self._world.now + self.spec.worker.report_interval_s
         changes = self._tracker.take(self.machine.load(), self.pool.drain_events(), self.machine.transfers.paths)
         if changes is not None or unchanged:
+            report = events.WorkerReported(self.worker_id, changes or WorkerChanges())
             for subscriber in self._subscribers:
-                subscriber(events.WorkerReported(self.worker_id, changes or WorkerChanges()))
+                subscriber.stream.send(report)
+        self._plan_ends()
 
 
 def _prefill_result(done: PrefillDone) -> events.PrefillResult:

@@ -15,21 +15,24 @@ class ChangeTracker:
 
     def __init__(self) -> None:
         self._load: WorkerLoad | None = None
-        self._paths: dict[str, PathStatus] = {}  # by peer
+        self._statuses: tuple[PathStatus, ...] = ()
+        self._paths: dict[str, PathStatus] = {}  # the same by peer
 
     def take(
-        self, load: WorkerLoad, block_events: Iterable[BlockEvent], paths: Iterable[PathStatus]
+        self, load: WorkerLoad, block_events: Iterable[BlockEvent], paths: tuple[PathStatus, ...]
     ) -> WorkerChanges | None:
         """The changes since the last call, in which `block_events` happened; None if there are none."""
-        known, self._paths = self._paths, {path.peer: path for path in paths}
+        known = self._paths
+        if paths is not self._statuses:
+            self._statuses, self._paths = paths, {path.peer: path for path in paths}
         changes = WorkerChanges(
             load=None if load == self._load else load,
             blocks=tuple(
                 ([event.sequence_hash for event in run], is_stored)
                 for is_stored, run in groupby(block_events, key=lambda event: isinstance(event, BlockStored))
             ),
-            paths=tuple(path for peer, path in self._paths.items() if known.get(peer) != path),
-            removed_paths=tuple(peer for peer in known if peer not in self._paths),
+            paths=() if known is self._paths else tuple(p for peer, p in self._paths.items() if known.get(peer) != p),
+            removed_paths=() if known is self._paths else tuple(peer for peer in known if peer not in self._paths),
         )
         self._load = load
         is_empty = changes.load is None and not (changes.blocks or changes.paths or changes.removed_paths)

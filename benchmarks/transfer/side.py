@@ -142,7 +142,8 @@ class Side:
         targets = await self._shuffled(self._pool.reserve(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.reserve_pull(transfer_id, owner, now))
-        self._act(self._machine.start_pull(transfer_id, dict(enumerate(targets)), now))
+        self._act(self._machine.start_pull(transfer_id, range(len(targets)), now))
+        self._act(self._machine.add_targets(transfer_id, dict(enumerate(targets)), now))
         result = await self._end()
         self._pool.cancel_reservation(targets)
         if not isinstance(result, PullCompleted):

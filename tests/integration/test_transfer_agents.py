@@ -63,7 +63,8 @@ class HandOff:
         now = time.monotonic()
         owner, puller = self.owner.machine, self.puller.machine
         self.puller.act(puller.reserve_pull(ID, owner.address, now))
-        self.puller.act(puller.start_pull(ID, dict(enumerate(self.targets)), now))
+        self.puller.act(puller.start_pull(ID, range(len(self.targets)), now))
+        self.puller.act(puller.add_targets(ID, dict(enumerate(self.targets)), now))
         self.owner.act(owner.offer(ID, puller.address, now))
 
     def offer_up_to(self, end: int) -> None:

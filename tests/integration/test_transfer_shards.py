@@ -74,6 +74,7 @@ class Shard:
         self.worker.act(machine.reserve_pull(transfer_id, owner.worker.machine.address, now))
         targets = dict(enumerate(self.blocks))
         self.worker.act(machine.start_pull(transfer_id, targets, now, num_tokens=NUM_TOKENS))
+        self.worker.act(machine.add_targets(transfer_id, targets, now))
 
     def assert_holds(self, sequence: np.ndarray) -> None:
         mine, size = shard_of(sequence, self.layout), self.layout.block_size

@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from core.block_pool import Column
 from core.config import SchedulerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole, WorkerState
 from core.worker_load import CallId, WorkerLoad
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
-from router.worker_record import WorkerRecord
+from router.worker_record import CallWork, WorkerRecord
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -37,12 +38,19 @@ class Router:
     reports: deque[tuple[WorkerLoad, int]] = field(default_factory=deque)  # with the last call that had arrived
     last_arrived: int = 0
     heard: WorkerLoad = field(default_factory=lambda: WorkerLoad(WorkerState.SERVING))
-    num_tokens: dict[int, int] = field(default_factory=dict)  # of each call that was ever started
+    works: dict[int, CallWork] = field(default_factory=dict)  # of each call that was ever started
 
     @property
     def num_others(self) -> int:
         """Calls of the other router in the last report."""
         return sum(calls.num_open for name, calls in self.heard.router_calls.items() if name != self.record.router_id)
+
+
+def brought(record: WorkerRecord) -> tuple[float, int]:
+    """Seconds of prompt work and blocks that the view adds to the report."""
+    ledger = record.load.ledger
+    reported = ledger.get(Column.FREE, 0) + ledger.get(Column.CACHED, 0) - record.load.num_promised_blocks
+    return sum(record.view.arriving), reported - record.view.num_free_blocks
 
 
 class TwoRouters(RuleBasedStateMachine):
@@ -77,8 +85,8 @@ class TwoRouters(RuleBasedStateMachine):
             return
         router.num_calls += 1
         dispatch_id = f"{name}{router.num_calls}"
-        router.record.add_call(dispatch_id, router.num_calls, num_tokens)
-        router.num_tokens[router.num_calls] = num_tokens
+        work = router.works[router.num_calls] = CallWork(num_tokens / 1024, -(-num_tokens // 4))
+        router.record.add_call(dispatch_id, router.num_calls, work)
         arriving = request(dispatch_id, num_tokens, max_tokens)
         router.calls.append(DecodeArrived(arriving, None, 1e9, CallId(name, router.num_calls)))
 
@@ -118,11 +126,13 @@ class TwoRouters(RuleBasedStateMachine):
         router.heard, last_arrived = router.reports.popleft()
         router.record.take_load(router.heard)
         numbers = router.record.dispatched.values()
-        expected = router.heard.num_queued_tokens + sum(router.num_tokens[n] for n in numbers if n > last_arrived)
+        on_the_way = [router.works[number] for number in numbers if number > last_arrived]
+        prompt_s, num_blocks = (sum(work.prompt_s for work in on_the_way), sum(work.num_blocks for work in on_the_way))
+        seen = brought(router.record)
         if name in router.heard.router_calls:
-            assert router.record.view.num_queued_tokens == expected
+            assert seen == (prompt_s, num_blocks)
         else:  # calls that have arrived and ended count until the router hears of their ends
-            assert router.record.view.num_queued_tokens >= expected
+            assert seen >= (prompt_s, num_blocks)
 
     # ---- the worker
 
@@ -160,8 +170,10 @@ class TwoRouters(RuleBasedStateMachine):
         for router in self.routers.values():
             router.record.check()
             assert router.record.view.num_sequences == router.num_others + len(router.record.dispatched)
-            on_the_way = sum(len(arrived.request.token_ids) for arrived in router.calls)
-            assert router.record.view.num_queued_tokens >= on_the_way
+            on_the_way = [router.works[arrived.call.number] for arrived in router.calls]
+            prompt_s, num_blocks = brought(router.record)
+            assert prompt_s >= sum(work.prompt_s for work in on_the_way)
+            assert num_blocks >= sum(work.num_blocks for work in on_the_way)
 
     @rule()
     def let_everything_arrive(self) -> None:
@@ -178,7 +190,8 @@ class TwoRouters(RuleBasedStateMachine):
         load = self.worker.machine.load()
         for router in self.routers.values():
             view = router.record.view
-            assert (view.num_queued_tokens, view.num_sequences) == (load.num_queued_tokens, load.num_calls)
+            assert (brought(router.record), view.num_sequences) == ((0.0, 0), load.num_calls)
+            assert (view.backlog, view.num_decoding) == (load.prompt_backlog, load.num_decoding)
             assert router.record.has_room == (load.num_calls < MAX_IN_FLIGHT)
         assert load.num_calls == sum(len(router.record.dispatched) for router in self.routers.values())
 

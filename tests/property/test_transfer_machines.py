@@ -1,7 +1,7 @@
 """Two TransferMachines in any interleaving, with messages that are lost, repeated and reordered.
 
-Both sides offer and pull. Sequences end, are preempted and recomputed; freed blocks are overwritten; reads end late or
-fail; peers are lost; time passes. The content of a block is one integer. Digests are off, so only the leases keep a
+Both sides offer and pull. Targets come before their blocks are announced, or later, or never. Sequences end, are
+preempted and recomputed; freed blocks are overwritten; reads end late or fail; peers are lost; time passes. The content of a block is one integer. Digests are off, so only the leases keep a
 puller from using overwritten blocks. The machines check themselves after each event. At the end no message arrives any
 more; then every pull has ended exactly once, and every block is free.
 """
@@ -110,13 +110,30 @@ class TwoMachines(RuleBasedStateMachine):
         self.take_results()
         if transfer.started or transfer.pull_results:
             return
-        blocks = transfer.puller.pool.reserve(transfer.num_blocks - transfer.num_cached)
-        if blocks is None:
-            return
         transfer.started = True
-        transfer.targets = dict(zip(range(transfer.num_cached, transfer.num_blocks), blocks, strict=True))
+        positions = range(transfer.num_cached, transfer.num_blocks)
         machine = transfer.puller.machine
-        self.pair.do(transfer.puller, machine.start_pull, transfer.transfer_id, transfer.targets)
+        self.pair.do(transfer.puller, machine.start_pull, transfer.transfer_id, positions)
+
+    @precondition(lambda self: self.num_under_way())
+    @rule(pick=picks, count=st.integers(1, 6), early=st.booleans())
+    def targets_come(self, pick: int, count: int, early: bool) -> None:
+        """For announced positions, or also for others."""
+        self.take_results()
+        open_ones = [t for t in self.transfers.values() if t.started and not t.pull_results and not t.given_up]
+        if not open_ones:
+            return
+        transfer = chosen(open_ones, pick)
+        needed = transfer.puller.needed.get(transfer.transfer_id, [])
+        assert len(needed) == len(set(needed)), "a target was asked for twice"
+        known = range(transfer.num_cached, transfer.num_blocks) if early else needed
+        positions = [position for position in known if position not in transfer.targets][:count]
+        blocks = transfer.puller.pool.reserve(len(positions))
+        if not blocks:
+            return
+        targets = dict(zip(positions, blocks, strict=True))
+        transfer.targets |= targets
+        self.pair.do(transfer.puller, transfer.puller.machine.add_targets, transfer.transfer_id, targets)
 
     @precondition(lambda self: self.num_under_way())
     @rule(pick=picks, num_new=st.integers(1, 6), all_again=st.booleans())
@@ -240,6 +257,7 @@ class TwoMachines(RuleBasedStateMachine):
             return
         assert not transfer.given_up, "a pull completed after it was given up"
         assert result.first_token_id == 42
+        assert transfer.targets.keys() == set(range(transfer.num_cached, transfer.num_blocks))
         for position, block in transfer.targets.items():
             assert transfer.puller.content[block] == transfer.content(position), "completed with wrong content"
         transfer.puller.pool.arrive(targets)
@@ -286,13 +304,15 @@ def walk(seed: int, ended: Counter[str]) -> None:
     world.start()
     pick = rng.randrange
     for _ in range(120):
-        kind = rng.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble"],
-                            [3, 2, 8, 8, 2, 8, 3, 2, 1])[0]  # fmt: skip
+        kind = rng.choices(["request", "late", "chunk", "flow", "mail", "read", "time", "other", "trouble", "targets"],
+                            [3, 2, 8, 8, 2, 8, 3, 2, 1, 8])[0]  # fmt: skip
         if kind == "request" and world.num_under_way() < 4:
             late = rng.choice([0, 0, 0, 1, 2])
             world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late)
         elif kind == "late" and world.num_under_way():
             world.a_late_step_comes(pick(1000), rng.choice(STEPS))
+        elif kind == "targets" and world.num_under_way():
+            world.targets_come(pick(1000), pick(6) + 1, rng.random() < 0.2)
         elif kind == "chunk" and world.num_under_way():
             world.compute_a_chunk(pick(1000), pick(6) + 1, rng.random() < 0.5)
         elif kind == "flow":

@@ -8,11 +8,14 @@ from core.config import SchedulerConfig
 from core.handoff import OfferedBlocks, Ready, Want
 from core.request import Request
 from decode_worker.machine import DecodeArrived, DecodeDone, DecodeMachine, EmitTokens
+from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.events import ReadFinished, StartRead
 from tests.support.driven_worker import DrivenWorker
 
 
 class Decode(DrivenWorker):
+    num_reads_ended = 0
+
     def __init__(
         self,
         num_blocks: int = 16,
@@ -34,7 +37,7 @@ class Decode(DrivenWorker):
         return next(want.positions for want in reversed(self.sent(Want)) if want.transfer_id == ticket)
 
     def is_wanted(self, ticket: int) -> bool:
-        """The hand-off has its target blocks."""
+        """The hand-off has been admitted."""
         return any(want.transfer_id == ticket for want in self.sent(Want))
 
     def finished(self) -> set[str]:
@@ -49,16 +52,30 @@ class Decode(DrivenWorker):
         return self.hear(lambda i, c: Ready(ticket, i, c, ack, first_block, blocks, last or token is not None, token))
 
     def finish_reads(self) -> None:
-        ended = getattr(self, "_reads_ended", 0)
-        reads = self.of(StartRead)[ended:]
-        self._reads_ended = ended + len(reads)
+        reads = self.of(StartRead)[self.num_reads_ended :]
+        self.num_reads_ended += len(reads)
         for read in reads:
             self.post(ReadFinished(read.read_id, (), 0.01))
 
+    def ready_all(self, ticket: int = 1, token: int = 20) -> None:
+        self.ready(*self.wanted(ticket), ticket=ticket, token=token)
+
     def pull(self, ticket: int = 1, token: int = 20) -> None:
         """Run the whole hand-off."""
-        self.ready(*self.wanted(ticket), ticket=ticket, token=token)
+        self.ready_all(ticket, token)
         self.finish_reads()
+
+    def run_steps_and_reads(self) -> None:
+        """Until neither is left, even after a stall has passed its limit."""
+        for _ in range(200):
+            self.finish_reads()
+            if self.plans:
+                self.finish_step()
+                continue
+            self.pass_time(MAX_STALL_S)
+            if not self.plans and len(self.of(StartRead)) == self.num_reads_ended:
+                return
+        raise AssertionError("still not idle after 200 steps")
 
     def emitted(self, name: str) -> list[int]:
         """The token ids of a call. Checks that the indices have no gap."""

@@ -78,6 +78,7 @@ def test_the_claim_of_a_pulled_sequence_shows_its_state() -> None:
 def test_a_call_cancelled_while_it_waits_for_blocks_does_not_hold_up_the_next() -> None:
     worker = Decode(num_blocks=4)
     worker.arrive(request("a", 12), ticket=1)
+    worker.ready_all(ticket=1)
     worker.arrive(request("b", 12, first=30), ticket=2)
     worker.arrive(request("c", 4, first=50), ticket=3)
     worker.post(DecodeCancelled("b"))
@@ -130,6 +131,7 @@ def test_the_deadline_ends_a_call_in_every_stage_and_the_error_names_the_stage(s
     worker = Decode(num_blocks=4)
     if stage == "queue":
         worker.arrive(request("before", 16, max_tokens=1, first=30), ticket=9)
+        worker.ready_all(ticket=9)
     if stage == "prefill":
         worker.arrive_alone(request("a", 12), timeout_s=3.0)
     else:
@@ -157,6 +159,7 @@ def test_a_refused_call_leaves_no_state() -> None:
     with pytest.raises(LayoutMismatch, match="dtype"):
         worker.post(DecodeArrived(request("a", 4), (6, address("other", layout=other)), worker.now + 9))
     worker.arrive(request("a", 13), ticket=1)
+    worker.ready_all(ticket=1)
     with pytest.raises(InvalidRequest, match="served already"):
         worker.arrive(request("a", 4), ticket=7)
     with pytest.raises(TransferFailed, match="pulled before"):

@@ -14,14 +14,16 @@ from tests.support.driven_worker import EOS, LEASE_S, request
 from tests.unit.decode_worker.driven_decode import Decode
 
 
-def test_a_hand_off_reserves_and_pulls_its_blocks_and_decodes_from_the_second_token() -> None:
+def test_a_hand_off_takes_each_block_when_it_is_announced_and_decodes_from_the_second_token() -> None:
     worker = Decode()
     worker.arrive(request("a", 6, max_tokens=3))
     assert worker.wanted() == (0, 1)
-    assert worker.ledger == {"incoming": 2}
+    assert worker.ledger == {}
     worker.ready(0)
+    assert worker.ledger == {"incoming": 1}
     assert len(worker.of(StartRead)) == 1, "the pull starts while the prefill worker still computes"
     worker.ready(1, first_block=1, token=20)
+    assert worker.ledger == {"incoming": 2}
     worker.finish_reads()
     assert worker.ledger == {"held": 2}
     assert worker.emitted("a") == [20]
@@ -69,12 +71,12 @@ def test_a_pulled_first_token_may_end_the_request(max_tokens: int, token: int, r
 def test_hand_offs_get_their_blocks_in_order_of_arrival() -> None:
     worker = Decode(num_blocks=4)
     worker.arrive(request("a", 12, max_tokens=2), ticket=1)
+    worker.ready_all(ticket=1)
     worker.arrive(request("b", 12, max_tokens=2, first=30), ticket=2)
     worker.arrive(request("c", 4, max_tokens=2, first=50), ticket=3)
     assert [want.transfer_id for want in worker.sent(Want)] == [1], "c would fit, but b comes first"
     assert worker.machine.load().num_pulls_waiting == 2
-    worker.pull(ticket=1)
-    worker.run_until_idle()
+    worker.run_steps_and_reads()
     assert [want.transfer_id for want in worker.sent(Want)] == [1, 2, 3]
 
 
@@ -82,9 +84,20 @@ def test_a_hand_off_leaves_the_next_block_of_each_running_sequence_free() -> Non
     worker = Decode(num_blocks=5)
     worker.arrive_alone(request("runs", 7, max_tokens=8))  # 2 blocks now, a third block soon
     worker.arrive(request("pulls", 12, max_tokens=4, first=30))  # needs the other 3 blocks
-    assert worker.ledger == {"held": 2}, "with no block left, the running sequence would be preempted"
+    assert not worker.is_wanted(1), "with no block left, the running sequence would be preempted"
     worker.run_until_idle()
-    assert worker.ledger == {"incoming": 3}
+    assert worker.wanted() == (0, 1, 2)
+
+
+def test_a_pull_leaves_the_next_block_of_each_running_sequence_free() -> None:
+    worker = Decode(num_blocks=5)
+    worker.arrive(request("pulls", 12, max_tokens=4, first=30))
+    worker.arrive_alone(request("runs", 7, max_tokens=4))  # 2 blocks now, a third block soon
+    worker.ready_all()
+    assert worker.ledger == {"held": 2, "incoming": 2}, "with no block left, the running sequence would be preempted"
+    worker.run_steps_and_reads()
+    assert worker.finished() == {"pulls", "runs"}
+    assert worker.core.scheduler.num_preemptions == 0
 
 
 def test_a_hand_off_does_not_overtake_a_prompt_that_waits_for_blocks() -> None:
@@ -93,10 +106,10 @@ def test_a_hand_off_does_not_overtake_a_prompt_that_waits_for_blocks() -> None:
     worker.arrive_alone(request("waits", 16, max_tokens=4, first=30))  # has no block yet
     worker.arrive(request("pulls", 4, max_tokens=4, first=50))
     assert [sequence.sequence_id for sequence in worker.core.scheduler.waiting] == ["waits"]
-    assert "incoming" not in worker.ledger
+    assert not worker.is_wanted(1)
     worker.run_until_idle()
     assert worker.emitted("waits") == [16, 17, 18, 19]
-    assert worker.ledger == {"incoming": 1}
+    assert worker.is_wanted(1)
 
 
 def test_a_full_queue_does_not_refuse_a_pulled_sequence() -> None:
@@ -112,6 +125,7 @@ def test_a_full_queue_does_not_refuse_a_pulled_sequence() -> None:
 def test_a_waiting_hand_off_sends_heartbeats_to_its_owner() -> None:
     worker = Decode(num_blocks=4)
     worker.arrive(request("a", 16, max_tokens=1), ticket=1)
+    worker.ready_all(ticket=1)
     worker.arrive(request("b", 16, max_tokens=1, first=30), ticket=2)
     worker.pass_time(LEASE_S / 6 + 0.1)
     beats = [
@@ -132,8 +146,10 @@ def test_with_a_partial_prefix_hit_only_the_missing_blocks_are_pulled() -> None:
     serve_a_prompt(worker, 9)
     worker.arrive(request("a", 14, max_tokens=2), ticket=1)
     assert worker.wanted() == (2, 3)
+    assert worker.ledger == {"held": 2}
+    worker.ready_all()
     assert worker.ledger == {"held": 2, "incoming": 2}
-    worker.pull()
+    worker.finish_reads()
     worker.run_until_idle()
     assert worker.of(DecodeDone)[-1].cached_tokens == 8
     assert worker.emitted("a") == [20, 15]
@@ -172,7 +188,7 @@ def test_a_lost_owner_fails_its_hand_offs_and_targets_stay_reserved_until_their_
     worker.ready(0, ticket=1)
     worker.post(PeerLost(worker.peer.name, "connection reset"))
     assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["a", "b"]
-    assert worker.ledger == {"incoming": 2}
+    assert worker.ledger == {"incoming": 1}
     worker.post(ReadFailed(worker.of(StartRead)[0].read_id, AbortReason.PEER_LOST, "gone"))
     assert [failed.request_id for failed in worker.of(DecodeFailed)] == ["a", "b"]
     assert worker.ledger == {}
@@ -187,7 +203,7 @@ def test_a_read_past_its_time_limit_fails_the_call_and_keeps_the_target_blocks()
     failed = worker.only(DecodeFailed)
     assert failed.error.retryable
     assert "no end after 2.0 s" in str(failed.error)
-    assert worker.ledger == {"incoming": 2}
+    assert worker.ledger == {"incoming": 1}
     assert not worker.machine.idle
     worker.post(ReadFailed(read.read_id, AbortReason.READ_FAILED, "cancelled"))
     assert worker.ledger == {}
@@ -206,8 +222,9 @@ def test_preempted_pulled_prompts_are_recomputed_with_the_same_tokens() -> None:
     worker = Decode(num_blocks=5)
     worker.arrive(request("a", 8, max_tokens=8), ticket=1)
     worker.arrive(request("b", 8, max_tokens=8, first=30), ticket=2)
-    worker.pull(ticket=1)
-    worker.pull(ticket=2)
+    worker.ready_all(ticket=1)
+    worker.ready_all(ticket=2)
+    worker.finish_reads()
     worker.run_until_idle()
     assert worker.core.scheduler.num_preemptions > 0
     assert worker.emitted("a") == worker.emitted("b") == [20, 9, 10, 11, 12, 13, 14, 15]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.handoff import Want
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -25,14 +26,15 @@ class Busy(Decode):
         self.arrive_alone(request(f"local{self.num_local}", 8, first=first, priority=self.local_priority))
 
     def keep_busy_until_wanted(self, ticket: int, max_steps: int) -> None:
-        """Run steps, with at least three local requests in the queue, until the hand-off has its target blocks."""
+        """Run steps, with at least three local requests in the queue, until the hand-off is admitted and has blocks."""
         for _ in range(max_steps):
             if self.is_wanted(ticket):
+                self.ready_all(ticket)
                 return
             while len(self.core.scheduler.waiting) < 3:
                 self.arrive_locally()
             self.finish_step()
-        raise AssertionError(f"hand-off {ticket} has no target blocks after {max_steps} steps")
+        raise AssertionError(f"hand-off {ticket} is not admitted after {max_steps} steps")
 
 
 @pytest.mark.parametrize(("priority", "local_priority"), [(0, 0), (-10, 10)])
@@ -44,8 +46,7 @@ def test_later_local_requests_do_not_keep_a_hand_off_waiting(
     worker.arrive(request("pulled", num_tokens, first=5000, priority=priority))
     assert not worker.is_wanted(1), "the hand-off does not have to wait, so the test shows nothing"
     worker.keep_busy_until_wanted(1, max_steps=20)
-    worker.pull()
-    worker.run_until_idle()
+    worker.run_steps_and_reads()
     assert worker.finished() == {"pulled", *(f"local{n + 1}" for n in range(worker.num_local))}
     assert worker.ledger == {}
 
@@ -55,7 +56,7 @@ def test_a_hand_off_behind_another_gets_blocks_before_later_local_requests() -> 
     worker.arrive(request("large", 59, first=5000), ticket=1)
     worker.arrive(request("next", 40, first=6000), ticket=2)
     worker.keep_busy_until_wanted(1, max_steps=20)
-    worker.pull(ticket=1)
+    worker.finish_reads()
     worker.keep_busy_until_wanted(2, max_steps=20)
     assert worker.finished() <= {"large", "local1", "local2", "local3", "local4"}
 
@@ -76,17 +77,17 @@ def test_hand_offs_wait_in_rank_order() -> None:
     worker.arrive(request("later", 59, first=5000, priority=1), ticket=1)
     worker.arrive(request("sooner", 59, first=6000, priority=0), ticket=2)
     worker.run_until_idle()
-    assert worker.is_wanted(2)
-    assert not worker.is_wanted(1)
+    assert [want.transfer_id for want in worker.sent(Want)] == [2, 1]
 
 
 def test_a_pulled_sequence_runs_while_a_hand_off_of_higher_rank_waits_for_its_blocks() -> None:
     """The pulled sequence frees its blocks only by running."""
     worker = Decode()
     worker.arrive(request("pulled", 40, first=5000), ticket=1)
+    worker.ready_all(ticket=1)
     worker.arrive(request("urgent", 40, first=6000, priority=-1), ticket=2)
     assert not worker.is_wanted(2)
-    worker.pull(ticket=1)
+    worker.finish_reads()
     worker.run_until_idle()
     assert worker.is_wanted(2)
     worker.pull(ticket=2)
@@ -102,8 +103,8 @@ def test_a_preempted_sequence_waits_behind_a_hand_off_of_higher_rank_and_finishe
     worker.arrive(request("pulled", 24, first=5000, priority=1))
     while not worker.is_wanted(1):
         worker.finish_step()
+    worker.ready_all()
     assert worker.core.scheduler.num_preemptions == 1
     assert worker.finished() == {"before"}
-    worker.pull()
-    worker.run_until_idle()
+    worker.run_steps_and_reads()
     assert worker.finished() == {"before", "pulled", "behind"}

@@ -64,8 +64,8 @@ def test_a_hand_off_that_waits_for_blocks_holds_no_cached_blocks() -> None:
 def test_a_failed_hand_off_releases_its_cached_blocks() -> None:
     worker = with_a_cached_prompt()
     worker.arrive(request("a", 14))
-    assert worker.ledger == {"held": 2, "incoming": 2}
     worker.ready(2)
+    assert worker.ledger == {"held": 2, "incoming": 1}
     worker.post(ReadFailed(worker.only(StartRead).read_id, AbortReason.READ_FAILED, "broken"))
     assert worker.ledger == {}
 

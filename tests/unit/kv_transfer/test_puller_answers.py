@@ -11,7 +11,15 @@ from core.config import TransferConfig
 from core.errors import TransferFailed
 from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, Ready, Want
 from kv_transfer import puller
-from kv_transfer.events import MessageReceived, PeerLost, PullCompleted, PullFailed, SendMessage, StartRead
+from kv_transfer.events import (
+    MessageReceived,
+    PeerLost,
+    PullCompleted,
+    PullFailed,
+    SendMessage,
+    StartRead,
+    TargetsNeeded,
+)
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
@@ -132,12 +140,14 @@ def test_of_an_owner_with_smaller_blocks_those_pieces_are_pulled_that_the_sequen
     targets = pool.reserve(2)
     assert targets is not None
     num_tokens = 2 * LAYOUT.block_size + 1
-    actions = machine.start_pull(ID, dict(enumerate(targets)), 0.0, num_tokens)
+    actions = machine.start_pull(ID, range(2), 0.0, num_tokens)
     (want,) = [action.message for action in actions if isinstance(action, SendMessage)]
     assert isinstance(want, Want)
     assert want.positions == (0, 1, 2), "the fourth would lie behind the end"
     blocks = OfferedBlocks.of((position, 20 + position, 0) for position in want.positions)
-    (read,) = machine.handle(MessageReceived("owner", Ready(ID, 11, 1, want.counter, 0, blocks, True, 42)), 0.0)
+    needed = machine.handle(MessageReceived("owner", Ready(ID, 11, 1, want.counter, 0, blocks, True, 42)), 0.0)
+    assert needed == [TargetsNeeded(ID, (0, 1))]
+    (read,) = machine.add_targets(ID, dict(enumerate(targets)), 0.0)
     assert isinstance(read, StartRead)
     assert (read.sources, read.targets) == ((20, 21, 22), (targets[0], targets[0], targets[1]))
     assert read.pieces == (0, 1, 2)

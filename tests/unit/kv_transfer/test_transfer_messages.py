@@ -209,8 +209,8 @@ def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: p
     monkeypatch.setattr(puller, "MAX_POSITIONS", 2)
     pair = Pair()
     pair.offer([0, 1, 2])
-    targets = pair.pull([0, 1, 2])
-    assert len(targets) == 3
+    pair.reserve_pull()
+    pair.do(pair.puller, pair.puller.machine.start_pull, ID, [0, 1, 2])
     assert_failed(pair, AbortReason.READ_FAILED)
     pair.deliver_all()
     assert_freed(pair, OwnerState.RELEASED, AbortReason.READ_FAILED)

@@ -31,6 +31,7 @@ from kv_transfer.events import (
     ReadTimedOut,
     SendMessage,
     StartRead,
+    TargetsNeeded,
     TransferAction,
     TransferEvent,
 )
@@ -63,6 +64,7 @@ class Side:
         self.links: list[Connect | Disconnect] = []
         self.results: list[Any] = []  # PullCompleted, PullFailed, OfferEnded
         self.given_up: list[PullGivenUp] = []
+        self.needed: dict[TransferId, list[int]] = {}  # positions of all TargetsNeeded, by transfer
 
     @property
     def address(self) -> AgentAddress:
@@ -133,7 +135,11 @@ class Pair:
     def start_pull(self, positions: list[int]) -> dict[int, int]:
         targets = self.puller.targets(positions)
         self.do(self.puller, self.puller.machine.start_pull, ID, targets)
+        self.add_targets(targets)
         return targets
+
+    def add_targets(self, targets: dict[int, int]) -> None:
+        self.do(self.puller, self.puller.machine.add_targets, ID, targets)
 
     def cancel_pull(self) -> None:
         self.do(self.puller, self.puller.machine.cancel_pull, ID, AbortReason.CANCELLED)
@@ -228,6 +234,8 @@ class Pair:
                     pass
                 case PullGivenUp():
                     side.given_up.append(action)
+                case TargetsNeeded(transfer_id, positions):
+                    side.needed.setdefault(transfer_id, []).extend(positions)
                 case _:
                     side.results.append(action)
         for each in self.sides.values():

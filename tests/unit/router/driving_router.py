@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from core.block_pool import Column
 from core.config import RouterConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress
@@ -20,7 +21,8 @@ from router.events import RouterAction, RouterEvent
 from router.machine import RouterMachine
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=1)
-SERVING = WorkerLoad(state=WorkerState.SERVING)
+NUM_BLOCKS = 64
+SERVING = WorkerLoad(state=WorkerState.SERVING, ledger={Column.FREE: NUM_BLOCKS})
 EOS = 0
 CONFIG = RouterConfig(
     local_prefill="never", max_attempts=3, report_stale_s=3.0, worker_lost_s=10.0, worker_wait_s=20.0, max_queued=2
@@ -30,7 +32,7 @@ A = TypeVar("A")
 
 
 def agent(worker_id: str, incarnation: int = 1, layout: KVLayout = LAYOUT) -> AgentAddress:
-    return AgentAddress(f"{worker_id}@{incarnation}", incarnation, b"", 0, 64, layout, 20.0)
+    return AgentAddress(f"{worker_id}@{incarnation}", incarnation, b"", 0, NUM_BLOCKS, layout, 20.0)
 
 
 def request(
@@ -75,7 +77,7 @@ class DrivenRouter:
         address = agent(name, incarnation, layout)
         return self.post(events.WorkerJoined(name, role, address, cached_blocks=(), load=SERVING))
 
-    def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: int) -> list[RouterAction]:
+    def report(self, name: str, state: WorkerState = WorkerState.SERVING, **load: object) -> list[RouterAction]:
         reported = replace(SERVING, state=state, **load)  # type: ignore[arg-type]
         return self.post(events.WorkerReported(name, WorkerChanges(reported)))
 

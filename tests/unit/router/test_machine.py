@@ -146,19 +146,66 @@ def test_with_no_prefill_worker_the_decode_worker_computes_the_prompt() -> None:
     assert router.only(events.Finish).outcome.path is RequestPath.LOCAL
 
 
-def test_a_short_prompt_is_computed_on_the_decode_worker() -> None:
-    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
-    router.arrive(request("short", prompt=range(1, 9)))
-    router.arrive(request("long", prompt=range(1, 10)))
-    assert router.dispatches() == [("short#1", None, "D"), ("long#1", "P", "D")]
+AUTO = replace(CONFIG, local_prefill="auto")
 
 
-def test_a_long_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -> None:
-    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=8))
+def test_an_idle_decode_worker_computes_a_prompt_alone_while_the_prefill_worker_is_busy() -> None:
+    router = DrivenRouter(AUTO)
+    router.report("P", prompt_backlog=(0.0, 0.0, 0.0, 5.0))
+    router.arrive()
+    assert router.dispatches() == [("r#1", None, "D")]
+
+
+def test_a_busy_decode_worker_leaves_a_prompt_to_the_prefill_worker() -> None:
+    router = DrivenRouter(AUTO)
+    router.report("D", num_decoding=30, decode_context=3000, num_calls=30)
+    router.arrive()
+    assert router.dispatches() == [("r#1", "P", "D")]
+
+
+def test_a_prompt_that_is_cached_on_the_decode_worker_is_computed_there() -> None:
+    router = DrivenRouter(AUTO)
     prompt = request(prompt=range(1, 18))
     router.store("D", *sequence_hashes(prompt.token_ids, LAYOUT.block_size))
     router.arrive(prompt)
     assert router.dispatches() == [("r#1", None, "D")]
+
+
+def test_no_prompt_is_computed_on_a_decode_worker_if_local_prefill_is_never() -> None:
+    router = DrivenRouter()
+    router.report("P", prompt_backlog=(0.0, 0.0, 0.0, 5.0))
+    router.arrive()
+    assert router.dispatches() == [("r#1", "P", "D")]
+
+
+def test_the_outcome_has_the_predicted_and_the_actual_time_to_the_first_token() -> None:
+    router = DrivenRouter(prefill=(), decode=())
+    router.arrive()
+    router.pass_time(2.0)
+    router.join("D", ServiceRole.DECODE)
+    router.now += 0.5
+    router.tokens(0, 11, 12, 13, 14)
+    router.decoded()
+    outcome = router.only(events.Finish).outcome
+    assert outcome.first_token_s == 2.5
+    assert outcome.predicted_first_token_s == pytest.approx(2.0 + outcome.candidate.first_token_s)
+
+
+def test_the_prediction_is_that_of_the_dispatch_before_the_first_token() -> None:
+    router = DrivenRouter(prefill=("P1", "P2"))
+    router.arrive()
+    router.now += 3.0
+    router.prefill_fails(LOST)
+    router.first_token(11, "r#2")
+    router.now += 5.0
+    router.decode_fails(LOST, "r#2")
+    router.report("P2")
+    router.report("D")
+    router.tokens(1, 12, 13, 14, dispatch="r#3")
+    router.decoded("r#3")
+    outcome = router.only(events.Finish).outcome
+    assert outcome.attempts == 3
+    assert 3.0 < outcome.predicted_first_token_s < 4.0
 
 
 # ---- deadlines

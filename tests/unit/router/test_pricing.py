@@ -10,6 +10,7 @@ import pytest
 
 from core.errors import QueueFull, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
+from core.step_cost import PRIOR
 from core.worker_load import RouterCalls, WorkerChanges
 from router import events
 from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, request
@@ -90,15 +91,16 @@ def test_a_request_waits_while_the_calls_of_another_router_fill_the_worker() -> 
 
 
 def test_a_request_that_is_first_in_the_queue_is_priced_even_if_the_one_before_found_no_room() -> None:
-    """The prompt of the second one is short enough for the decode worker alone."""
-    config = replace(CONFIG, max_in_flight_per_worker=1, local_prefill_tokens=8)
+    """The prefill worker is full. The second request avoids it, so the decode worker may serve that one alone."""
+    config = replace(CONFIG, max_in_flight_per_worker=1)
     router = DrivenRouter(config, decode=("D1", "D2", "D3"))
-    router.arrive(request("runs", prompt=range(1, 30)))
-    router.arrive(request("long", prompt=range(1, 30)))
-    router.arrive(request("short"))
+    router.arrive(request("runs"))
+    router.arrive(request("waits"))
+    router.arrive(request("fails"))
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["runs#1"], "in rank order"
-    router.post(events.ClientCancelled("long"))
-    assert [dispatch for dispatch, _, _ in router.dispatches()] == ["runs#1", "short#1"]
+    router.machine._requests["fails"].failed_workers = frozenset({"P"})
+    router.post(events.ClientCancelled("waits"))
+    assert router.dispatches()[1:] == [("fails#1", None, "D2")]
 
 
 def test_a_prompt_that_waits_for_the_last_prefill_worker_runs_without_it_once_that_is_gone() -> None:
@@ -147,48 +149,71 @@ def test_calls_are_numbered_over_all_workers_in_the_order_of_their_start() -> No
     assert len(numbers) >= 5
 
 
+def prompt_s(num_tokens: int) -> float:
+    return PRIOR.prompt_seconds(num_tokens)
+
+
+def view(router: DrivenRouter, name: str = "D") -> tuple[float, int]:
+    """Seconds of prompt work and number of sequences."""
+    seen = router.machine.workers.chosen(name).view
+    return pytest.approx(sum(seen.backlog) + sum(seen.arriving), abs=1e-6), seen.num_sequences  # type: ignore[return-value]
+
+
 def test_a_load_is_the_report_and_the_calls_that_had_not_arrived() -> None:
-    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=99), prefill=())
-
-    def view() -> tuple[int, int]:
-        seen = router.machine.workers.chosen("D").view
-        return seen.num_queued_tokens, seen.num_sequences
-
+    router = DrivenRouter(prefill=())
+    first, second = prompt_s(20), prompt_s(30)
     router.arrive(request("a", prompt=range(1, 21)))
     router.arrive(request("b", prompt=range(1, 31)))
-    assert view() == (50, 2)
+    assert view(router) == (first + second, 2)
     others = {"another": RouterCalls(70, 3)}
-    router.report("D", num_queued_tokens=100, num_calls=4, router_calls=others | {"router": RouterCalls(1, 1)})  # type: ignore[arg-type]
-    assert view() == (160, 5), "call 2 was on the way, and stands for a call of the other router too"
-    router.report("D", num_queued_tokens=90, num_calls=5, router_calls=others | {"router": RouterCalls(2, 2)})  # type: ignore[arg-type]
-    assert view() == (90, 5)
+    router.report("D", prompt_backlog=(0.1,), num_calls=4, router_calls=others | {"router": RouterCalls(1, 1)})
+    assert view(router) == (0.1 + 2 * second, 5), "call 2 was on the way, and stands for a call of the other router too"
+    router.report("D", prompt_backlog=(0.0, 0.09), num_calls=5, router_calls=others | {"router": RouterCalls(2, 2)})
+    assert view(router) == (0.09, 5)
     router.decode_fails(LOST, "b#1")  # the end is faster than the next report
-    assert view() == (90, 4)
+    assert view(router) == (0.09, 4)
 
 
 def test_a_call_on_the_way_counts_once_for_each_router_with_open_calls() -> None:
     """Every router sees the same reports and chooses alike; their calls on the way are unseen."""
-    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=99), prefill=(), decode=("D", "E"))
+    router, one = DrivenRouter(prefill=(), decode=("D", "E")), prompt_s(20)
 
-    def queued() -> list[int]:
-        return [router.machine.workers.chosen(name).view.num_queued_tokens for name in ("D", "E")]
+    def work() -> list[float]:
+        return [view(router, name)[0] for name in ("D", "E")]
 
     router.arrive(request("a", prompt=range(1, 21)))
-    assert queued() == [20, 0]
-    router.report("E", num_calls=2, router_calls={"second": RouterCalls(9, 1), "third": RouterCalls(5, 1)})  # type: ignore[arg-type]
-    assert queued() == [60, 0], "the routers on any worker count"
-    router.report("D", num_queued_tokens=7, num_calls=1, router_calls={"second": RouterCalls(8, 1)})  # type: ignore[arg-type]
-    assert queued() == [67, 0]
+    assert work() == [one, 0]
+    router.report("E", num_calls=2, router_calls={"second": RouterCalls(9, 1), "third": RouterCalls(5, 1)})
+    assert work() == [3 * one, 0], "the routers on any worker count"
+    router.report("D", prompt_backlog=(0.007,), num_calls=1, router_calls={"second": RouterCalls(8, 1)})
+    assert work() == [0.007 + 3 * one, 0]
     router.report("E")
-    assert queued() == [47, 0], "the second router has a call on D, the third none"
-    router.report("D", num_queued_tokens=20, num_calls=1, router_calls={"router": RouterCalls(1, 1)})  # type: ignore[arg-type]
-    assert queued() == [20, 0], "the call has arrived"
+    assert work() == [0.007 + 2 * one, 0], "the second router has a call on D, the third none"
+    router.report("D", prompt_backlog=(0.02,), num_calls=1, router_calls={"router": RouterCalls(1, 1)})
+    assert work() == [0.02, 0], "the call has arrived"
     router.machine.workers.check()
 
 
 def test_a_call_that_never_arrives_counts_until_it_ends() -> None:
-    router = DrivenRouter(replace(CONFIG, local_prefill_tokens=99), prefill=())
+    router = DrivenRouter(prefill=())
     router.arrive(request("a", prompt=range(1, 21)))
     router.post(events.ClientCancelled("a"))
-    seen = router.machine.workers.chosen("D").view
-    assert (seen.num_queued_tokens, seen.num_sequences) == (0, 0)
+    assert view(router) == (0.0, 0)
+
+
+def test_the_calls_of_a_pair_bring_prompt_work_to_one_worker_and_blocks_to_the_other() -> None:
+    router = DrivenRouter()
+    room = router.machine.workers.chosen("D").view.num_free_blocks
+    router.arrive(request("a", prompt=range(1, 22)))  # 6 blocks of 4 tokens
+
+    def free_blocks() -> int:
+        return router.machine.workers.chosen("D").view.num_free_blocks
+
+    assert (view(router, "P"), view(router, "D")) == ((prompt_s(21), 1), (0.0, 1))
+    assert free_blocks() == room - 6
+    router.report("P", prompt_backlog=(0.0, 0.021), num_calls=1, router_calls={"router": RouterCalls(2, 1)})
+    assert (view(router, "P"), view(router, "D")) == ((0.021, 1), (0.0, 1))
+    router.report("D", num_promised_blocks=6, num_calls=1, router_calls={"router": RouterCalls(1, 1)})
+    assert free_blocks() == room - 6, "the report promises the blocks, so the call does not take them again"
+    router.first_token(11, "a#1")
+    assert view(router, "P") == (0.021, 0), "the call has ended, and the next report tells the work"

@@ -13,12 +13,17 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
 from core.sequence import Sequence
 from core.worker_load import WorkerLoad
-from router.policy import Candidate, WorkerView
-from router.worker_record import WorkerRecord
+from router.policy import Candidate, SecondsPolicy
+from router.worker_record import CallWork, WorkerRecord
 from router.workers import WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)
+WORK = CallWork(prompt_s=0.005, num_blocks=3)
+
+
+def empty_table() -> WorkerTable:
+    return WorkerTable(CONFIG, SecondsPolicy(CONFIG))
 
 
 def record(name: str, role: ServiceRole = ServiceRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
@@ -26,7 +31,7 @@ def record(name: str, role: ServiceRole = ServiceRole.DECODE, load: WorkerLoad =
 
 
 def table(*records: WorkerRecord) -> WorkerTable:
-    workers = WorkerTable(CONFIG)
+    workers = empty_table()
     for joining in records:
         workers.join(joining, ())
     workers.check()
@@ -61,8 +66,8 @@ def test_a_suspect_full_draining_or_prefill_worker_is_not_usable_for_decode() ->
         record("fine"),
     )
     workers.suspect("suspect")
-    workers.chosen("full").add_call("x#1", 1, 1)
-    workers.chosen("full").add_call("y#1", 2, 1)
+    workers.chosen("full").add_call("x#1", 1, WORK)
+    workers.chosen("full").add_call("y#1", 2, WORK)
     assert usable(workers) == ["fine"]
 
 
@@ -73,7 +78,7 @@ def test_workers_to_avoid_are_usable_only_if_there_are_no_others() -> None:
 
 
 def test_cached_tokens_follow_the_snapshot() -> None:
-    workers = WorkerTable(CONFIG)
+    workers = empty_table()
     prompt = request(prompt=range(1, 13))
     workers.join(record("d"), sequence_hashes(prompt.token_ids, LAYOUT.block_size)[:2])
     assert cached(workers, prompt) == (8, 0)
@@ -81,11 +86,12 @@ def test_cached_tokens_follow_the_snapshot() -> None:
 
 def test_a_fresh_snapshot_keeps_the_dispatches_and_ends_the_suspicion() -> None:
     workers = table(record("d"))
-    workers.chosen("d").add_call("x#1", 1, 5)
+    workers.chosen("d").add_call("x#1", 1, WORK)
     workers.suspect("d")
     workers.join(record("d"), ())
     assert usable(workers) == ["d"]
-    assert workers.chosen("d").view == WorkerView("d", num_queued_tokens=5, num_sequences=1, num_dispatched=1)
+    seen = workers.chosen("d").view
+    assert (sum(seen.arriving), seen.num_sequences, seen.num_dispatched) == (WORK.prompt_s, 1, 1)
 
 
 @pytest.mark.parametrize(("field", "value"), [("dtype", "bfloat16"), ("quantization", "int8")])
@@ -99,7 +105,7 @@ def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str,
 
 
 def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
-    workers = WorkerTable(CONFIG)
+    workers = empty_table()
     workers.join(record("d"), [1, 2])
     left = workers.leave("d", 0.0)
     assert left is not None
@@ -108,7 +114,7 @@ def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:
 
 
 def test_nothing_of_a_prompt_is_hashed_while_no_decode_worker_has_room() -> None:
-    workers = WorkerTable(CONFIG)
+    workers = empty_table()
     prompt = hashes_of(request(prompt=range(1, 10)))
     assert workers.candidates(prompt, frozenset(), 0.0) == []
     workers.join(record("d"), ())
@@ -118,7 +124,7 @@ def test_nothing_of_a_prompt_is_hashed_while_no_decode_worker_has_room() -> None
 
 
 def test_a_prompt_is_hashed_to_the_first_block_that_no_worker_has() -> None:
-    workers = WorkerTable(CONFIG)
+    workers = empty_table()
     prompt = hashes_of(request(prompt=range(1, 41)))
     workers.join(record("d"), sequence_hashes(range(1, 41), LAYOUT.block_size)[:3])
     assert workers.choose(prompt, frozenset(), 0.0) is not None
@@ -176,7 +182,7 @@ def test_block_sizes_must_be_equal_in_a_pool_and_multiples_between_pools() -> No
 
 
 def test_the_largest_request_follows_from_the_blocks_of_the_decode_pool() -> None:
-    workers = WorkerTable(CONFIG)
+    workers = empty_table()
     workers.join(wide_prefill(), ())
     workers.join(record("d"), ())
     room = workers.chosen("d").agent.num_blocks * LAYOUT.block_size

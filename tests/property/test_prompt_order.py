@@ -1,0 +1,190 @@
+"""The laws of the order of prompts, for random arrivals on one worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.prompt_order import QUANTUM_S, PromptOrder
+
+CHUNK_S = 0.2
+ROUNDING_S = 1e-6
+
+works = st.floats(0.001, 5.0)
+gaps = st.one_of(st.just(0.0), st.floats(0.0, 3.0))
+arrivals = st.lists(st.tuples(gaps, works), min_size=1, max_size=30)
+
+
+@dataclass
+class Worker:
+    """Computes chunks of at most CHUNK_S in the order of prompts. Its clock is the work that it has done."""
+
+    order: PromptOrder = field(default_factory=PromptOrder)
+    left: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, float] = field(default_factory=dict)
+    now: float = 0.0
+
+    def add(self, name: str, work: float, priority: int = 0, tenant: str = "") -> None:
+        self.order.add(name, priority, tenant, work)
+        self.left[name] = work
+
+    def step(self) -> tuple[str, float]:
+        name = self.order.first()
+        assert name is not None
+        work = min(self.left[name], CHUNK_S)
+        self.left[name] -= work
+        self.now += work
+        self.order.serve(name, work, self.left[name])
+        if self.left[name] == 0.0:
+            assert self.order.discard(name)
+            del self.left[name]
+            self.ends[name] = self.now
+        self.order.check()
+        return name, work
+
+    def run_until(self, when: float) -> None:
+        while self.left and self.now < when:
+            self.step()
+        self.now = max(self.now, when)
+
+    def run_all(self, arriving: list[tuple[float, float]]) -> dict[str, float]:
+        """Each prompt's time from its arrival to its end. `arriving`: (seconds after the one before, work)."""
+        arrived: dict[str, float] = {}
+        due = 0.0
+        for number, (gap, work) in enumerate(arriving):
+            due += gap
+            self.run_until(due)
+            arrived[f"p{number}"] = self.now
+            self.add(f"p{number}", work)
+        self.run_until(float("inf"))
+        return {name: end - arrived[name] for name, end in self.ends.items()}
+
+
+@settings(max_examples=300)
+@given(arrivals)
+def test_no_prompt_takes_more_than_twice_as_long_as_first_come_first_served(
+    arriving: list[tuple[float, float]],
+) -> None:
+    worker = Worker()
+    queued: dict[str, float] = {}
+    arrived: dict[str, float] = {}
+    due = 0.0
+    for number, (gap, work) in enumerate(arriving):
+        due += gap
+        worker.run_until(due)
+        name = f"p{number}"
+        queued[name] = sum(worker.left.values()) + work
+        arrived[name] = worker.now
+        worker.add(name, work)
+    worker.run_until(float("inf"))
+    assert len(worker.ends) == len(arriving)
+    assert not len(worker.order)
+    for name, end in worker.ends.items():
+        assert end - arrived[name] <= 2.0 * queued[name] + ROUNDING_S
+
+
+@settings(max_examples=200)
+@given(st.lists(works, min_size=1, max_size=30))
+def test_prompts_that_arrive_together_take_no_longer_on_average_than_in_order_of_arrival(sizes: list[float]) -> None:
+    took = Worker().run_all([(0.0, work) for work in sizes])
+    in_order = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    assert sum(took.values()) <= sum(in_order) + ROUNDING_S * len(sizes)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), works, st.integers(0, 6)), min_size=1, max_size=60),
+    st.lists(works, min_size=40, max_size=40),
+)
+def test_two_tenants_that_always_have_prompts_get_equal_work(
+    others: list[tuple[int, float, int]], sizes: list[float]
+) -> None:
+    """Whatever the prompts of other tenants are, and when they come."""
+    worker = Worker()
+    for number, work in enumerate(sizes):
+        worker.add(f"{'ab'[number % 2]}{number}", work, tenant="ab"[number % 2])
+    served = {"a": 0.0, "b": 0.0}
+    most = {"a": 0.0, "b": 0.0}
+    for number, (tenant, work, num_steps) in enumerate(others):
+        worker.add(f"o{number}", work, tenant=f"other {tenant}")
+        for _ in range(num_steps):
+            name, done = worker.step()
+            if name[0] in served:
+                served[name[0]] += done
+            if not {"a", "b"} <= {left[0] for left in worker.left}:
+                return
+            lead = served["a"] - served["b"]
+            most["a"], most["b"] = max(most["a"], lead), max(most["b"], -lead)
+            assert abs(lead) <= QUANTUM_S + CHUNK_S + ROUNDING_S
+            assert most["a"] + most["b"] <= 2.0 * (QUANTUM_S + CHUNK_S) + ROUNDING_S
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(0.001, 0.6), min_size=200, max_size=200))
+def test_a_stream_of_new_tenants_leaves_a_long_prompt_half_of_the_work(sizes: list[float]) -> None:
+    """A new tenant comes before every step, and each of its prompts is shorter than the long one."""
+    worker = Worker()
+    worker.add("long", 4.0, tenant="patient")
+    turns = [0.0]  # of the long prompt
+    num_shares = 1
+    for number, work in enumerate(sizes):
+        worker.add(f"p{number}", work, tenant=f"t{number}")
+        num_shares = max(num_shares, len(worker.left))
+        name, _ = worker.step()
+        if name == "long":
+            turns.append(worker.now)
+        if "long" not in worker.left:
+            break
+    turns.append(worker.now)
+    longest = max(after - before for before, after in pairwise(turns))
+    assert longest <= 2 * 2 * num_shares * (QUANTUM_S + CHUNK_S), "two rounds at most lie between two turns"
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 3), works), min_size=1, max_size=20))
+def test_a_prompt_runs_only_if_no_prompt_of_a_lower_priority_value_waits(prompts: list[tuple[int, int, float]]) -> None:
+    worker = Worker()
+    priorities = {}
+    for number, (priority, tenant, work) in enumerate(prompts):
+        priorities[f"p{number}"] = priority
+        worker.add(f"p{number}", work, priority, f"t{tenant}")
+    while worker.left:
+        best = min(priorities[name] for name in worker.left)
+        name, _ = worker.step()
+        assert priorities[name] == best
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_after_any_changes_the_order_is_whole_and_every_prompt_ends(data: st.DataObject) -> None:
+    """Work grows after a preemption, shrinks with a cache hit, prompts leave, and some cannot be computed now."""
+    worker = Worker()
+    for number in range(data.draw(st.integers(1, 25))):
+        change = data.draw(st.sampled_from(["add", "add", "step", "resize", "discard", "back", "some"]))
+        names = sorted(worker.left)
+        if change == "add" or not names:
+            worker.add(f"p{number}", data.draw(works), data.draw(st.integers(0, 1)), data.draw(st.sampled_from("ab")))
+            continue
+        name = data.draw(st.sampled_from(names))
+        if change == "step":
+            worker.step()
+        elif change == "resize":
+            worker.left[name] = data.draw(works)
+            worker.order.resize(name, worker.left[name])
+        elif change == "discard":
+            assert worker.order.discard(name)
+            assert not worker.order.discard(name)
+            del worker.left[name]
+        elif change == "back":
+            worker.order.discard(name)
+            worker.order.add(name, 0, "a", worker.left[name], is_back=True)
+        else:
+            some = data.draw(st.lists(st.sampled_from(names), unique=True))
+            assert worker.order.first_of(some) in (some or [None])
+            assert worker.order.first_of(names) == worker.order.first()
+        worker.order.check()
+    worker.run_until(float("inf"))
+    assert worker.order.first() is None
