@@ -60,7 +60,7 @@ class CalibrationLoad:
         self._chance = random.Random(f"calibration {plan.seed}")
 
     async def fit(self, num_prefill: int, num_decode: int) -> list[MeasuredRequest]:
-        """Prompts and batches, so many at once that each worker gets its part. Returns the prompts of the last round."""
+        """Prompts and batches, as many at once as there are workers. Returns the prompts of the last round."""
         prompts: list[MeasuredRequest] = []
         for _ in range(NUM_ROUNDS):
             prompts = []
