@@ -248,7 +248,6 @@ class WorkerCore:
             num_calls=len(self.calls),
             router_calls=dict(self.router_calls),
             num_pulls_waiting=num_pulls_waiting,
-            num_promised_blocks=num_promised_blocks,
             num_queued_tokens=self.scheduler.num_waiting_tokens,
             ledger=self.pool.ledger(),
             num_prefilled_tokens=self.scheduler.num_prefilled_tokens,
@@ -267,6 +266,7 @@ class WorkerCore:
             num_decoding=len(contexts),
             decode_context=sum(contexts),
             prompt_backlog=backlog_of(self.scheduler.prompts(), step_cost),
+            num_promised_blocks=num_promised_blocks,
             num_released_blocks=self.scheduler.num_released_blocks,
         )
 

@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.child_process import ChildEnded
 from benchmarks.engine.figures import (
     BATCHES,
     CONTEXTS,
@@ -33,7 +34,6 @@ from benchmarks.engine.programs import (
     LAST_WORD_ID,
     Launch,
     Program,
-    ProgramFailed,
     launch_llama,
     launch_tandem,
     launch_vllm,
@@ -67,7 +67,7 @@ def running(
             programs[name] = Program(name, launch, core)
             try:
                 figures.first_token_s[name] = programs[name].first_token_s()
-            except ProgramFailed as error:
+            except ChildEnded as error:
                 report.say(f"left out: {error}")
                 programs.pop(name).stop()
         if not programs.keys() & {OURS, PLAIN}:

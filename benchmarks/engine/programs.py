@@ -11,16 +11,14 @@ Commands and answers are JSON objects, one a line. The first answer, `{}`, says 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.child_process import ChildProcess
 from benchmarks.engine.install_peers import MODEL, is_installed, llama_dir, tcmalloc, vllm_dir, vllm_weights
 from core.config import EngineConfig
 from model_files.model_source import resolve_model
@@ -28,12 +26,7 @@ from model_files.model_source import resolve_model
 HERE = Path(__file__).parent
 VLLM_KV_GB = 3
 SHORT_PROMPT = 16
-STOP_TIMEOUT_S = 20.0
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
-
-
-class ProgramFailed(Exception):
-    """A program ended or did not start; the message has the last lines of its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,62 +36,26 @@ class Launch:
     directory: Path | None = None
 
 
-class Program:
+class Program(ChildProcess):
     """One program, started at once, on one core or where the scheduler puts it. Ends with `stop`."""
 
     def __init__(self, name: str, launch: Launch, core: int | None = None) -> None:
-        self.name = name
         self._started_at = time.perf_counter()
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `stop`)
-        pinned = [] if core is None else ["taskset", "--cpu-list", str(core)]
-        self._process = subprocess.Popen(
-            [*pinned, *map(str, launch.command)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=launch.directory,
-            env=os.environ | launch.environment,
-        )
+        pinned: list[str | Path] = [] if core is None else ["taskset", "--cpu-list", str(core)]
+        super().__init__(name, [*pinned, *launch.command], launch.environment, launch.directory)
         self._is_ready = False
 
     def first_token_s(self) -> float:
-        """Seconds from the start of the process to the answer to a short prompt. Raises `ProgramFailed`."""
+        """Seconds from the start of the process to the answer to a short prompt. Raises `ChildEnded`."""
         self.call("prefill", tokens=SHORT_PROMPT)
         return time.perf_counter() - self._started_at
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """Raises `ProgramFailed` where the program ends instead of answering."""
+        """Raises `ChildEnded` where the program ends instead of answering."""
         if not self._is_ready:
-            self._answer()
+            self.answer()
             self._is_ready = True
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `_answer` finds the end of the program and reports why
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._log.seek(0)
-            last_lines = self._log.read().strip().splitlines()[-5:]
-            raise ProgramFailed(f"{self.name} ended: " + " | ".join(last_lines))
-        return json.loads(line)
-
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._log.close()
+        return self.ask({"do": do} | arguments)
 
 
 def launch_tandem(config: EngineConfig, serve_on_core: int | None = None) -> Launch:

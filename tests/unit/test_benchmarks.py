@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.child_process import ChildEnded, ChildProcess
 from benchmarks.engine.figures import MIN_STEPS, OURS, PLAIN, VLLM, Figures, percent_around
 from benchmarks.engine.tandem_worker import Worker
 from benchmarks.report import Line, Report
@@ -33,7 +34,9 @@ def run_benchmark(directory: Path, module: str, *options: str) -> subprocess.Com
 def modules_to_start() -> list[str]:
     """The modules that the Makefile's targets run, without those that a test below runs."""
     modules = re.findall(r"python -m ((?:benchmarks|tests\.support)\.\S+)", (ROOT / "Makefile").read_text())
-    return sorted(set(modules) - {"benchmarks.transfer", "benchmarks.quantization", "benchmarks.routers"})
+    return sorted(
+        set(modules) - {"benchmarks.transfer", "benchmarks.quantization", "benchmarks.routers", "benchmarks.policies"}
+    )
 
 
 @pytest.mark.parametrize("module", modules_to_start())
@@ -104,6 +107,15 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "nowhere.jsonl" in done.stderr
     assert "kvcache-ai/Mooncake" in done.stderr
+
+
+def test_a_measured_program_answers_line_by_line_and_its_last_words_are_reported() -> None:
+    program = "import sys\nfor line in sys.stdin:\n  print(line.upper(), end='', flush=True)\n  sys.exit('no more')"
+    child = ChildProcess("echo", [sys.executable, "-c", program], {"SOME": "value"})
+    assert child.ask({"do": 1}) == {"DO": 1}
+    with pytest.raises(ChildEnded, match="echo ended: no more"):
+        child.ask({"do": 2})
+    child.stop()
 
 
 def test_less_time_is_faster_and_more_tokens_are_faster() -> None:
