@@ -60,6 +60,10 @@ class PromptQueue:
         """The seconds of work that are left of each prompt."""
         return self._order.works()
 
+    def work_left(self, sequence: Sequence) -> float:
+        """Seconds, without the work of the steps in flight."""
+        return self._order.work_left(sequence.sequence_id)
+
     def set_cost(self, cost: StepCost) -> None:
         """Price the prompts anew if the prices have changed much."""
         if cost is self._offered:

@@ -148,10 +148,12 @@ class Scheduler:
         """Tokens to compute before every sequence of the scheduler is in decode."""
         return self.queues.num_waiting_tokens
 
-    def prompts(self) -> list[Sequence]:
-        """The sequences that are not in decode yet, running ones first."""
-        prefilling = [sequence for sequence in self.running if sequence.num_counted_tokens]
-        return prefilling + [sequence for sequence in self.waiting if not _is_decode(sequence)]
+    def prompt_works(self) -> list[float]:
+        """The seconds of work left of each prompt, with the steps in flight, without cached prefixes."""
+        cost, prompts = self.step_cost, self.queues.prompts
+        running = [sequence for sequence in self.running if sequence.num_counted_tokens]
+        works = [cost.prompt_seconds(s.num_uncomputed_tokens, s.num_computed_tokens) for s in running]
+        return works + [prompts.work_left(sequence) for sequence in self.waiting if sequence in prompts]
 
     # ---- steps
 
