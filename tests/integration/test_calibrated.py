@@ -7,6 +7,7 @@ slow for a while spoils a run, so a run may be repeated. A wrong prediction fail
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,7 +22,7 @@ from tests.support.deployment import deploy, tiny_config
 WITHIN = 0.2
 NUM_RUNS = 3
 # Steps take some milliseconds on a core, far more than the messages between client, router and workers.
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 384,
     "intermediate_size": 1024,
     "num_layers": 8,
