@@ -32,6 +32,7 @@ from core.machine import Tick
 from core.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
 from core.step_cost import StepCost, work_of
+from core.step_cost_fit import StepCostFit
 from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from kv_transfer.events import AgentAction, StartRead
@@ -151,7 +152,7 @@ class ReplayWorker:
     def _build_machine(self) -> PrefillMachine | DecodeMachine:
         spec = self.spec
         scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, frozenset())
-        core = WorkerCore(scheduler, self.pool)
+        core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.step_cost))
         transfers = TransferMachine(spec.transfer, self.pool, self.address)
         if spec.role is ServiceRole.PREFILL:
             return PrefillMachine(core, transfers)
