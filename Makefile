@@ -6,7 +6,8 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-engine bench-peers bench-quantization soak explore protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine \
+	bench-peers bench-quantization soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -51,6 +52,10 @@ bench-routers: setup  ## Compare 2 and 4 routers with one on a trace, in virtual
 
 bench-policies: setup  ## Compare the routing policy with those of seven other routers on traces, in virtual time (hours)
 	$(BIN)/python -m benchmarks.policies $(if $(TRACES),--traces $(TRACES))
+
+bench-goodput: setup  ## Measure requests inside their limits beside the undivided shape and vLLM, live (30 minutes, after bench-peers)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE))
 
 bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core (12 minutes, after bench-peers)
 	$(BIN)/tandem pull

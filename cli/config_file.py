@@ -31,8 +31,8 @@ class Flag:
         return self.name.replace("-", "_")
 
     @property
-    def default(self) -> int | str:
-        value: int | str = getattr(getattr(TandemConfig(), self.table), self.option)
+    def default(self) -> float | str:
+        value: float | str = getattr(getattr(TandemConfig(), self.table), self.option)
         return value
 
 
@@ -67,7 +67,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def load_config(path: Path | None, flags: Mapping[str, int | str | None]) -> TandemConfig:
+def load_config(path: Path | None, flags: Mapping[str, float | str | None]) -> TandemConfig:
     """`flags` has a value by parameter name; None = not given. Raises `ConfigError` naming the file and the option."""
     tables = _read(path) if path is not None else {}
     for flag in FLAGS:

@@ -1,7 +1,8 @@
 """`tandem demo`: runs a whole fleet on this machine, and shows the duration of each phase of a request.
 
 The demo starts Ray, a router and one worker of each pool, asks three questions over the public gRPC API, and stops the
-fleet. By default the decode worker computes short prompts. The demo sends every prompt through both pools.
+fleet. By default the decode worker computes a prompt itself where that costs less. The demo sends every prompt through
+both pools.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ REQUEST_FLAGS = (
     RequestFlag("stop-token-id", list[int], "End the output after this token. May be repeated.", "stop.stop_token_ids"),
     RequestFlag("ignore-eos", bool, "Continue after the end-of-sequence token.", "stop.ignore_eos"),
     RequestFlag("cache-salt", str, "Share cached prefixes only with requests of the same salt.", "cache_salt"),
+    RequestFlag("user", str, "Share prefill workers equally with requests of other users. (default: the cache salt)",
+                "user"),
     RequestFlag("priority", int, "A lower number is scheduled first. (default: 0)", "priority"),
     RequestFlag("min-interval-ms", int, "Join the tokens of this time into one message. (default: 0)",
                 "min_interval_ms"),
@@ -83,6 +85,9 @@ CHOICE_FLAGS = (
     RequestFlag("logprobs", int, "Return log-probabilities of this many tokens per position; needs --json.",
                 "logprobs"),
 )  # fmt: skip
+
+# For `explain`: the flags that change the choice of workers.
+ROUTE_FLAGS = tuple(flag for flag in REQUEST_FLAGS if flag.name == "cache-salt")
 
 
 def with_flags(table: Sequence[CommandFlag]) -> Callable[[F], F]:

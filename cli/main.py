@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from cli.exit_codes import FAILED, INTERRUPTED
-from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, fill_request, with_flags
+from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, ROUTE_FLAGS, fill_request, with_flags
 from cli.simulate_flags import SIMULATE_FLAGS, values_of
 from core.errors import TandemError
 
@@ -47,7 +47,7 @@ def run() -> None:
         _drop_output()
         sys.exit(FAILED)
     except Exception as error:
-        line = _explain(error)
+        line = _line_of(error)
         if not line or "--debug" in sys.argv:
             raise
         if isinstance(error, OSError):  # such as a full disk under the output
@@ -56,7 +56,7 @@ def run() -> None:
         sys.exit(FAILED)
 
 
-def _explain(error: Exception) -> str:
+def _line_of(error: Exception) -> str:
     """One line for an error that an operator can fix; empty for a bug."""
     from tandem_client import CallFailed  # here, because the import takes as long as a whole `tandem --help`
 
@@ -147,6 +147,30 @@ def chat(
     request = inference_pb2.GenerateRequest()
     fill_request(request, flags)
     converse(client_of(router, find_credentials(config, router)), Conversation(request, system, timeout), console)
+
+
+@app.command()
+@with_flags(ROUTE_FLAGS)
+def explain(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; if missing or -, standard input.")] = None,
+    system: System = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Take the prompt without a chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of the router as one JSON line.")] = False,
+    router: Router = DEFAULT_ROUTER,
+    config: Security = None,
+    **flags: Any,
+) -> None:
+    """Show the workers that could serve a prompt now, their predicted times, and the router's choice. Runs nothing."""
+    from cli.credentials import client_of, find_credentials
+    from cli.explain import explain as show_candidates
+    from cli.generate import Prompt, read_prompt
+    from tandem_client.stubs import inference_pb2
+
+    request = inference_pb2.GenerateRequest()
+    Prompt(read_prompt(prompt), system, chat=not raw).fill(request)
+    fill_request(request, flags)
+    found = find_credentials(config, router)
+    asyncio.run(show_candidates(client_of(router, found), request, console, as_json))
 
 
 @app.command()

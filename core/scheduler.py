@@ -323,8 +323,7 @@ class Scheduler:
 
     def _budget(self, num_decodes: int, context: int, is_waited_for: bool) -> StepBudget:
         """The budget of a step with these running decodes, and with the decodes that may be admitted."""
-        num_free = self.config.max_running - len(self.running)
-        pulled = [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)][:num_free]
+        pulled = self._admissible_pulled()
         budget = StepBudget(self.config.max_batched_tokens, num_decodes + len(pulled))
         if is_waited_for or pulled:
             context += sum(sequence.num_tokens for sequence in pulled)
@@ -379,15 +378,17 @@ class Scheduler:
         draft.chunks.clear()
 
     def _admit_pulled(self, draft: _Draft) -> None:
-        """Admit sequences with pulled prompts, as far as no waiting sequence of higher rank has a claim to the place."""
-        for sequence in list(self.queues.waiting_with_blocks):
-            num_free = self.config.max_running - len(self.running)
-            if bisect_left(self.waiting, sequence.rank, key=by_rank) >= num_free:
+        for sequence in self._admissible_pulled():
+            if not self.blocks.grow(sequence, sequence.num_tokens):
                 break
-            if _is_decode(sequence):
-                if not self.blocks.grow(sequence, sequence.num_tokens):
-                    break
-                self._start(draft, sequence, 1)
+            self._start(draft, sequence, 1)
+
+    def _admissible_pulled(self) -> list[Sequence]:
+        """Waiting sequences in decode with a place to run in that no waiting sequence of higher rank has a claim to."""
+        num_free = self.config.max_running - len(self.running)
+        if num_free >= len(self.waiting):
+            return [sequence for sequence in self.queues.waiting_with_blocks if _is_decode(sequence)]
+        return [sequence for sequence in self.waiting[:num_free] if sequence.block_table and _is_decode(sequence)]
 
     def _admit_in_order(self, draft: _Draft, sequence: Sequence) -> bool:
         """Admit the first prompt in the order. Returns False, and changes nothing, if it lacks blocks."""

@@ -179,9 +179,9 @@ class ChoiceStream:
             Attribute.ATTEMPTS: outcome.attempts,
             Attribute.CACHED_TOKENS: outcome.cached_tokens,
             Attribute.UNCACHED_TOKENS: candidate.uncached_tokens,
-            Attribute.COST: candidate.cost * 1e3,
             Attribute.PREFILL_WORKER: candidate.prefill_worker or candidate.decode_worker,
             Attribute.DECODE_WORKER: candidate.decode_worker,
+            **route_attributes(outcome),
         }
 
 
@@ -192,6 +192,21 @@ def call_attributes(operation: str, model: str, request_id: str) -> dict[str, At
         Attribute.PROVIDER: PROVIDER,
         Attribute.REQUEST_MODEL: model,
         Attribute.RESPONSE_ID: request_id,
+    }
+
+
+def route_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
+    candidate = outcome.candidate
+    return {
+        Attribute.ROUTE_QUEUE: candidate.queue_s * 1e3,
+        Attribute.ROUTE_PREFILL: candidate.prefill_s * 1e3,
+        Attribute.ROUTE_TRANSFER: candidate.transfer_s * 1e3,
+        Attribute.ROUTE_ROOM_WAIT: candidate.room_wait_s * 1e3,
+        Attribute.ROUTE_GAP: candidate.gap_s * 1e3,
+        Attribute.ROUTE_NUM_STREAMS: candidate.num_streams,
+        Attribute.ROUTE_COST: candidate.cost * 1e3,
+        Attribute.PREDICTED_TTFT: outcome.predicted_first_token_s * 1e3,
+        Attribute.TTFT: outcome.first_token_s * 1e3,
     }
 
 

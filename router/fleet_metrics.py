@@ -9,6 +9,7 @@ from core.errors import TandemError
 from core.handoff import OwnerState
 from core.lifecycle import Stage
 from core.paths import PathState
+from core.step_cost import StepWork
 from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
 from router.events import Fail, Finish
 from router.machine import RouterMachine
@@ -32,6 +33,9 @@ def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
                 yield Metric.WORKER_BLOCKS, count, labels | {"column": column.value}
             yield Metric.WORKER_RUNNING, load.num_running, labels
             yield Metric.WORKER_QUEUED_TOKENS, load.num_queued_tokens, labels
+            yield Metric.WORKER_PROMPT_SECONDS, sum(load.prompt_backlog), labels
+            decodes = StepWork(load.num_decoding, load.decode_context, 0, 0.0)
+            yield Metric.WORKER_STEP_SECONDS, load.step_cost.seconds(decodes), labels
             for state, count in load.transfers.items():
                 side = "offer" if isinstance(state, OwnerState) else "pull"
                 yield Metric.WORKER_TRANSFERS, count, labels | {"side": side, "state": state.value}
@@ -75,6 +79,9 @@ def record_end(metrics: Metrics, stream: ChoiceStream, result: Finish | Fail, no
     outcome = result.outcome
     metrics.record(Metric.REQUESTS, 1, path=outcome.path.value, end=outcome.finish_reason.value)
     metrics.record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s, **labels)
+    if outcome.attempts == 1:  # else the path tells nothing of the attempt that was predicted
+        ratio = outcome.first_token_s / outcome.predicted_first_token_s
+        metrics.record(Metric.TTFT_PREDICTION_RATIO, ratio, path=outcome.path.value)
     if outcome.num_output_tokens > 1:
         decode_s = outcome.timeline.seconds_in(Stage.DECODE)
         metrics.record(Metric.TIME_PER_OUTPUT_TOKEN, decode_s / (outcome.num_output_tokens - 1), **labels)

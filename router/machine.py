@@ -26,10 +26,11 @@ from core.request import Request
 from router import events, peer_discovery
 from router.admission import QueueWait, refusal
 from router.events import RouterAction, RouterEvent
+from router.open_dispatches import OpenDispatches
 from router.policy import Candidate, Policy, SecondsPolicy
 from router.request_queue import RequestQueue
-from router.routed_request import Dispatch, RoutedRequest, dispatch_id_of, workers_to_avoid
-from router.worker_record import CallWork, WorkerRecord
+from router.routed_request import Dispatch, RoutedRequest, workers_to_avoid
+from router.worker_record import WorkerRecord
 from router.workers import WorkerTable, hashes_of
 
 MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
@@ -49,14 +50,11 @@ class RouterMachine:
         policy: Policy | None = None,
     ) -> None:
         self._config = config
-        self._new_ticket = new_ticket
         self._eos_token_ids = eos_token_ids
         self.router_id = router_id
         self.workers = WorkerTable(config, policy or SecondsPolicy(config))
         self._requests: dict[str, RoutedRequest] = {}
-        self._by_dispatch: dict[str, RoutedRequest] = {}
-        self._by_call: dict[int, RoutedRequest] = {}  # by number of the decode call
-        self._num_calls = 0  # to all workers
+        self._dispatches = OpenDispatches(self.workers, new_ticket)
         self._queue = RequestQueue()
         self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
         self._queue_wait = QueueWait()
@@ -94,11 +92,11 @@ class RouterMachine:
     @property
     def num_queued(self) -> int:
         """Requests without a dispatch, including choices that wait for the first one."""
-        return len(self._requests) - len(self._by_dispatch)
+        return len(self._requests) - len(self._dispatches)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._by_dispatch)
+        return len(self._dispatches)
 
     def find_candidates(self, request: Request, now: float) -> list[Candidate]:
         """The workers that could take `request` now, cheapest first. Changes nothing."""
@@ -176,39 +174,12 @@ class RouterMachine:
             routed.predicted_first_token_s = now - routed.arrived_at + candidate.first_token_s
         routed.attempts += 1
         routed.attempts_without_token += 1
-        dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
-        self._num_calls += 1
-        call, has_prefill = self._num_calls, candidate.prefill_worker is not None
-        routed.dispatch = Dispatch(dispatch_id, candidate, call, len(routed.delivered), prefill_open=has_prefill)
-        routed.last_dispatch = routed.dispatch
-        self._by_dispatch[dispatch_id] = self._by_call[call] = routed
-        # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.
-        request = routed.resumed().derive(request_id=dispatch_id)
-        timeout_s = max(0.0, routed.deadline - now)
-        decode = self.workers.chosen(candidate.decode_worker)
-        uncached, cached = candidate.uncached_tokens, candidate.cached_tokens
-        if candidate.prefill_worker is None:
-            work_s = decode.load.step_cost.prompt_seconds(uncached, cached)
-            num_blocks = -(-uncached // decode.agent.layout.block_size)
-            decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
-            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
-        prefill = self.workers.chosen(candidate.prefill_worker)
-        decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
-        ticket = self._new_ticket()
-        self._num_calls += 1
-        work_s = prefill.load.step_cost.prompt_seconds(uncached, cached)
-        prefill.add_call(dispatch_id, self._num_calls, CallWork(prompt_s=work_s))
-        return [
-            events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call),
-            events.StartPrefill(
-                dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, self._num_calls
-            ),
-        ]
+        return self._dispatches.start(routed, candidate, now)
 
     # ---- answers of the workers
 
     def _on_prefill(self, event: events.PrefillReturned, now: float) -> list[RouterAction]:
-        routed = self._by_dispatch.get(event.dispatch_id)
+        routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None:
             return []
         dispatch = _dispatch_of(routed)
@@ -239,7 +210,7 @@ class RouterMachine:
 
     def _on_step_tokens(self, event: events.StepTokens, now: float) -> list[RouterAction]:
         """Drops tokens of calls that have ended for the router."""
-        by_call, logprobs = self._by_call, event.logprobs
+        by_call, logprobs = self._dispatches.by_call, event.logprobs
         accepting: dict[int, RoutedRequest] = {}
         for place, (call, index, token_id) in enumerate(zip(event.calls, event.indexes, event.token_ids, strict=True)):
             routed = by_call.get(call)
@@ -263,7 +234,7 @@ class RouterMachine:
         return self._retry_dispatches(record, lost, now)
 
     def _on_decode(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
-        routed = self._by_dispatch.get(event.dispatch_id)
+        routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None:
             return []
         dispatch = _dispatch_of(routed)
@@ -350,18 +321,8 @@ class RouterMachine:
         return actions
 
     def _end_dispatch(self, routed: RoutedRequest) -> list[RouterAction]:
-        """Remove the current attempt, if there is one, from its workers, and cancel its open calls."""
-        dispatch, routed.dispatch = routed.dispatch, None
-        if dispatch is None:
-            return []
-        del self._by_dispatch[dispatch.dispatch_id], self._by_call[dispatch.call]
         self._deadlines.cancel(("tokens", routed.request_id))
-        self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
-        if dispatch.candidate.prefill_worker is not None:
-            self.workers.remove_dispatch(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
-        if dispatch.prefill_open or dispatch.decode_open:
-            return [events.CancelDispatch(dispatch.dispatch_id)]
-        return []
+        return self._dispatches.end(routed)
 
     def _forget(self, routed: RoutedRequest, now: float) -> None:
         routed.timeline.enter(Stage.FINISHED, now)
@@ -470,7 +431,7 @@ class RouterMachine:
         """Retry every request that still needs something of this worker."""
         actions: list[RouterAction] = []
         for dispatch_id in list(record.dispatched):
-            routed = self._by_dispatch.get(dispatch_id)
+            routed = self._dispatches.by_id.get(dispatch_id)
             if routed is None:
                 continue
             if record.worker_id == _dispatch_of(routed).candidate.prefill_worker:
@@ -488,10 +449,7 @@ class RouterMachine:
         assert sorted(queued + held + dispatched) == sorted(self._requests)
         assert self.num_queued == len(queued) + len(held)
         self._queue.check()
-        assert self._by_call.keys() == {r.dispatch.call for r in self._requests.values() if r.dispatch}
-        assert self._by_dispatch.keys() == {r.dispatch.dispatch_id for r in self._requests.values() if r.dispatch}
-        for record in self.workers:
-            assert record.dispatched.keys() <= self._by_dispatch.keys()
+        self._dispatches.check(self._requests.values())
         self.workers.check()
 
 

@@ -38,7 +38,7 @@ NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.0005
 MESSAGE_S = 0.002  # from the router to a worker and back
 UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
-UNKNOWN_BYTES_PER_S = 1e9  # of a path that nobody has measured
+UNKNOWN_BYTES_PER_S = 1e10  # of a path that nobody has measured: high, so that its first transfer measures it
 
 
 _NONE_ARRIVING = (0.0,)
@@ -207,11 +207,11 @@ def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: i
     start = question.num_tokens - uncached
     work_s = cost.prompt_seconds(uncached, start)
     streams_s, age_s = worker.streams_s, max(0.0, question.now - worker.reported_at)
-    chunk, spare_s = worker.max_step_tokens, 0.0
+    token_s, spare_s = work_s / uncached, 0.0
+    chunk_s = max(token_s * worker.max_step_tokens, 1e-9)
     if worker.num_decoding and worker.step_limit_s:
         spare_s = max(0.0, worker.step_limit_s - streams_s)
-        chunk = min(chunk, max(MIN_PROMPT_TOKENS, cost.tokens_within(spare_s, start)))
-    chunk_s = max(work_s / uncached * chunk, 1e-9)
+        chunk_s = min(chunk_s, max(spare_s, token_s * MIN_PROMPT_TOKENS, 1e-9))
 
     place, reported, arriving = size_class(work_s) + 1, worker.reported_s, worker.arriving_s
     reported_s = reported[place] if place < len(reported) else reported[-1]

@@ -20,7 +20,8 @@ from prometheus_client.process_collector import ProcessCollector
 from core.config import TelemetryConfig
 from core.errors import ConfigError
 
-BUCKETS_S = [0.001 * 2**i for i in range(20)]  # 1 ms to 524 s
+BUCKETS_S = tuple(0.001 * 2**i for i in range(20))  # 1 ms to 524 s
+RATIO_BUCKETS = (0.2, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.25, 1.5, 2.0, 5.0)
 
 
 class Metric(Enum):
@@ -28,6 +29,7 @@ class Metric(Enum):
     TIME_TO_FIRST_TOKEN = "gen_ai_server_time_to_first_token_seconds"
     TIME_PER_OUTPUT_TOKEN = "gen_ai_server_time_per_output_token_seconds"
     REQUEST_DURATION = "gen_ai_server_request_duration_seconds"
+    TTFT_PREDICTION_RATIO = "tandem_router_ttft_prediction_ratio"
     PHASE_DURATION = "tandem_phase_duration_seconds"
     TOKENS = "tandem_tokens_total"
     PATH_BANDWIDTH = "tandem_transfer_path_bandwidth_bytes_per_second"
@@ -38,6 +40,8 @@ class Metric(Enum):
     WORKER_BLOCKS = "tandem_worker_blocks"
     WORKER_RUNNING = "tandem_worker_running"
     WORKER_QUEUED_TOKENS = "tandem_worker_queued_tokens"
+    WORKER_PROMPT_SECONDS = "tandem_worker_prompt_seconds"
+    WORKER_STEP_SECONDS = "tandem_worker_step_seconds"
     WORKER_TRANSFERS = "tandem_worker_transfers"
     WORKER_TRANSFERRED_BYTES = "tandem_worker_transferred_bytes_total"
     WORKER_TRANSFER_SECONDS = "tandem_worker_transfer_seconds_total"
@@ -61,6 +65,7 @@ class Description:
     kind: Kind
     text: str
     labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = BUCKETS_S  # of a histogram
 
 
 REQUEST = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
@@ -79,6 +84,10 @@ METRICS: dict[Metric, Description] = {
     Metric.REQUEST_DURATION: Description(
         Kind.HISTOGRAM, "Time from the arrival of a request at the router to its end; error_type is empty on success",
         (*REQUEST, "error_type"),
+    ),
+    Metric.TTFT_PREDICTION_RATIO: Description(
+        Kind.HISTOGRAM, "Measured / predicted time to first token, of requests with one attempt",
+        ("path",), RATIO_BUCKETS,
     ),
     Metric.PHASE_DURATION: Description(
         Kind.HISTOGRAM, "Duration of each phase of a choice (PhaseTimings of protos/inference.proto)", ("phase",)
@@ -102,6 +111,12 @@ METRICS: dict[Metric, Description] = {
     Metric.WORKER_RUNNING: Description(Kind.GAUGE, "Running sequences of a worker", WORKER),
     Metric.WORKER_QUEUED_TOKENS: Description(
         Kind.GAUGE, "Tokens that a worker must compute until each of its sequences is in decode", WORKER
+    ),
+    Metric.WORKER_PROMPT_SECONDS: Description(
+        Kind.GAUGE, "Predicted time of the prompts that a worker has to compute", WORKER
+    ),
+    Metric.WORKER_STEP_SECONDS: Description(
+        Kind.GAUGE, "Predicted time of a step of a worker with its sequences in decode and no prompt", WORKER
     ),
     Metric.WORKER_TRANSFERS: Description(
         Kind.GAUGE, "Open hand-offs of a worker, by side (offer or pull) and state", (*WORKER, "side", "state")
@@ -150,7 +165,7 @@ class Metrics:
                 self._recorded[metric] = Counter(metric.value, about.text, about.labels, registry=registry)
             elif about.kind is Kind.HISTOGRAM:
                 self._recorded[metric] = Histogram(
-                    metric.value, about.text, about.labels, registry=registry, buckets=BUCKETS_S
+                    metric.value, about.text, about.labels, registry=registry, buckets=about.buckets
                 )
         registry.register(self)  # type: ignore[arg-type]  # the registry calls only `collect`
 

@@ -77,7 +77,17 @@ class Attribute:
     PATH = "tandem.path"
     ATTEMPTS = "tandem.attempts"
     UNCACHED_TOKENS = "tandem.uncached_tokens"
-    COST = "tandem.route.cost_ms"
+    # The predicted terms of the chosen candidate (docs/routing.md), of the last attempt.
+    ROUTE_QUEUE = "tandem.route.queue_ms"
+    ROUTE_PREFILL = "tandem.route.prefill_ms"
+    ROUTE_TRANSFER = "tandem.route.transfer_ms"
+    ROUTE_ROOM_WAIT = "tandem.route.room_wait_ms"
+    ROUTE_GAP = "tandem.route.gap_ms"
+    ROUTE_NUM_STREAMS = "tandem.route.num_streams"
+    ROUTE_COST = "tandem.route.cost_ms"
+    # From the arrival at the router, as predicted and as measured.
+    PREDICTED_TTFT = "tandem.route.predicted_ttft_ms"
+    TTFT = "tandem.route.ttft_ms"
     PREFILL_WORKER = "tandem.prefill_worker"
     DECODE_WORKER = "tandem.decode_worker"
     WORKER = "tandem.worker"

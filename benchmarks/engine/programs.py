@@ -65,21 +65,32 @@ def launch_tandem(config: EngineConfig, serve_on_core: int | None = None) -> Lau
 
 
 def launch_vllm(core: int) -> Launch | None:
-    """vLLM with the settings that its documentation recommends for a CPU; None where it is not installed."""
+    """vLLM on one core, a step at a time; None where it is not installed."""
+    return _launch_vllm("vllm_worker.py", str(core), num_threads=1)
+
+
+def launch_vllm_replay(cores: str) -> Launch | None:
+    """vLLM on these cores ("0-1"), serving requests at their times of arrival; None where it is not installed."""
+    first, _, last = cores.partition("-")
+    return _launch_vllm("vllm_replay.py", cores, num_threads=int(last or first) - int(first) + 1)
+
+
+def _launch_vllm(program: str, cores: str, num_threads: int) -> Launch | None:
+    """With the settings that its documentation recommends for a CPU."""
     directory = vllm_dir()
     if not (is_installed(directory) and is_installed(vllm_weights())):
         return None
     preload = [tcmalloc(directory), directory / "lib" / "libiomp5.so"]
     environment = {
         "LD_PRELOAD": ":".join(str(library) for library in preload if library is not None and library.exists()),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(num_threads),
         "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GB),
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_CACHE_ROOT": str(directory / "cache"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return Launch([directory / "bin" / "python", HERE / "vllm_worker.py", vllm_weights()], environment)
+    return Launch([directory / "bin" / "python", HERE / program, vllm_weights()], environment)
 
 
 def launch_llama() -> Launch | None:

@@ -54,6 +54,21 @@ async def test_generate_as_json_ends_with_the_path_and_the_timings(served: Serve
     assert finished["timings"]["total_ms"] >= finished["timings"]["first_token_ms"] > 0
 
 
+async def test_explain_shows_the_only_pair_and_runs_nothing(served: Served) -> None:
+    code, out, err = await tandem("explain", "--router", served.address, "--json", stdin="from a pipe " * 9)
+    assert code == 0, err
+    explained = json.loads(out)
+    (candidate,) = explained["candidates"]
+    assert candidate["prefill_worker"].startswith("prefill-0.")
+    assert candidate["chosen"]
+    assert candidate["cost_ms"] >= candidate["prefill_ms"] > 0
+    code, out, err = await tandem("explain", "Hi", "--raw", "--router", served.address)
+    assert code == 0, err
+    assert "* prefill-0 decode-0 " in " ".join(out.split())
+    code, _, err = await tandem("explain", "Hi", "--raw", "--system", "Be brief.", "--router", served.address)
+    assert (code, err) == (1, "error: system: a raw prompt has no system message; omit --raw or --system\n")
+
+
 async def test_the_log_of_each_service_has_its_name_and_the_time(served: Served) -> None:
     (raylet,) = [child for child in served.family if "raylet" in child.name()]
     folder = next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--log_dir="))
@@ -106,7 +121,7 @@ async def test_a_second_ctrl_c_ends_every_process_at_once() -> None:
 
 
 async def test_without_a_router_the_error_names_the_command_that_starts_one() -> None:
-    for command in (("generate", "hi"), ("status", "--once"), ("scale", "--decode", "2"), ("chat",)):
+    for command in (("generate", "hi"), ("explain", "hi"), ("status", "--once"), ("scale", "--decode", "2"), ("chat",)):
         code, _, err = await tandem(*command, "--router", "127.0.0.1:9")
         assert (code, err) == (1, "error: no router at 127.0.0.1:9; start one with `tandem serve`\n"), command
 

@@ -70,7 +70,7 @@ async def test_at_every_moment_of_many_requests_the_holders_add_up_to_the_ledger
 
 
 async def test_a_running_sequence_is_named_with_its_blocks_and_since_when() -> None:
-    async with deploy(tiny_config(local_prefill_tokens=1000)) as deployment:
+    async with deploy(tiny_config(), num_prefill=0) as deployment:
         asking = asyncio.create_task(deployment.generate(text="tell me more " * 8, max_tokens=200))
         async with asyncio.timeout(PATIENCE_S):
             while not (holders := (await look(deployment))["decode-0"].ledger.holders):

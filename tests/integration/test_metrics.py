@@ -16,7 +16,7 @@ from core.handoff import Abort, AbortReason
 from kv_transfer.transports.memory_transport import MemoryTransport
 from protos.handoff_codec import encode
 from router.fleet_metrics import PHASES, TRANSFER_PHASES
-from tests.support.deployment import deploy, generate_beside_a_full_queue, tiny_config
+from tests.support.deployment import deploy, generate_beside_a_full_queue, tiny_config, wait_until_known
 
 Page = dict[str, list[tuple[dict[str, str], float]]]  # name -> (labels, value) of each series
 
@@ -45,10 +45,13 @@ async def when_counted(port: int, name: str, role: str) -> tuple[Page, dict[str,
 
 
 async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int) -> None:
-    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port), local_prefill_tokens=4)
+    config = tiny_config(telemetry=TelemetryConfig(metrics_port=metrics_port))
     async with deploy(config) as deployment:
-        await deployment.generate(text="long enough for two workers", max_tokens=5)
+        await deployment.router.set_workers([deployment.endpoints[id(deployment.decode[0])]])
         await deployment.generate(text="hey", max_tokens=5)
+        await deployment.router.set_workers(list(deployment.endpoints.values()))
+        await wait_until_known(deployment, 2)
+        await deployment.generate(text="long enough for two workers", max_tokens=5)
         await deployment.settle()
         page, pulled = await when_counted(metrics_port, "tandem_worker_transferred_bytes_total", "decode")
     assert pulled["prefill"] == 0
@@ -60,6 +63,14 @@ async def test_requests_latencies_and_ledgers_are_on_the_page(metrics_port: int)
     columns = {labels["column"] for labels, _ in page["tandem_worker_blocks"]}
     assert columns == {"free", "cached", "held", "leased", "incoming"}
     assert {labels["role"] for labels, _ in page["tandem_worker_blocks"]} == {"prefill", "decode"}
+    predicted = {labels["path"]: value for labels, value in page["tandem_router_ttft_prediction_ratio_count"]}
+    assert predicted == {"disaggregated": 1, "local": 1}
+    steps = {labels["role"]: value for labels, value in page["tandem_worker_step_seconds"]}
+    assert all(0 < steps[role] < 10 for role in ("prefill", "decode"))
+    assert {labels["role"]: value for labels, value in page["tandem_worker_prompt_seconds"]} == {
+        "prefill": 0,
+        "decode": 0,
+    }
     phases = {labels["phase"]: value for labels, value in page["tandem_phase_duration_seconds_count"]}
     assert phases == dict.fromkeys(PHASES, 2) | dict.fromkeys(TRANSFER_PHASES, 1)
 

@@ -22,6 +22,8 @@ from protos import cluster_pb2, inference_pb2, worker_pb2
 from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from runtime.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
+from tests.support.steps import slow_down
+from tests.support.waiting import until
 
 PATIENCE_S = 20.0  # for a busy machine; nothing here is to last so long
 BURST = 2000  # gRPC by itself would end hundreds of them as CANCELLED
@@ -29,7 +31,7 @@ BURST = 2000  # gRPC by itself would end hundreds of them as CANCELLED
 
 @pytest.fixture
 async def deployment() -> AsyncIterator[Deployment]:
-    async with deploy(tiny_config(local_prefill_tokens=4)) as deployment:
+    async with deploy(tiny_config()) as deployment:
         yield deployment
 
 
@@ -83,6 +85,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "65 stop ids": (text(stop=StopConditions(stop_token_ids=range(65))), "stop_token_ids", "at most 64"),
     "stop id of no token": (text(stop=StopConditions(stop_token_ids=[10**6])), "stop_token_ids", "outside"),
     "salt too long": (text(cache_salt="s" * 257), "cache_salt", "at most 256"),
+    "user too long": (text(user="u" * 257), "user", "at most 256"),
     "request id too long": (text(request_id="r" * 129), "request_id", "at most 128"),
     "no messages": (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
     "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, user, assistant"),
@@ -200,12 +203,22 @@ async def test_each_chunk_carries_index_ids_and_text_and_the_last_message_says_h
     assert timings.decode_ms > 0
 
 
-async def test_a_short_prompt_is_prefilled_on_the_decode_worker(deployment: Deployment) -> None:
-    answer = await deployment.generate(text="hey", max_tokens=3)
-    assert answer.finished is not None
-    assert answer.finished.path == inference_pb2.REQUEST_PATH_LOCAL
-    assert answer.finished.prefill_worker == answer.finished.decode_worker
-    assert answer.finished.transferred_bytes == 0
+async def test_of_two_long_prompts_each_pool_computes_one() -> None:
+    """The first takes either way; behind it, the second one would wait."""
+    async with deploy(tiny_config(local_prefill="auto")) as deployment:
+        for worker in deployment.workers:
+            slow_down(worker, 0.02)
+        shell = deployment.router._shell
+        assert shell is not None
+        first = asyncio.create_task(deployment.generate(text="a" * 1000, max_tokens=3))
+        await until(lambda: shell.machine.num_in_flight == 1, "the first request is dispatched", PATIENCE_S)
+        answers = [await deployment.generate(text="b" * 1000, max_tokens=3), await first]
+        finished = {answer.finished.path: answer.finished for answer in answers if answer.finished is not None}
+        assert finished.keys() == {inference_pb2.REQUEST_PATH_LOCAL, inference_pb2.REQUEST_PATH_DISAGGREGATED}
+        local = finished[inference_pb2.REQUEST_PATH_LOCAL]
+        assert local.prefill_worker == local.decode_worker
+        assert local.transferred_bytes == 0
+        await deployment.settle()
 
 
 async def test_without_a_prefill_worker_requests_succeed_and_say_so(deployment: Deployment) -> None:
@@ -304,16 +317,36 @@ async def test_all_choices_of_a_call_are_admitted_with_it_however_full_the_queue
         await deployment.settle()
 
 
-async def test_explain_names_the_candidates_and_runs_nothing(deployment: Deployment) -> None:
-    request = make_request(text="where would this one go", max_tokens=4)
-    explained = await deployment.cluster.Explain(request, timeout=PATIENCE_S)
-    assert explained.prompt_tokens == 23
-    assert explained.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
-    assert [candidate.chosen for candidate in explained.candidates].count(True) == 1
-    assert explained.candidates[0].chosen
-    for worker in deployment.workers:
-        assert worker._parts is not None
-        assert worker._parts.machine.core.num_arrived == 0
+async def test_explain_names_the_candidates_with_their_terms_and_runs_nothing() -> None:
+    async with deploy(tiny_config(local_prefill="auto")) as deployment:
+        request = make_request(text="where would this one go", max_tokens=4)
+        explained = await deployment.cluster.Explain(request, timeout=PATIENCE_S)
+        assert explained.prompt_tokens == 23
+        ways = {candidate.prefill_worker.partition(".")[0] for candidate in explained.candidates}
+        assert ways == {"", "prefill-0"}, "the decode worker alone, and the pair"
+        assert [candidate.chosen for candidate in explained.candidates] == [True, False]
+        alone = not explained.candidates[0].prefill_worker
+        path = inference_pb2.REQUEST_PATH_LOCAL if alone else inference_pb2.REQUEST_PATH_DISAGGREGATED
+        assert explained.path == path
+        for found in explained.candidates:
+            assert found.uncached_tokens == 23
+            assert found.first_token_ms > found.prefill_ms > 0
+            ready_ms = found.queue_ms + found.prefill_ms + found.transfer_ms + found.room_wait_ms
+            assert found.cost_ms == pytest.approx(ready_ms + found.gap_ms * found.num_streams)
+        for worker in deployment.workers:
+            assert worker._parts is not None
+            assert worker._parts.machine.core.num_arrived == 0
+
+
+async def test_explain_counts_what_the_workers_have_cached(deployment: Deployment) -> None:
+    await deployment.generate(text="the same long prompt once more", max_tokens=1)
+    await deployment.settle()
+    request = make_request(text="the same long prompt once more", max_tokens=1)
+    async with asyncio.timeout(PATIENCE_S):
+        while (explained := await deployment.cluster.Explain(request)).candidates[0].cached_tokens == 0:
+            await asyncio.sleep(0.02)  # the report is on its way
+    (pair,) = explained.candidates
+    assert (pair.cached_tokens, pair.uncached_tokens) == (16, 14)
 
 
 async def test_get_fleet_lists_both_pools_with_a_ledger_that_sums_to_the_pool(deployment: Deployment) -> None:

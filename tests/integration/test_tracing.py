@@ -75,6 +75,13 @@ async def test_the_root_carries_the_semantic_attributes(traced: tuple[Answer, li
     assert attributes[Attribute.FINISH_REASONS] == ["length"]
     assert attributes[Attribute.PATH] == "disaggregated"
     assert attributes[Attribute.DECODE_WORKER] == answer.finished.decode_worker
+    predicted_ms, actual_ms = attributes[Attribute.PREDICTED_TTFT], attributes[Attribute.TTFT]
+    assert actual_ms == pytest.approx(answer.finished.timings.first_token_ms)
+    assert predicted_ms > attributes[Attribute.ROUTE_QUEUE] + attributes[Attribute.ROUTE_PREFILL] > 0
+    assert (
+        attributes[Attribute.ROUTE_COST]
+        > attributes[Attribute.ROUTE_PREFILL] + attributes[Attribute.ROUTE_TRANSFER] - 1e-6
+    )
     transfer = next(span for span in spans if span["name"] == SpanName.DECODE_TRANSFER.value)["attributes"]
     assert transfer[Attribute.TRANSFERRED_BYTES] == answer.finished.transferred_bytes > 0
 

@@ -65,7 +65,9 @@ class Worker:
 
 @settings(max_examples=300)
 @given(arrivals)
-def test_no_prompt_takes_more_than_twice_as_long_as_first_come_first_served(arriving: list[tuple[float, float]]) -> None:
+def test_no_prompt_takes_more_than_twice_as_long_as_first_come_first_served(
+    arriving: list[tuple[float, float]],
+) -> None:
     worker = Worker()
     queued: dict[str, float] = {}
     arrived: dict[str, float] = {}

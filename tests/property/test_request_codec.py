@@ -34,6 +34,8 @@ def test_every_field_of_a_client_is_in_the_request_that_the_router_queues(reques
         logprobs=request.sampling.num_logprobs,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        user=request.tenant,
     )
     (choice,) = prepare(sent, TOKENIZER, RouterConfig(), "name", lambda: 0, None).choices
-    assert choice == replace(request, request_id="name.0", num_prompt_tokens=len(request.token_ids))
+    tenant = request.tenant or request.cache_salt
+    assert choice == replace(request, request_id="name.0", num_prompt_tokens=len(request.token_ids), tenant=tenant)

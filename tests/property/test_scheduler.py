@@ -40,12 +40,13 @@ picks = st.integers(0, 10_000)
 prompts = st.builds(
     lambda shared, own: (*SHARED[:shared], *own) or (1,),
     st.integers(0, len(SHARED)),
-    st.lists(st.integers(1, 2), max_size=4),
+    st.lists(st.integers(1, 2), max_size=12),
 )
 requests: dict[str, Any] = {
     "prompt": prompts,
     "priority": st.integers(0, 2),
     "salt": st.sampled_from(["", "", "tenant"]),
+    "tenant": st.sampled_from(["", "a", "b"]),
     "max_tokens": st.integers(1, 16),
 }
 
@@ -92,11 +93,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- sequences
 
     def new_sequence(
-        self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None = None
+        self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None = None
     ) -> Sequence:
         arrival = len(self.born) + 1
         sampling = SamplingParams(max_tokens=max_tokens)
-        request = Request(f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt)
+        request = Request(f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt, tenant=tenant)
         self.born.append(Sequence(request, arrival, sample_limit))
         return self.born[-1]
 
@@ -106,8 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [cached.block for cached in found]
 
     @rule(**requests, sample_limit=st.sampled_from([None, None, 1, 2]))
-    def add(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int, sample_limit: int | None) -> None:
-        self.hand_over(self.new_sequence(prompt, priority, salt, max_tokens, sample_limit))
+    def add(self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None) -> None:
+        self.hand_over(self.new_sequence(prompt, priority, salt, tenant, max_tokens, sample_limit))
 
     def hand_over(self, sequence: Sequence) -> None:
         """Add a sequence to the scheduler. If the scheduler refuses it, release its blocks."""
@@ -137,8 +138,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- hand-offs in
 
     @rule(**requests)
-    def begin_pull(self, prompt: tuple[int, ...], priority: int, salt: str, max_tokens: int) -> None:
-        sequence = self.new_sequence(prompt, priority, salt, max_tokens)
+    def begin_pull(self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int) -> None:
+        sequence = self.new_sequence(prompt, priority, salt, tenant, max_tokens)
         if sequence.request.max_total_tokens - 1 > self.pool.num_blocks * BLOCK_SIZE:
             return
         self.scheduler.hold_cached_prefix(sequence, len(prompt))

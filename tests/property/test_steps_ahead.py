@@ -25,7 +25,8 @@ NUM_BLOCKS = 14
 MAX_STEPS = 3000
 
 prompts = st.lists(st.integers(1, 3), min_size=1, max_size=18)
-requests = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 2)), min_size=1, max_size=7)
+tenants = st.sampled_from(["", "a", "b"])
+requests = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 2), tenants), min_size=1, max_size=7)
 
 
 @settings(max_examples=150)
@@ -38,7 +39,7 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 12), st.integers(0, 2)), m
     st.sampled_from([100.0, 1.0]),
 )
 def test_with_random_plans_ahead_the_tokens_equal_those_of_one_step_at_a_time(
-    wanted: list[tuple[list[int], int, int]],
+    wanted: list[tuple[list[int], int, int, str]],
     draw: object,
     max_running: int,
     spare_budget: int,
@@ -83,6 +84,7 @@ def test_with_random_plans_ahead_the_tokens_equal_those_of_one_step_at_a_time(
     assert pool.ledger()[Column.HELD] == 0
 
 
-def _sequence(index: int, prompt: list[int], max_tokens: int, priority: int) -> Sequence:
+def _sequence(index: int, prompt: list[int], max_tokens: int, priority: int, tenant: str) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens, seed=index)
-    return Sequence(Request(f"s{index}", tuple(prompt), len(prompt), sampling, priority=priority), index)
+    request = Request(f"s{index}", tuple(prompt), len(prompt), sampling, priority=priority, tenant=tenant)
+    return Sequence(request, index)

@@ -220,7 +220,7 @@ def test_a_router_that_fails_a_request_without_cause_is_caught_in_worlds_with_fa
     on_decode = RouterMachine._on_decode
 
     def fail_every_fourth(self: RouterMachine, event: events.DecodeReturned, now: float) -> list[events.RouterAction]:
-        routed = self._by_dispatch.get(event.dispatch_id)
+        routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None or routed.arrival % 4:
             return on_decode(self, event, now)
         return self._fail(routed, kind("for no reason"), now)

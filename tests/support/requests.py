@@ -40,6 +40,7 @@ REQUEST: dict[str, st.SearchStrategy[object]] = {
     "sampling": st.builds(SamplingParams, **SAMPLING),
     "priority": st.integers(-100, 100),
     "cache_salt": st.text(max_size=8),
+    "tenant": st.text(max_size=8),
 }
 
 DRAWN = {SamplingParams: SAMPLING.keys(), Request: REQUEST.keys() | {"num_prompt_tokens"}}

@@ -47,7 +47,10 @@ GIVEN = [
     ("max_context", 4096, "engine", "max_context"),
     ("threads", 3, "engine", "num_threads"),
     ("max_batched_tokens", 1024, "scheduler", "max_batched_tokens"),
-    ("local_prefill_tokens", 0, "router", "local_prefill_tokens"),
+    ("slo_ttft_ms", 750.0, "router", "slo_ttft_ms"),
+    ("slo_itl_ms", 25.0, "scheduler", "slo_itl_ms"),
+    ("admission", "shed", "router", "admission"),
+    ("local_prefill", "never", "router", "local_prefill"),
     ("trace_file", "/somewhere/spans.jsonl", "telemetry", "trace_file"),
     ("otlp_endpoint", "http://somewhere:4317", "telemetry", "otlp_endpoint"),
     ("metrics_port", 9464, "telemetry", "metrics_port"),
@@ -55,7 +58,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize(("parameter", "value", "table", "option"), GIVEN, ids=[row[0] for row in GIVEN])
-def test_each_flag_sets_its_option_and_no_other(parameter: str, value: int | str, table: str, option: str) -> None:
+def test_each_flag_sets_its_option_and_no_other(parameter: str, value: float | str, table: str, option: str) -> None:
     assert load_config(None, {parameter: value}) == from_mapping({table: {option: value}}) != TandemConfig()
 
 

@@ -26,6 +26,7 @@ TYPED = [
     ("--stop-token-id 4 --stop-token-id 5", GenerateRequest(stop=StopConditions(stop_token_ids=[4, 5]))),
     ("--ignore-eos", GenerateRequest(stop=StopConditions(ignore_eos=True))),
     ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
+    ("--user me", GenerateRequest(user="me")),
     ("--priority -3", GenerateRequest(priority=-3)),
     ("--min-interval-ms 50", GenerateRequest(min_interval_ms=50)),
     ("--n 2", GenerateRequest(n=2)),
@@ -71,7 +72,10 @@ def test_a_number_out_of_the_range_of_its_field_names_field_and_limit(flag: str,
         fill_request(GenerateRequest(), {flag: value})
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "status", "scale", "pull", "demo", "doctor"])
+CONNECTING = ("generate", "explain", "chat", "status", "scale")  # to a router
+
+
+@pytest.mark.parametrize("command", [*CONNECTING, "serve", "pull", "demo", "doctor"])
 def test_every_command_and_each_of_its_options_has_a_help_text(command: str) -> None:
     made = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     assert made.help
@@ -79,4 +83,4 @@ def test_every_command_and_each_of_its_options_has_a_help_text(command: str) -> 
         assert parameter.help, parameter.name
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0, result.output
-    assert "[security]" in result.output or command not in ("generate", "chat", "status", "scale"), "taken for markup"
+    assert "[security]" in result.output or command not in CONNECTING, "taken for markup"

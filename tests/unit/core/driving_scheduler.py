@@ -23,11 +23,12 @@ def make_sequence(
     priority: int = 0,
     sample_limit: int | None = None,
     salt: str = "",
+    tenant: str = "",
     **sampling: object,
 ) -> Sequence:
     """`arrival` breaks ties of priority. `sampling`: options of SamplingParams; max_tokens is 8 by default."""
     params = SamplingParams(**{"max_tokens": 8, **sampling})  # type: ignore[arg-type]
-    request = Request(name, tuple(prompt), len(prompt), params, priority=priority, cache_salt=salt)
+    request = Request(name, tuple(prompt), len(prompt), params, priority=priority, cache_salt=salt, tenant=tenant)
     return Sequence(request, arrival, sample_limit)
 
 

@@ -38,7 +38,7 @@ TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
 OTHER = {
     "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
     "slow_path_share": 0.5, "otlp_endpoint": "http://collector:4317", "cluster_token": "sixteen-characters",
-    "prefill_block_size": 32,
+    "prefill_block_size": 32, "admission": "shed", "local_prefill": "never",
 }  # fmt: skip
 
 
@@ -112,11 +112,11 @@ def test_float_options_refuse_negative_and_infinite_values_and_nan(table: str, o
 
 
 POSITIVE = {
-    SchedulerConfig: ["max_batched_tokens", "max_running", "max_waiting"],
+    SchedulerConfig: ["max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms"],
     EngineConfig: ["block_size", "kv_memory_mb"],
     TransferConfig: ["lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_transfers"],
     WorkerConfig: ["report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting"],
-    RouterConfig: ["max_queued", "max_attempts", "retry_pause_s", "report_stale_s", "max_message_bytes"],
+    RouterConfig: ["max_queued", "max_attempts", "retry_pause_s", "report_stale_s", "max_message_bytes", "slo_ttft_ms"],
     ClusterConfig: ["start_timeout_s", "restart_backoff_s", "max_workers"],
 }
 
@@ -144,7 +144,8 @@ OUT_OF_RANGE = [
     (TransferConfig, {"expected_path_bytes_per_s": -1.0}, "expected_path_bytes_per_s"),
     (RouterConfig, {"port": -1}, "port"),
     (RouterConfig, {"port": 65536}, "port"),
-    (RouterConfig, {"local_prefill_tokens": -1}, "local_prefill_tokens"),
+    (RouterConfig, {"admission": "drop"}, "admission must be queue or shed: drop"),
+    (RouterConfig, {"local_prefill": "always"}, "local_prefill must be auto or never: always"),
     (ClusterConfig, {"num_prefill": -1}, "num_prefill"),
     (ClusterConfig, {"num_decode": 257}, "num_decode"),
     (ClusterConfig, {"num_routers": 0}, r"num_routers must be in \[1, 256\] \(max_workers\), is 0"),

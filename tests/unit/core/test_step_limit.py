@@ -30,8 +30,8 @@ def decoding(**options: object) -> Driven:
 def test_a_step_without_decodes_takes_the_whole_token_budget() -> None:
     driven = limited()
     driven.add("long", range(1, 601))
-    driven.add("next", range(1001, 1101), arrival=1)
-    assert [driven.step() for _ in range(3)] == [{"long": 256}, {"long": 256}, {"long": 88, "next": 100}]
+    driven.add("next", range(1001, 1651), arrival=1)
+    assert [driven.step() for _ in range(3)] == [{"long": 256}, {"long": 256}, {"long": 88, "next": 168}]
 
 
 def test_beside_a_decode_a_prompt_gets_the_tokens_that_fit_into_the_limit() -> None:
@@ -41,7 +41,7 @@ def test_beside_a_decode_a_prompt_gets_the_tokens_that_fit_into_the_limit() -> N
     assert driven.step() == {"stream": 1, "long": 69}, "while it runs"
 
 
-def test_the_prompts_of_a_step_share_the_limit_in_rank_order() -> None:
+def test_the_prompts_of_a_step_share_the_limit_in_their_order() -> None:
     driven = decoding()
     driven.add("second", range(1, 101), arrival=2)
     driven.add("first", range(201, 251), arrival=1)
@@ -65,7 +65,7 @@ def test_tokens_late_in_a_prompt_cost_more_so_their_chunks_are_smaller() -> None
 def test_a_limit_that_the_decodes_exceed_leaves_a_few_tokens_to_the_first_prompt() -> None:
     driven = decoding(limit_ms=5.0)
     driven.add("long", range(1, 601), arrival=1)
-    driven.add("next", range(1001, 1101), arrival=2)
+    driven.add("next", range(1001, 1701), arrival=2)
     for _ in range(3):
         assert driven.step() == {"stream": 1, "long": MIN_PROMPT_TOKENS}
 
@@ -74,7 +74,7 @@ def test_a_pulled_sequence_does_not_wait_behind_a_prompt_for_which_there_is_no_t
     driven = decoding(limit_ms=5.0)
     driven.add("long", range(1, 601), arrival=1)
     driven.step()
-    driven.add("waits", range(1001, 1101), arrival=2)
+    driven.add("waits", range(1001, 1701), arrival=2)
     driven.add_pulled("pulled", [21, 22, 23], arrival=3)
     assert driven.step() == {"stream": 1, "long": MIN_PROMPT_TOKENS, "pulled": 1}
 

@@ -106,7 +106,7 @@ def test_a_step_that_needs_a_preemption_is_planned_after_the_step_in_flight() ->
 
 
 def test_a_waiting_sequence_preempts_a_pulled_one_only_after_the_step_in_flight() -> None:
-    driven = Driven(num_blocks=7)
+    driven = Driven(num_blocks=7, max_running=2)
     driven.add("running", [1, 2], max_tokens=8)
     plan = driven.begin()
     pulled = driven.add_pulled("pulled", range(1, 12), arrival=2)

@@ -1,4 +1,4 @@
-"""A message of millions of ids is refused for its length, before any id is converted."""
+"""Fields that are too long are refused by name; millions of ids are refused before any id is converted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest
+from core.request import MAX_CACHE_SALT_CHARS, MAX_USER_CHARS
 from protos.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from router.validation import prepare
 from text.tokenizer import load_tokenizer
@@ -28,3 +29,19 @@ def test_a_field_of_millions_of_items_is_refused_by_its_length_within_millisecon
         prepare(HUGE[field], tokenizer, config, "id", lambda: 0, None)
     assert refused.value.field == field
     assert time.thread_time() - started_at < 0.005
+
+
+@pytest.mark.parametrize(("field", "limit"), [("user", MAX_USER_CHARS), ("cache_salt", MAX_CACHE_SALT_CHARS)])
+def test_a_name_that_is_too_long_is_refused_with_its_field_and_its_limit(field: str, limit: int) -> None:
+    tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
+    prepare(GenerateRequest(text="a", **{field: "x" * limit}), tokenizer, config, "id", lambda: 0, None)
+    with pytest.raises(InvalidRequest, match=str(limit)) as refused:
+        prepare(GenerateRequest(text="a", **{field: "x" * (limit + 1)}), tokenizer, config, "id", lambda: 0, None)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(("user", "salt", "tenant"), [("", "", ""), ("me", "", "me"), ("", "s", "s"), ("me", "s", "me")])
+def test_the_tenant_of_a_request_is_its_user_and_else_its_salt(user: str, salt: str, tenant: str) -> None:
+    wire = GenerateRequest(text="a", user=user, cache_salt=salt, n=2)
+    choices = prepare(wire, load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, None).choices
+    assert [choice.tenant for choice in choices] == [tenant, tenant]

@@ -1,0 +1,227 @@
+"""Requests inside their limits, live on this machine: Tandem's two shapes beside vLLM: `make bench-goodput`.
+
+The same requests arrive at every system: the first of the Mooncake conversation trace, prompts / 32, outputs / 4, at
+random times of a given rate. A row is one rate. Its limit for the time to the first token (TTFT) is 1.5 times the time
+of its 90th-percentile prompt alone on one core of this machine; the limit for the time per output token (TPOT) is
+100 ms. A request is *inside* if it meets both. Attainment is the share of such requests, goodput their number a second.
+Errors, refusals and time-outs are outside.
+
+    1P1D    one prefill and one decode worker
+    0P2D    two decode workers, which prefill themselves: the undivided shape
+    before-N    1P1D of an earlier checkout (--before), in which decode workers prefill up to N uncached tokens
+    vllm    vLLM's CPU build on both cores, without a server and without clients
+
+TBT10 is the mean of the worst tenth of a request's gaps between tokens. goodput90 is the highest rate with an
+attainment of 0.9, interpolated between the rows. Repeats take the systems in turns; rows are medians over the repeats,
+and two figures that differ by less than their own repeats do are a tie.
+
+Run it on a quiet machine with two cores. The trace is `FAST25-release/traces/conversation_trace.jsonl` of
+kvcache-ai/Mooncake (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.goodput.systems import Answer, Row, System, fleet, vllm
+from benchmarks.report import Line, Report
+from simulator.trace import TraceRequest, read_trace
+
+TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
+INPUT_DIVISOR, OUTPUT_DIVISOR = 32, 4
+TTFT_FACTOR, TTFT_PERCENT = 1.5, 90
+TPOT_LIMIT_S = 0.1
+TAIL_S = 60.0  # after the last arrival; a request without its end by then has failed
+ALONE_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request of one row, in seconds; None = no token, or too few for a gap."""
+
+    ttft: float | None
+    tpot: float | None
+    tbt10: float | None
+    finished: bool
+
+    @classmethod
+    def of(cls, request: TraceRequest, answer: Answer) -> Served:
+        times = answer.times
+        gaps = sorted((after - before for before, after in pairwise(times)), reverse=True)
+        worst = gaps[: max(1, len(gaps) // 10)]
+        return cls(
+            ttft=times[0] - request.arrives_at if times else None,
+            tpot=statistics.fmean(gaps) if gaps else None,
+            tbt10=statistics.fmean(worst) if worst else None,
+            finished=len(times) >= request.num_output_tokens and not answer.error,
+        )
+
+    def is_inside(self, ttft_limit_s: float) -> bool:
+        in_time = self.ttft is not None and self.ttft <= ttft_limit_s
+        return self.finished and in_time and (self.tpot is None or self.tpot <= TPOT_LIMIT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    attainment: float
+    goodput: float  # requests a second
+    ttft_p50: float  # seconds; requests without a token count as infinite
+    ttft_p90: float
+    tpot_p50: float
+    tbt10_p90: float
+    num_failed: int
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    rising = sorted(values)
+    return rising[min(len(rising) - 1, int(len(rising) * percent / 100))] if rising else 0.0
+
+
+def summarise(row: Row, answers: Sequence[Answer], ttft_limit_s: float) -> RowResult:
+    served = [Served.of(request, answer) for request, answer in zip(row.requests, answers, strict=True)]
+    inside = sum(one.is_inside(ttft_limit_s) for one in served)
+    ttft = [float("inf") if one.ttft is None else one.ttft for one in served]
+    last = max((answer.times[-1] for answer in answers if answer.times), default=row.timeout_s)
+    return RowResult(
+        attainment=inside / len(served),
+        goodput=inside / last,
+        ttft_p50=percentile(ttft, 50),
+        ttft_p90=percentile(ttft, 90),
+        tpot_p50=percentile([one.tpot for one in served if one.tpot is not None], 50),
+        tbt10_p90=percentile([one.tbt10 for one in served if one.tbt10 is not None], 90),
+        num_failed=sum(not one.finished for one in served),
+    )
+
+
+def goodput90(rows: Sequence[tuple[float, float]]) -> float:
+    """The highest rate with an attainment of 0.9, by (rate, attainment), rising; 0 if the first row is below."""
+    best = 0.0
+    for (rate, attained), (next_rate, next_attained) in zip(rows, [*rows[1:], rows[-1]], strict=True):
+        if attained < 0.9:
+            continue
+        best = rate
+        if next_attained < 0.9:
+            best += (next_rate - rate) * (attained - 0.9) / (attained - next_attained)
+    return best
+
+
+def row_at(rate: float, trace: Sequence[TraceRequest]) -> Row:
+    """Poisson arrivals, equal for every system and repeat."""
+    chance, now = random.Random(f"arrivals at {rate:g}"), 0.0
+    requests = []
+    for request in trace:
+        now += chance.expovariate(rate)
+        requests.append(replace(request, arrives_at=now))
+    return Row(requests, now + TAIL_S)
+
+
+def alone_s(system: System, request: TraceRequest) -> float:
+    """Seconds to the first token of a prompt alone: the median of a few, none from a cache."""
+    row = Row([replace(request, arrives_at=0.0, num_output_tokens=2)], TAIL_S)
+    return statistics.median(system.serve(row)[0].times[0] for _ in range(ALONE_REPEATS))
+
+
+def started(name: str, arguments: argparse.Namespace, limit_s: float) -> AbstractContextManager[System]:
+    limits = ["--slo-ttft-ms", str(round(limit_s * 1e3)), "--slo-itl-ms", str(round(TPOT_LIMIT_S * 1e3))]
+    if name == "vllm":
+        return vllm()
+    if name == "1P1D":
+        return fleet(["--prefill", "1", "--decode", "1", *limits])
+    if name == "0P2D":
+        return fleet(["--prefill", "0", "--decode", "2", *limits])
+    threshold = name.removeprefix("before-")
+    chunk = ["--max-batched-tokens", "256"] if int(threshold) > 48 else []
+    flags = ["--prefill", "1", "--decode", "1", "--local-prefill-tokens", threshold, *chunk]
+    return fleet(flags, checkout=arguments.before)
+
+
+def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]], systems: Sequence[str]) -> None:
+    rates = sorted({rate for _, rate in results})
+    rivals = [name for name in systems if name not in ("1P1D", "vllm")] if "1P1D" in systems else []
+
+    def median(name: str, rate: float, measure: str) -> float:
+        return statistics.median(getattr(result, measure) for result in results[name, rate])
+
+    report.say("\nrate  system       attainment  goodput/s  TTFT p50, p90 s  TPOT p50 ms  TBT10 p90 ms  failed  apart")
+    for rate in rates:
+        for name in systems:
+            found = [result.attainment for result in results[name, rate]]
+            report.say(
+                f"{rate:4g}  {name:12s} {median(name, rate, 'attainment'):10.2f} {median(name, rate, 'goodput'):10.2f}"
+                f"  {median(name, rate, 'ttft_p50'):7.2f} {median(name, rate, 'ttft_p90'):7.2f}"
+                f" {median(name, rate, 'tpot_p50') * 1e3:12.0f} {median(name, rate, 'tbt10_p90') * 1e3:13.0f}"
+                f" {sum(result.num_failed for result in results[name, rate]):7d} {max(found) - min(found):9.2f}"
+            )
+    for rate in rates:
+        for rival in rivals:
+            for measure, unit in (("attainment", ""), ("goodput", "requests/s")):
+                line = Line(
+                    f"rate {rate:g}: {measure} of 1P1D", median("1P1D", rate, measure), unit, rival,
+                    median(rival, rate, measure), least_ratio=2.5 if rival == "before-48" and rate == 2 else 1.0,
+                )  # fmt: skip
+                report.add(line)
+        if "vllm" in systems and "1P1D" in systems:
+            tbt10 = [median(name, rate, "tbt10_p90") * 1e3 for name in ("1P1D", "vllm")]
+            report.add(Line(f"rate {rate:g}: TBT10 p90 of 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=4.0))
+    sweeps = {name: goodput90([(rate, median(name, rate, "attainment")) for rate in rates]) for name in systems}
+    for name in systems:
+        peer = ("vLLM", sweeps["vllm"], 2.0) if name == "1P1D" and "vllm" in systems else ("", None, None)
+        report.add(Line(f"goodput90 of {name}", sweeps[name], "requests/s", *peer[:2], least_ratio=peer[2]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=TRACE, help="a trace in the format of Mooncake")
+    parser.add_argument("--systems", nargs="+", default=["1P1D", "0P2D", "vllm"])
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 2.0, 3.0], help="requests a second")
+    parser.add_argument("--requests", type=int, default=100, help="of a row")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--before", type=Path, help="checkout with --local-prefill-tokens, for the systems before-N")
+    parser.add_argument("--ttft-limit", type=float, help="seconds; default: 1.5 x the 90th-percentile prompt alone")
+    arguments = parser.parse_args()
+    if not arguments.trace.is_file():
+        sys.exit(f"no trace at {arguments.trace}: {(__doc__ or '').splitlines()[-2]}")
+    trace = read_trace(arguments.trace, arguments.requests, INPUT_DIVISOR, OUTPUT_DIVISOR)
+    long_prompt = sorted(trace, key=lambda r: r.num_tokens)[len(trace) * TTFT_PERCENT // 100]
+    report = Report("goodput")
+    limit_s = arguments.ttft_limit
+    if limit_s is None:
+        with started("0P2D", arguments, 1.0) as system:
+            alone_s(system, trace[0])  # connects the workers
+            limit_s = TTFT_FACTOR * alone_s(system, long_prompt)
+    report.say(
+        f"{len(trace)} requests a row, mean prompt {statistics.fmean(r.num_tokens for r in trace):.0f} tokens, mean "
+        f"output {statistics.fmean(r.num_output_tokens for r in trace):.0f}; limits: TTFT {limit_s:.2f} s (1.5 x "
+        f"{long_prompt.num_tokens} tokens alone), TPOT {TPOT_LIMIT_S * 1e3:g} ms"
+    )
+    results: defaultdict[tuple[str, float], list[RowResult]] = defaultdict(list)
+    for repeat in range(arguments.repeats):
+        for name in arguments.systems:
+            with contextlib.ExitStack() as stack:
+                system = stack.enter_context(started(name, arguments, limit_s))
+                alone_s(system, trace[0])
+                for rate in arguments.rates:
+                    row = row_at(rate, trace)
+                    result = summarise(row, system.serve(row), limit_s)
+                    results[name, rate].append(result)
+                    report.say(
+                        f"repeat {repeat + 1}, {name}, rate {rate:g}: attainment {result.attainment:.2f}, goodput "
+                        f"{result.goodput:.2f}/s, TTFT p90 {result.ttft_p90:.2f} s, "
+                        f"TBT10 p90 {result.tbt10_p90 * 1e3:.0f} ms"
+                    )
+    report_rows(report, dict(results), arguments.systems)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The measured systems: fleets of Tandem, and vLLM's engine. Each takes requests at their times of arrival.
+
+A system is started for one repeat and serves all its rows. Prompts of one row never hit the cache of another row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks.engine import install_peers, programs
+from simulator.trace import TraceRequest
+from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import inference_pb2
+
+ADDRESS = "127.0.0.1:18651"
+CORES = "0-1"
+FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
+STOP_TIMEOUT_S = 60.0
+KV_MEMORY_MB = 1024  # of each worker
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Requests with rising times of arrival. A request without its last token after `timeout_s` has failed."""
+
+    requests: Sequence[TraceRequest]
+    timeout_s: float  # from the first arrival
+
+
+@dataclass(slots=True)
+class Answer:
+    """Times in seconds on the clock of the arrivals, one for each token."""
+
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+class System(Protocol):
+    def serve(self, row: Row) -> list[Answer]: ...
+
+
+def prompt_of(request: TraceRequest) -> list[int]:
+    """Equal hash ids become equal tokens, different ones most likely different tokens."""
+    tokens: list[int] = []
+    for hash_id in request.hash_ids:
+        words = random.Random(hash_id)
+        tokens += [words.randint(FIRST_WORD_ID, LAST_WORD_ID) for _ in range(request.tokens_per_hash_id)]
+    return tokens[: request.num_tokens]
+
+
+# ---- Tandem
+
+
+class Fleet:
+    """A fleet that serves at ADDRESS."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+
+    def serve(self, row: Row) -> list[Answer]:
+        self._num_rows += 1
+        return asyncio.run(_ask_all(row, salt=f"row {self._num_rows}"))
+
+
+async def _ask_all(row: Row, salt: str) -> list[Answer]:
+    prompts = [prompt_of(request) for request in row.requests]
+    async with AsyncClient(ADDRESS) as client:
+        start = time.perf_counter()
+        return await asyncio.gather(
+            *(
+                _ask(client, request, prompt, start, row.timeout_s, salt)
+                for request, prompt in zip(row.requests, prompts, strict=True)
+            )
+        )
+
+
+async def _ask(
+    client: AsyncClient, request: TraceRequest, prompt: list[int], start: float, timeout_s: float, salt: str
+) -> Answer:
+    wire = inference_pb2.GenerateRequest(cache_salt=salt)
+    wire.token_ids.ids.extend(prompt)
+    wire.sampling.temperature = 0.0
+    wire.stop.max_tokens = request.num_output_tokens
+    wire.stop.ignore_eos = True
+    await asyncio.sleep(start + request.arrives_at - time.perf_counter())
+    answer = Answer()
+    try:
+        async for response in client.generate(wire, timeout_s - request.arrives_at):
+            if response.HasField("tokens"):
+                now = time.perf_counter() - start
+                answer.times += [now] * len(response.tokens.token_ids)
+    except CallFailed as error:
+        answer.error = str(error)
+    return answer
+
+
+@contextlib.contextmanager
+def fleet(flags: Sequence[str], checkout: Path | None = None) -> Iterator[Fleet]:
+    """`tandem serve` with these flags, from its ready line to its end; of another checkout if one is given.
+
+    Raises `RuntimeError` if it does not start.
+    """
+    command = [
+        sys.executable, "-c", "from cli.entry import run; run()", "serve",
+        "--port", ADDRESS.rpartition(":")[2], "--kv-memory-mb", str(KV_MEMORY_MB), *flags,
+    ]  # fmt: skip
+    root = (checkout or Path.cwd()).resolve()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        last_line = ""
+        for line in process.stdout:
+            last_line = line.strip()
+            if last_line.startswith("serving "):
+                break
+        else:
+            raise RuntimeError(f"tandem serve ended: {last_line}")
+        yield Fleet()
+    finally:
+        process.terminate()
+        process.communicate(timeout=STOP_TIMEOUT_S)
+
+
+# ---- vLLM
+
+
+class VllmEngine:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._answer()
+
+    def serve(self, row: Row) -> list[Answer]:
+        requests = [
+            {"at": request.arrives_at, "prompt": prompt_of(request), "max_tokens": request.num_output_tokens}
+            for request in row.requests
+        ]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"requests": requests, "timeout_s": row.timeout_s}) + "\n")
+        self._process.stdin.flush()
+        return [Answer(times) for times in self._answer()["times"]]
+
+    def _answer(self) -> dict[str, list[list[float]]]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("vLLM ended without an answer")
+        answer: dict[str, list[list[float]]] = json.loads(line)
+        return answer
+
+
+@contextlib.contextmanager
+def vllm() -> Iterator[VllmEngine]:
+    """vLLM on both cores, with its defaults. Raises `RuntimeError` if it is not installed or ends."""
+    launch = programs.launch_vllm_replay(CORES)
+    if launch is None:
+        raise RuntimeError(f"vLLM is not installed in {install_peers.vllm_dir()}: run `make bench-peers`")
+    process = subprocess.Popen(
+        [*map(str, launch.command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, env=os.environ | launch.environment,
+    )  # fmt: skip
+    try:
+        yield VllmEngine(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

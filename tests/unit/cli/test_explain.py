@@ -1,0 +1,88 @@
+"""The output of `tandem explain`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from cli.explain import MAX_ROWS, explain
+from tandem_client.stubs import inference_pb2
+from tandem_client.stubs.cluster_pb2 import Candidate, ExplainResponse
+
+PAIR = Candidate(
+    prefill_worker="prefill-0.0123456789abcdef", decode_worker="decode-1.0123456789abcdef", cached_tokens=64,
+    uncached_tokens=16, queue_ms=12.34, prefill_ms=20.5, transfer_ms=3.25, room_wait_ms=1500.4, gap_ms=1.5,
+    num_streams=4, first_token_ms=34.84, cost_ms=1542.5, chosen=True,
+)  # fmt: skip
+ALONE = Candidate(decode_worker="decode-1.0123456789abcdef", uncached_tokens=80, prefill_ms=80.5, cost_ms=1600.0)
+
+
+class Router:
+    """Explains every request in the same way."""
+
+    def __init__(self, *candidates: Candidate) -> None:
+        self.explained = ExplainResponse(
+            prompt_tokens=80, candidates=candidates, reason="the [lowest] predicted cost",
+            path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
+        )  # fmt: skip
+
+    async def explain(self, _: inference_pb2.GenerateRequest) -> ExplainResponse:
+        return self.explained
+
+
+async def lines_of(router: Router, width: int = 200, terminal: bool = True) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
+    connection = contextlib.nullcontext(router)
+    await explain(connection, inference_pb2.GenerateRequest(), console, as_json=False)  # type: ignore[arg-type]
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+async def test_a_row_has_every_term_of_its_candidate() -> None:
+    lines = await lines_of(Router(PAIR, ALONE))
+    assert lines[0] == "80 prompt tokens · disaggregated · times in ms"
+    assert "prefill decode cached new queue prefill transfer room gap first cost" in lines
+    assert "* prefill-0 decode-1 64 16 12.3 20.5 3.2 1500 1.5 x 4 34.8 1542" in lines
+    assert "- decode-1 0 80 0.0 80.5 0.0 0.0 0.0 x 0 0.0 1600" in lines
+
+
+async def test_the_reason_is_the_last_line() -> None:
+    assert (await lines_of(Router(PAIR)))[-1] == "the [lowest] predicted cost"
+
+
+async def test_the_cheapest_candidate_is_on_top_and_a_star_marks_the_chosen_one() -> None:
+    """They differ in a near tie."""
+    cheaper = Candidate(decode_worker="decode-7.0123456789abcdef", cost_ms=1542.0)
+    rows = [line for line in await lines_of(Router(PAIR, cheaper)) if "decode-" in line]
+    assert [row.startswith("*") for row in rows] == [False, True]
+
+
+async def test_of_many_candidates_the_cheapest_are_shown_and_the_others_counted() -> None:
+    many = [Candidate(decode_worker=f"decode-{cost}.0123456789abcdef", cost_ms=cost) for cost in range(MAX_ROWS + 5)]
+    lines = await lines_of(Router(*reversed(many)))
+    assert "and 5 more, which --json lists" in lines
+    assert [line.split()[1] for line in lines if "decode-" in line] == [f"decode-{cost}" for cost in range(MAX_ROWS)]
+
+
+async def test_in_a_pipe_no_number_is_cut_off() -> None:
+    assert await lines_of(Router(PAIR, ALONE), width=40, terminal=False) == await lines_of(Router(PAIR, ALONE))
+
+
+async def test_a_terminal_of_80_columns_is_wide_enough() -> None:
+    assert await lines_of(Router(PAIR, ALONE), width=80) == await lines_of(Router(PAIR, ALONE))
+
+
+async def test_json_has_the_whole_message_on_one_line_zeros_too(capsys: pytest.CaptureFixture[str]) -> None:
+    connection = contextlib.nullcontext(Router(PAIR, ALONE))
+    await explain(connection, inference_pb2.GenerateRequest(), Console(), as_json=True)  # type: ignore[arg-type]
+    (line,) = capsys.readouterr().out.splitlines()
+    explained = json.loads(line)
+    assert explained["prompt_tokens"] == 80
+    assert explained["path"] == "REQUEST_PATH_DISAGGREGATED"
+    assert explained["candidates"][0]["room_wait_ms"] == 1500.4
+    assert explained["candidates"][1]["queue_ms"] == 0.0
+    assert {field.name for field in Candidate.DESCRIPTOR.fields} == explained["candidates"][1].keys()

@@ -1,0 +1,155 @@
+"""Which prompts the steps of a scheduler compute first."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from core.prompt_order import QUANTUM_S, _Share
+from core.step_cost import StepCost
+from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven
+
+
+def order_of_ends(driven: Driven, max_steps: int = 200) -> list[str]:
+    return [event.sequence_id for event in driven.run_until_idle(max_steps)]
+
+
+def test_a_short_prompt_passes_a_long_one_that_is_half_computed() -> None:
+    driven = Driven(num_blocks=64, budget=8)
+    driven.add("long", range(1, 41), max_tokens=1)
+    assert driven.step() == {"long": 8}
+    driven.add("short", range(101, 107), arrival=1, max_tokens=1)
+    assert driven.step() == {"short": 6, "long": 2}
+    assert driven.step() == {"long": 8}
+
+
+def test_a_prompt_that_falls_due_is_passed_no_more() -> None:
+    driven = Driven(num_blocks=64, budget=8, max_waiting=64)
+    long = driven.add("long", range(1, 41), max_tokens=1)
+    passed = []
+    for number in range(20):
+        driven.add(f"short {number}", range(100 * number + 101, 100 * number + 109), arrival=number, max_tokens=1)
+        passed.append("long" not in driven.step())
+        if long.finish_reason is not None:
+            break
+    assert passed == [True] * 5 + [False] * 5, "the prompt of 40 tokens may take twice as long as alone"
+
+
+def test_a_lower_priority_value_passes_a_half_computed_prompt_however_long_it_is() -> None:
+    driven = Driven(num_blocks=64, budget=8)
+    driven.add("first", range(1, 17), max_tokens=1)
+    driven.step()
+    driven.add("urgent", range(101, 141), arrival=1, priority=-1, max_tokens=1)
+    assert order_of_ends(driven) == ["urgent", "first"]
+
+
+def test_the_prompts_of_two_tenants_share_the_steps() -> None:
+    """Each prompt takes half a quantum."""
+    driven = Driven(num_blocks=64, budget=8, max_waiting=64)
+    driven.scheduler.step_cost = StepCost(0.0, 0.0, 0.0, token_s=QUANTUM_S / 16, pair_s=0.0)
+    for number in range(9):
+        driven.add(f"greedy {number}", range(100 * number + 1, 100 * number + 9), arrival=number, tenant="greedy",
+                   max_tokens=1)  # fmt: skip
+    driven.step()
+    for number in range(3):
+        driven.add(f"modest {number}", range(100 * number + 21, 100 * number + 29), arrival=10 + number,
+                   tenant="modest", max_tokens=1)  # fmt: skip
+    ends = [name.split()[0] for name in order_of_ends(driven)]
+    assert ends == ["greedy", "modest", "modest", "greedy", "greedy", "modest", *["greedy"] * 5]
+
+
+def test_a_cached_prefix_is_no_work() -> None:
+    driven = Driven(num_blocks=64, budget=8, max_running=2)
+    driven.add("before", range(1, 41), max_tokens=1)
+    driven.run_until_idle()
+    driven.add("medium", range(101, 117), max_tokens=1)
+    driven.add("cached", [*range(1, 41), 50, 51], arrival=1, max_tokens=1)
+    assert order_of_ends(driven) == ["cached", "medium"]
+
+
+def test_a_prompt_does_not_pass_if_the_blocks_are_too_few_for_the_rest_of_both() -> None:
+    driven = Driven(num_blocks=6, budget=8)
+    driven.add("long", range(1, 21), max_tokens=1)
+    driven.step()
+    driven.add("short", range(101, 109), arrival=1, max_tokens=1)
+    assert driven.step() == {"long": 8}, "it needs 3 more blocks, and `short` 2, of 4"
+    assert driven.step() == {"long": 4, "short": 4}
+    assert order_of_ends(driven) == ["short"]
+    assert driven.scheduler.num_preemptions == 0
+
+
+def test_a_running_prompt_goes_on_while_the_first_one_has_no_place() -> None:
+    driven = Driven(num_blocks=64, budget=8, max_running=1)
+    driven.add("long", range(1, 25), max_tokens=1)
+    driven.step()
+    driven.add("short", [101, 102], arrival=1, max_tokens=1)
+    assert [driven.step() for _ in range(3)] == [{"long": 8}, {"long": 8}, {"short": 2}]
+
+
+def test_a_prompt_behind_a_pull_that_waits_for_blocks_is_not_admitted_though_it_is_the_shortest() -> None:
+    driven = Driven(num_blocks=64, budget=8)
+    driven.add("before", range(1, 17), arrival=1)
+    driven.add("behind", [101, 102], arrival=3)
+    plan = driven.scheduler.schedule(admit_before=(0, 2))
+    assert plan is not None
+    assert [chunk.sequence.sequence_id for chunk in plan.chunks] == ["before"]
+    driven.end(plan)
+    assert driven.step() == {"behind": 2, "before": 6}
+
+
+def test_a_pulled_sequence_takes_a_free_place_unless_a_prompt_of_higher_rank_has_a_claim_to_it() -> None:
+    driven = Driven(num_blocks=64, budget=8, max_running=2)
+    driven.add("running", range(1, 41), max_tokens=1)
+    driven.step()
+    driven.add("prompt", range(201, 280), arrival=1, max_tokens=1)
+    driven.add_pulled("pulled", range(101, 105), arrival=2)
+    assert driven.step() == {"running": 8}, "`prompt` waits longer, and will get the place"
+    driven.scheduler.abort("prompt")
+    assert driven.step() == {"pulled": 1, "running": 7}
+
+
+def test_a_failed_step_gives_the_tokens_of_the_step_ahead_back_to_the_order() -> None:
+    driven = Driven(num_blocks=64, budget=8)
+    driven.add("failed", range(1, 9), max_tokens=3)
+    driven.begin()
+    driven.add("other", range(21, 41), arrival=1, max_tokens=1)
+    before = list(driven.scheduler.queues.prompts.works())
+    driven.begin()
+    assert list(driven.scheduler.queues.prompts.works()) < before
+    driven.scheduler.fail_step()
+    driven.scheduler.check()
+    assert list(driven.scheduler.queues.prompts.works()) == before
+    assert order_of_ends(driven) == ["other"]
+
+
+def test_a_preempted_sequence_goes_before_prompts_that_have_not_begun() -> None:
+    driven = Driven(num_blocks=6, budget=16, max_running=2)
+    driven.add("first", range(1, 8), arrival=1, max_tokens=8)
+    second = driven.add("second", range(21, 32), arrival=2, max_tokens=12)
+    while not second.num_preemptions:
+        driven.step()
+    for number in range(3):
+        driven.add(f"new {number}", range(100 * number + 41, 100 * number + 55), arrival=3 + number, max_tokens=1)
+    ends = [event.sequence_id for event in driven.run_until_idle() if event.finish_reason is not None]
+    assert ends[0] == "first"
+    assert "second" in ends[:3]
+
+
+def test_new_prices_change_the_work_of_prompts_that_wait() -> None:
+    driven = Driven(num_blocks=64, budget=8)
+    driven.add("a", range(1, 41), max_tokens=1)
+    driven.scheduler.step_cost = StepCost(0.0, 0.0, 0.0, token_s=2.0, pair_s=0.0)
+    driven.step()
+    assert list(driven.scheduler.queues.prompts.works()) == [64.0]
+    driven.scheduler.step_cost = StepCost(0.0, 0.0, 0.0, token_s=2.1, pair_s=0.0)
+    driven.step()
+    assert list(driven.scheduler.queues.prompts.works()) == [48.0], "a change of 5 % is left alone"
+
+
+def test_the_order_looks_at_all_prompts_after_a_change_and_not_in_each_step() -> None:
+    driven = Driven(num_blocks=64, budget=8, max_running=2, max_waiting=1024)
+    for number in range(1000):
+        driven.add(f"p{number}", range(1, BLOCK_SIZE * 20), arrival=number, max_tokens=1)
+    with patch.object(_Share, "_choose", autospec=True, side_effect=_Share._choose) as looks:
+        steps = [driven.step() for _ in range(9)]
+    assert steps == [{"p0": 8}] * 9
+    looks.assert_not_called()

@@ -1,0 +1,138 @@
+"""What a worker reports about its speed and its work: the fitted cost, the decodes, the backlog, the freed blocks."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from core.config import SchedulerConfig
+from core.step_budget import LIMIT_SHARE
+from core.step_cost import PRIOR, StepCost, StepWork
+from core.step_cost_fit import StepCostFit
+from core.worker_load import size_class
+from tests.support.driven_worker import EOS, request
+from tests.unit.decode_worker.driven_decode import Decode
+from tests.unit.prefill_worker.driven_prefill import Prefill
+from worker.reported_load import REPORTED_CHANGE, ReportedCost
+
+STEP_S = 0.1
+
+
+def scaled(cost: StepCost, factor: float) -> StepCost:
+    return StepCost(*(value * factor for value in astuple(cost)))
+
+
+def test_every_step_teaches_the_cost_that_the_scheduler_and_the_report_use() -> None:
+    worker = Decode()
+    assert worker.machine.load().step_cost == PRIOR
+    worker.arrive_alone(request("a", 6, max_tokens=12))
+    while worker.plans:
+        worker.now += STEP_S
+        worker.finish_step()
+    fitted = worker.machine.load().step_cost
+    assert fitted.seconds(StepWork(1, 10, 0, 0.0)) == pytest.approx(STEP_S, rel=0.05)
+    assert worker.core.scheduler.step_cost == fitted
+
+
+def test_a_step_planned_ahead_lasts_from_the_end_of_the_step_before() -> None:
+    worker = Decode(plans_ahead=True)
+    worker.arrive_alone(request("a", 6, max_tokens=40))
+    for _ in range(30):
+        worker.pass_time(STEP_S)
+        worker.finish_step()
+    assert worker.core.scheduler.num_steps_in_flight > 0
+    assert worker.machine.load().step_cost.seconds(StepWork(1, 20, 0, 0.0)) == pytest.approx(STEP_S, rel=0.05)
+
+
+def test_a_failed_step_teaches_nothing() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 6))
+    worker.now += 30.0
+    worker.fail_step()
+    assert worker.machine.load().step_cost == PRIOR
+
+
+def test_the_cost_in_use_before_the_first_step_is_that_of_the_fit() -> None:
+    worker = Decode()
+    worker.core.costs = StepCostFit(scaled(PRIOR, 3.0))
+    worker.core.__post_init__()
+    assert worker.core.scheduler.step_cost == worker.machine.load().step_cost == scaled(PRIOR, 3.0)
+
+
+@pytest.mark.parametrize(("factor", "is_reported"), [(1 + REPORTED_CHANGE / 2, False), (1 + REPORTED_CHANGE * 2, True)])
+def test_the_reported_cost_changes_only_by_more_than_noise(factor: float, is_reported: bool) -> None:
+    reported = ReportedCost(PRIOR)
+    changed = scaled(PRIOR, factor)
+    assert reported.update(changed) == (changed if is_reported else PRIOR)
+
+
+def test_small_changes_add_up_to_one_that_is_reported() -> None:
+    reported = ReportedCost(PRIOR)
+    costs = [scaled(PRIOR, 1.0 + step * 0.3 * REPORTED_CHANGE) for step in range(1, 5)]
+    assert [reported.update(cost) for cost in costs] == [PRIOR] * 3 + [costs[-1]]
+
+
+def test_a_report_has_the_limits_of_a_step() -> None:
+    config = SchedulerConfig(max_batched_tokens=8, max_running=4, max_waiting=8, slo_itl_ms=50.0)
+    load = Decode(scheduler=config).machine.load()
+    assert load.max_step_tokens == 8
+    assert load.step_limit_s == pytest.approx(0.050 * LIMIT_SHARE)
+
+
+def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 5, max_tokens=12))
+    worker.arrive_alone(request("b", 15, first=30))
+    assert worker.machine.load().num_decoding == 0, "both are in prefill"
+    worker.finish_step()
+    load = worker.machine.load()
+    assert (load.num_decoding, load.decode_context) == (1, 5)
+    for _ in range(3):
+        worker.finish_step()
+    load = worker.machine.load()
+    assert (load.num_decoding, load.decode_context) == (2, 8 + 15)
+
+
+def test_a_prompt_that_a_prefill_worker_has_computed_is_no_sequence_in_decode() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 9))  # a chunk of 8 tokens, and a token that looks like a decode
+    worker.finish_step()
+    assert worker.chunks() == [("a", 8, 1)]
+    assert worker.machine.load().num_decoding == 0
+
+
+def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size() -> None:
+    worker = Decode(num_blocks=64)
+    assert worker.machine.load().prompt_backlog == ()
+    worker.arrive_alone(request("long", 60))
+    worker.arrive_alone(request("short", 7, first=200))
+    backlog = worker.machine.load().prompt_backlog
+    long_s, short_s = PRIOR.prompt_seconds(60), PRIOR.prompt_seconds(7)
+    assert len(backlog) == size_class(long_s) + 1
+    assert backlog[-1] == pytest.approx(long_s)
+    assert backlog[size_class(short_s)] == pytest.approx(short_s)
+    assert sum(backlog) == pytest.approx(long_s + short_s)
+
+
+def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
+    worker = Decode(num_blocks=64)
+    worker.arrive_alone(request("long", 60, max_tokens=2))
+    sums = []
+    while worker.plans:
+        worker.now += PRIOR.step_s
+        sums.append(sum(worker.machine.load().prompt_backlog) / worker.core.costs.cost.token_s)
+        worker.finish_step()
+    assert sums[0] > 0
+    assert sums == sorted(sums, reverse=True)
+    assert worker.machine.load().prompt_backlog == ()
+
+
+def test_blocks_of_an_ended_sequence_are_counted_as_released() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 6, max_tokens=12))
+    worker.finish_step()
+    held = worker.ledger["held"]
+    assert worker.machine.load().num_released_blocks == 0
+    worker.finish_step(a=EOS)
+    assert worker.machine.load().num_released_blocks == held > 0
