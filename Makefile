@@ -6,8 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine \
-	bench-peers bench-quantization soak explore protos clean
+.PHONY: help setup check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-peers bench-quantization soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -50,12 +49,12 @@ bench-dataplane: setup  ## Measure the path of a token beside bare grpc.aio and 
 bench-routers: setup  ## Compare 2 and 4 routers with one on a trace, in virtual time: make bench-routers TRACE=f
 	$(BIN)/python -m benchmarks.routers $(if $(TRACE),--trace $(TRACE))
 
-bench-policies: setup  ## Compare the routing policy with those of seven other routers on traces, in virtual time (hours)
-	$(BIN)/python -m benchmarks.policies $(if $(TRACES),--traces $(TRACES))
-
 bench-goodput: setup  ## Measure requests inside their limits beside the undivided shape and vLLM, live (30 minutes, after bench-peers)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.goodput $(if $(TRACE),--trace $(TRACE))
+
+bench-policies: setup  ## Compare the routing policy with those of seven other routers on traces, in virtual time (hours)
+	$(BIN)/python -m benchmarks.policies $(if $(TRACES),--traces $(TRACES))
 
 bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core (12 minutes, after bench-peers)
 	$(BIN)/tandem pull

@@ -34,7 +34,7 @@ class OpenDispatches:
         uncached, cached = candidate.uncached_tokens, candidate.cached_tokens
         decode = self._workers.chosen(candidate.decode_worker)
         if candidate.prefill_worker is None:
-            work_s = decode.load.step_cost.prompt_seconds(uncached, cached)
+            work_s = decode.step_cost.prompt_seconds(uncached, cached)
             num_blocks = -(-uncached // decode.agent.layout.block_size)
             decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
             return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
@@ -44,7 +44,7 @@ class OpenDispatches:
             self._next_call(),
         )
         decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
-        prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.load.step_cost.prompt_seconds(uncached, cached)))
+        prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.step_cost.prompt_seconds(uncached, cached)))
         return [
             events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call),
             events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, prefill_call),

@@ -22,6 +22,7 @@ from core.block_pool import Column
 from core.handoff import AgentAddress
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathStatus
+from core.step_cost import PRIOR, StepCost
 from core.worker_load import NUM_SIZE_CLASSES, RouterCalls, WorkerLoad, size_class
 from router.policy import WorkerView
 
@@ -74,6 +75,7 @@ class WorkerRecord:
     router_id: str  # of this router
     max_in_flight: int  # of all routers together
     num_routers: int = 1  # with open calls on any worker; this router counts always
+    peer_cost: StepCost = PRIOR  # of measured workers; holds until this worker has measured steps of its own
     paths: dict[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by peer
     suspect: bool = False  # a call failed; the router dispatches nothing to the worker until its next report
     dispatched: dict[str, int] = field(default_factory=dict)  # open dispatches of this router -> number of the call
@@ -110,6 +112,14 @@ class WorkerRecord:
             self.on_the_way.pop(number, None)
             self.refresh()
 
+    @property
+    def step_cost(self) -> StepCost:
+        return self.load.step_cost if self.has_measured else self.peer_cost
+
+    @property
+    def has_measured(self) -> bool:
+        return self.load.step_cost != PRIOR
+
     def refresh(self) -> None:
         """Compute `view` and `has_room` again after a change."""
         load, num_own = self.load, len(self.dispatched)
@@ -119,7 +129,7 @@ class WorkerRecord:
             worker_id=self.worker_id,
             num_sequences=num_sequences,
             num_dispatched=num_own,
-            cost=load.step_cost,
+            cost=self.step_cost,
             step_limit_s=load.step_limit_s,
             max_step_tokens=load.max_step_tokens,
             num_decoding=load.num_decoding,

@@ -53,6 +53,7 @@ class WorkerTable:
         record.refresh()
         self._records[record.worker_id] = self._pools[record.role][record.worker_id] = record
         self._set_num_routers()
+        self._share_costs()
         self.index.replace(record.worker_id, cached_blocks)
         self._update_pools(record.reported_at)
 
@@ -77,7 +78,10 @@ class WorkerTable:
         record.reported_at, was_suspect, record.suspect = now, record.suspect, False
         if changes.load is not None:
             self._count_routers(record, -1)
+            last_cost = record.load.step_cost
             record.take_load(changes.load)
+            if last_cost != changes.load.step_cost:
+                self._share_costs()
             self._count_routers(record, 1)
             self._set_num_routers()
         elif was_suspect:
@@ -119,6 +123,15 @@ class WorkerTable:
             self._num_routers = len(self._other_routers) + 1
             for record in self._records.values():
                 record.num_routers = self._num_routers
+                record.refresh()
+
+    def _share_costs(self) -> None:
+        """Price workers that have measured no step like their measured peers. Else nobody would try them."""
+        measured = {record.role: record.step_cost for record in self._records.values() if record.has_measured}
+        for record in self._records.values():
+            peer_cost = measured.get(record.role) or next(iter(measured.values()), PRIOR)
+            if not record.has_measured and record.peer_cost != peer_cost:
+                record.peer_cost = peer_cost
                 record.refresh()
 
     def _update_pools(self, now: float) -> None:
@@ -176,9 +189,8 @@ class WorkerTable:
         return [] if question is None else self._policy.candidates(question)
 
     def has_fitted_cost(self, candidate: Candidate) -> bool:
-        """True if the worker that computes the prompt has measured steps of its own."""
-        record = self.chosen(candidate.prefill_worker or candidate.decode_worker)
-        return record.load.step_cost != PRIOR
+        """True if the worker that computes the prompt, or a peer, has measured steps."""
+        return self.chosen(candidate.prefill_worker or candidate.decode_worker).step_cost != PRIOR
 
     def _question(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> RoutingQuestion | None:
         """None if no decode worker has room. Then no block of the prompt is hashed."""

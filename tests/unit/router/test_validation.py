@@ -40,7 +40,9 @@ def test_a_name_that_is_too_long_is_refused_with_its_field_and_its_limit(field: 
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize(("user", "salt", "tenant"), [("", "", ""), ("me", "", "me"), ("", "s", "s"), ("me", "s", "me")])
+@pytest.mark.parametrize(
+    ("user", "salt", "tenant"), [("", "", ""), ("me", "", "me"), ("", "s", "s"), ("me", "s", "me")]
+)
 def test_the_tenant_of_a_request_is_its_user_and_else_its_salt(user: str, salt: str, tenant: str) -> None:
     wire = GenerateRequest(text="a", user=user, cache_salt=salt, n=2)
     choices = prepare(wire, load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, None).choices

@@ -12,7 +12,8 @@ from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
 from core.sequence import Sequence
-from core.worker_load import WorkerLoad
+from core.step_cost import PRIOR
+from core.worker_load import WorkerChanges, WorkerLoad
 from router.policy import Candidate, SecondsPolicy
 from router.worker_record import CallWork, WorkerRecord
 from router.workers import WorkerTable, hashes_of
@@ -189,3 +190,25 @@ def test_the_largest_request_follows_from_the_blocks_of_the_decode_pool() -> Non
     workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=1))
     with pytest.raises(InvalidRequest, match=f"at most {room + 1} tokens"):
         workers.refuse_oversized(request(prompt=range(1, room + 1), max_tokens=2))
+
+
+FAST, SLOW = replace(PRIOR, token_s=1e-5), replace(PRIOR, token_s=2e-5)
+
+
+def costs(workers: WorkerTable) -> dict[str, float]:
+    return {record.worker_id: record.view.cost.token_s for record in workers}
+
+
+def test_a_worker_that_has_measured_nothing_is_priced_like_its_peers() -> None:
+    measured = replace(SERVING, step_cost=FAST)
+    workers = table(record("d1", load=measured), record("d2"), record("p", ServiceRole.PREFILL))
+    assert costs(workers) == {"d1": 1e-5, "d2": 1e-5, "p": 1e-5}
+    workers.take_report("p", WorkerChanges(replace(SERVING, step_cost=SLOW)), 1.0)
+    workers.join(record("p2", ServiceRole.PREFILL), ())
+    assert costs(workers) == {"d1": 1e-5, "d2": 1e-5, "p": 2e-5, "p2": 2e-5}, "of the same role, if there is one"
+    workers.take_report("d2", WorkerChanges(replace(SERVING, step_cost=SLOW)), 1.0)
+    assert costs(workers)["d2"] == 2e-5, "its own steps count once there are some"
+
+
+def test_without_any_measurement_the_prior_holds() -> None:
+    assert costs(table(record("d"))) == {"d": PRIOR.token_s}
