@@ -92,11 +92,11 @@ class DecodeMachine:
     core: WorkerCore
     transfers: TransferMachine
     max_pulls_waiting: int
+    pulls: PullQueue = field(init=False)
     _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
-    _pulls: PullQueue = field(init=False)
 
     def __post_init__(self) -> None:
-        self._pulls = PullQueue(self.core.scheduler, self.core.pool)
+        self.pulls = PullQueue(self.core.scheduler, self.core.pool)
 
     def handle(self, event: DecodeEvent, now: float) -> list[DecodeAction]:
         """Raises `TandemError` if it refuses a `DecodeArrived`."""
@@ -123,24 +123,29 @@ class DecodeMachine:
             case _:
                 actions += self._apply_results(self.transfers.handle(event, now), now)
         actions += self._give_blocks(now)
-        steps = self.core.next_step(now, admit_before=self._pulls.blocked_rank)
-        while (victim := self._pulls.victim(now)) is not None:
+        steps = self.core.next_step(now, admit_before=self.pulls.blocked_rank)
+        while (victim := self.pulls.victim(now)) is not None:
             if isinstance(victim, Sequence):
                 self.core.scheduler.preempt(victim)
             else:
                 lost = TransferFailed("the KV hand-off lost its blocks to a sequence that ranks higher")
                 actions += self._end(victim.sequence.sequence_id, lost, AbortReason.OVERLOADED, now)
             actions += self._give_blocks(now)
-            steps += self.core.next_step(now, admit_before=self._pulls.blocked_rank)
+            steps += self.core.next_step(now, admit_before=self.pulls.blocked_rank)
         return [*steps, *actions]  # the step runs during the other actions
 
     def next_deadline(self) -> float | None:
-        known = (self.core.next_deadline(), self.transfers.next_deadline(), self._pulls.next_deadline())
+        known = (self.core.next_deadline(), self.transfers.next_deadline(), self.pulls.next_deadline())
         return min((when for when in known if when is not None), default=None)
 
     @property
     def idle(self) -> bool:
-        return not self._calls and not self._pulls.by_id and not self.transfers.alive
+        return not self._calls and not self.pulls.by_id and not self.transfers.alive
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """A hand-off waits for blocks, which the end of any step may free."""
+        return self._pulls.any_lacks_blocks
 
     @property
     def transfers_alive(self) -> bool:
@@ -149,15 +154,15 @@ class DecodeMachine:
     def load(self) -> WorkerLoad:
         return self.core.load(
             self.transfers,
-            num_pulls_waiting=self._pulls.num_waiting,
-            num_promised_blocks=self._pulls.num_promised_blocks,
+            num_pulls_waiting=self.pulls.num_waiting,
+            num_promised_blocks=self.pulls.num_promised_blocks,
         )
 
     def claims(self) -> list[Claim]:
         """Every holder of blocks, and every live transfer."""
         pulled = [
             claim_of(pull.sequence, SequenceState.ENDING if pull.call_ended else SequenceState.TRANSFER)
-            for pull in self._pulls.by_id.values()
+            for pull in self.pulls.by_id.values()
         ]
         return [*self.core.claims(), *pulled, *self.transfers.claims()]
 
@@ -182,11 +187,11 @@ class DecodeMachine:
             self.core.scheduler.add(sequence)
             return []
         self.core.scheduler.refuse_oversized(sequence)
-        if self._pulls.num_waiting >= self.max_pulls_waiting:
+        if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
         transfer_id, owner = source
         actions = self._apply_results(self.transfers.reserve_pull(transfer_id, owner, now), now)
-        self._pulls.add(sequence, transfer_id)
+        self.pulls.add(sequence, transfer_id)
         return actions
 
     # ---- hand-offs
@@ -194,7 +199,7 @@ class DecodeMachine:
     def _give_blocks(self, now: float) -> list[DecodeAction]:
         """Admit hand-offs that have room now, and give targets for announced blocks."""
         actions: list[DecodeAction] = []
-        for pull, targets in self._pulls.give_blocks():
+        for pull, targets in self.pulls.give_blocks():
             if targets is None:
                 self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
                 positions = range(len(pull.sequence.block_table), pull.num_positions)
@@ -212,9 +217,9 @@ class DecodeMachine:
                 case PullCompleted():
                     mine += self._on_pulled(action, now)
                 case TargetsNeeded(transfer_id, positions):
-                    self._pulls.announce(transfer_id, positions)
+                    self.pulls.announce(transfer_id, positions)
                 case PullGivenUp():
-                    mine += self._fail_pulled_call(self._pulls.by_id[action.transfer_id], action)
+                    mine += self._fail_pulled_call(self.pulls.by_id[action.transfer_id], action)
                 case PullFailed():
                     mine += self._on_pull_failed(action)
                 case OfferEnded():
@@ -224,7 +229,7 @@ class DecodeMachine:
         return mine
 
     def _on_pulled(self, done: PullCompleted, now: float) -> list[DecodeAction]:
-        pull = self._pulls.remove(done.transfer_id)
+        pull = self.pulls.remove(done.transfer_id)
         sequence = pull.sequence
         assert not pull.call_ended, "the pull of an ended call completed, though it was cancelled or had failed"
         blocks = [pull.targets[position] for position in range(len(sequence.block_table), pull.num_positions)]
@@ -248,7 +253,7 @@ class DecodeMachine:
         return [emitted]
 
     def _on_pull_failed(self, failed: PullFailed) -> list[DecodeAction]:
-        pull = self._pulls.remove(failed.transfer_id)
+        pull = self.pulls.remove(failed.transfer_id)
         self.core.pool.cancel_reservation(pull.targets.values())
         self.core.scheduler.drop_blocks(pull.sequence)
         return self._fail_pulled_call(pull, failed)
@@ -256,7 +261,7 @@ class DecodeMachine:
     def _fail_pulled_call(self, pull: PulledPrompt, failed: PullGivenUp | PullFailed) -> list[DecodeAction]:
         if pull.call_ended:
             return []
-        self._pulls.end_call(pull)
+        self.pulls.end_call(pull)
         message = f"the KV hand-off failed: {failed.reason.value}"
         return self._fail_call(
             pull.sequence.sequence_id, TransferFailed(f"{message} ({failed.detail})" if failed.detail else message)
@@ -286,9 +291,9 @@ class DecodeMachine:
             return []
         self.core.scheduler.abort(request_id)
         actions = self._fail_call(request_id, error)
-        for pull in list(self._pulls.by_id.values()):
+        for pull in list(self.pulls.by_id.values()):
             if pull.sequence.sequence_id == request_id:
-                self._pulls.end_call(pull)
+                self.pulls.end_call(pull)
                 actions += self._apply_results(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
         return actions
 
@@ -302,8 +307,8 @@ class DecodeMachine:
         self.core.check()
         self.transfers.check()
         check_claims(self.claims(), self.core.pool)
-        self._pulls.check()
-        pulls = self._pulls.by_id.values()
+        self.pulls.check()
+        pulls = self.pulls.by_id.values()
         pulled = {pull.sequence.sequence_id for pull in pulls if not pull.call_ended}
         for request_id in self._calls:
             assert (self.core.scheduler.get(request_id) is not None) != (request_id in pulled)

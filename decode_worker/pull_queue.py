@@ -87,14 +87,28 @@ class PullQueue:
         self._stalled_since: float | None = None
 
     @property
+    def lacks_blocks(self) -> bool:
+        """Whether a hand-off could take a block that becomes free."""
+        return bool(self._lacking)
+
+    @property
     def num_waiting(self) -> int:
         """Hand-offs without a WANT. They hold no block."""
         return sum(not pull.admitted for pull in self._lacking)
 
     @property
+    def any_lacks_blocks(self) -> bool:
+        return bool(self._lacking)
+
+    @property
     def num_promised_blocks(self) -> int:
         """Blocks that the open hand-offs have yet to take."""
         return sum(pull.num_missing for pull in self.by_id.values() if not pull.call_ended)
+
+    @property
+    def num_half_pulled(self) -> int:
+        """Hand-offs that hold targets and have yet to take more."""
+        return sum(bool(pull.targets and pull.num_missing and not pull.call_ended) for pull in self.by_id.values())
 
     # ---- changes
 

@@ -105,6 +105,7 @@ class SimulatedAgent:
         if peer not in self._peers:
             return  # its PeerLost is on the way
         withdrawn = isinstance(message, Abort | Release) and message.reason is AbortReason.OVERLOADED
+        self._world.counts["hand-off gives way"] += withdrawn and isinstance(message, Release)
         if withdrawn and self.pool.num_available < self.pool.num_blocks:
             self._world.trouble(self.name)  # somebody waits for the blocks of another sequence
         if isinstance(message, Ready) and self._config.verify_digests:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.step import ScheduledChunk, StepPlan
-from core.step_cost import StepWork
+from core.step_cost import StepWork, work_of
 from decode_worker.machine import DecodeMachine
 
 
@@ -22,7 +22,7 @@ def stretch_length(machine: DecodeMachine) -> int:
     """
     scheduler = machine.core.scheduler
     queues, in_flight = scheduler.queues, scheduler._in_flight
-    if not in_flight or machine._pulls.num_waiting or queues.waiting or queues.prefilling or queues.ending:
+    if not in_flight or machine.lacks_blocks or queues.waiting or queues.prefilling or queues.ending:
         return 1
     num_running = len(queues.running)
     for plan, sequences in in_flight:
@@ -51,6 +51,7 @@ def skip_steps(machine: DecodeMachine, token_id: int, ends: Sequence[float]) -> 
     for number, ended_at in enumerate(ends):
         work = StepWork(num_decodes, context + number * num_decodes, 0, 0.0)
         core.record_step(work, ended_at - started_at)
+        scheduler.queues.prompts.set_cost(scheduler.step_cost)  # as before each plan
         started_at = ended_at
     new_tokens = [token_id] * count
     for sequence in sequences:
@@ -59,6 +60,7 @@ def skip_steps(machine: DecodeMachine, token_id: int, ends: Sequence[float]) -> 
         sequence.num_planned_tokens += count
     scheduler._in_flight = [step._replace(plan=_later(step.plan, count)) for step in scheduler._in_flight]
     scheduler._next_step_id += count
+    core._step_works = [work_of(step.plan) for step in scheduler._in_flight]
     core.num_sampled_tokens += count * num_decodes
     core._on_step_started(started_at)
 

@@ -25,6 +25,7 @@ from core.scheduler import Scheduler
 from core.step import StepOutput, StepPlan, TokenEvent
 from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
+from decode_worker.pull_queue import PullQueue
 from kv_transfer.events import AgentAction
 from kv_transfer.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
@@ -117,8 +118,16 @@ class WorkerNode:
         for action in actions:
             self._perform(action)
         self.machine.check()
+        if isinstance(self.machine, DecodeMachine):
+            self._count_pulls(self.machine.pulls)
         self._changed = True
         self._set_timer()
+
+    def _count_pulls(self, pulls: PullQueue) -> None:
+        """Count the events after which hand-offs compete for blocks."""
+        half_pulled, is_blocked = pulls.num_half_pulled, pulls.blocked_rank is not None
+        self._world.counts["half-pulled together"] += half_pulled > 1
+        self._world.counts["half-pulled while another is blocked"] += bool(half_pulled and is_blocked)
 
     def _set_timer(self) -> None:
         deadline = self.machine.next_deadline()

@@ -224,6 +224,6 @@ def _record(served: Served) -> RequestRecord:
         path=outcome.path.value,
         prefill_worker=candidate.prefill_worker,
         decode_worker=candidate.decode_worker,
-        predicted_ttft_s=outcome.timeline.seconds_in(Stage.QUEUE) + candidate.first_token_s,
+        predicted_ttft_s=outcome.predicted_first_token_s,
         attempts=outcome.attempts,
     )

@@ -152,7 +152,7 @@ class ReplayWorker:
     def _build_machine(self) -> PrefillMachine | DecodeMachine:
         spec = self.spec
         scheduler = Scheduler(spec.scheduler, self.pool, spec.layout.block_size, frozenset())
-        core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.step_cost))
+        core = WorkerCore(scheduler, self.pool, costs=StepCostFit(spec.step_cost))  # as after the warm-up of an engine
         transfers = TransferMachine(spec.transfer, self.pool, self.address)
         if spec.role is ServiceRole.PREFILL:
             return PrefillMachine(core, transfers)

@@ -1,4 +1,4 @@
-"""A decode worker with a small pool, many hand-offs and local requests, any priorities, and owners that take their time.
+"""A decode worker with a small pool, many hand-offs and local requests, any priorities, and slow owners.
 
 Blocks are announced in any portions and any order of hand-offs. Calls are cancelled; owners abort; reads fail or end
 late. Every machine checks itself after each event. At the end the owners announce all that is left. Then every call has
@@ -129,9 +129,8 @@ class World:
 
     def look(self) -> None:
         """Count what a test wants to have happened."""
-        pulls = self.worker.machine._pulls
-        half = [pull for pull in pulls.by_id.values() if pull.targets and pull.num_missing and not pull.call_ended]
-        self.seen["half-pulled together"] += len(half) > 1
+        pulls = self.worker.machine.pulls
+        self.seen["half-pulled together"] += pulls.num_half_pulled > 1
         self.seen["blocked"] += pulls.blocked_rank is not None
         self.seen["stalled"] += pulls.next_deadline() is not None
 
@@ -157,9 +156,8 @@ class World:
         ended = [end.request_id for end in (*done, *failed)]
         assert len(ended) == len(set(ended)) == self.num_calls - self.seen["refused"]
         self.seen["done"] += len(done)
-        self.seen["overloaded"] += sum(
-            release.reason is AbortReason.OVERLOADED for release in self.worker.sent(Release)
-        )
+        releases = self.worker.sent(Release)
+        self.seen["overloaded"] += sum(release.reason is AbortReason.OVERLOADED for release in releases)
         self.seen["preempted"] += self.worker.core.scheduler.num_preemptions
 
 
@@ -182,7 +180,6 @@ def test_half_pulled_prompts_do_compete_in_these_worlds() -> None:
     for seed in range(40):
         seen += run(seed)
     assert seen["done"] > 300
-    missing = [
-        name for name in ("half-pulled together", "blocked", "stalled", "overloaded", "preempted") if seen[name] < 5
-    ]
+    wanted = ("half-pulled together", "blocked", "stalled", "overloaded", "preempted")
+    missing = [name for name in wanted if seen[name] < 5]
     assert not missing, f"{missing} hardly ever happened: {dict(seen)}"

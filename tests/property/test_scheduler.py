@@ -93,11 +93,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ---- sequences
 
     def new_sequence(
-        self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None = None
+        self,
+        prompt: tuple[int, ...],
+        priority: int,
+        salt: str,
+        tenant: str,
+        max_tokens: int,
+        sample_limit: int | None = None,
     ) -> Sequence:
         arrival = len(self.born) + 1
         sampling = SamplingParams(max_tokens=max_tokens)
-        request = Request(f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt, tenant=tenant)
+        request = Request(
+            f"s{arrival}", prompt, len(prompt), sampling, priority=priority, cache_salt=salt, tenant=tenant
+        )
         self.born.append(Sequence(request, arrival, sample_limit))
         return self.born[-1]
 
@@ -107,7 +115,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [cached.block for cached in found]
 
     @rule(**requests, sample_limit=st.sampled_from([None, None, 1, 2]))
-    def add(self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None) -> None:
+    def add(
+        self, prompt: tuple[int, ...], priority: int, salt: str, tenant: str, max_tokens: int, sample_limit: int | None
+    ) -> None:
         self.hand_over(self.new_sequence(prompt, priority, salt, tenant, max_tokens, sample_limit))
 
     def hand_over(self, sequence: Sequence) -> None:

@@ -95,7 +95,9 @@ def test_costs_of_a_file_change_the_times(tmp_path: Path, monkeypatch: pytest.Mo
     slow["prefill"]["step_s"] = slow["decode"]["step_s"] = 0.04
     (tmp_path / "costs.json").write_text(json.dumps(slow))
     simulate(monkeypatch, *SMALL, "--json", str(tmp_path / "slow.json"), "--costs", str(tmp_path / "costs.json"))
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["seeds"] for name in ("same", "built_in", "slow")}
+    found = {
+        name: json.loads((tmp_path / f"{name}.json").read_text())["seeds"] for name in ("same", "built_in", "slow")
+    }
     assert found["same"] == found["built_in"]
     assert found["slow"][0]["tpot_s"]["p50"] > 0.04 > found["same"][0]["tpot_s"]["p50"]
 

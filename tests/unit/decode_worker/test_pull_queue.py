@@ -28,7 +28,7 @@ def announce(worker: Decode, ticket: int, first: int, end: int, token: int | Non
 
 
 def targets_of(worker: Decode) -> dict[str, int]:
-    return {pull.sequence.sequence_id: len(pull.targets) for pull in worker.machine._pulls.by_id.values()}
+    return {pull.sequence.sequence_id: len(pull.targets) for pull in worker.machine.pulls.by_id.values()}
 
 
 def failures(worker: Decode) -> list[str]:
@@ -48,7 +48,7 @@ def test_while_a_long_prompt_is_computed_others_use_the_pool() -> None:
         worker.arrive(request(f"pulled{second}", 12, max_tokens=8, first=1000 * second + 100), ticket=10 + second)
         worker.arrive_alone(request(f"local{second}", 12, max_tokens=8, first=1000 * second + 500))
         worker.pull(ticket=10 + second)
-        assert worker.machine._pulls.by_id[1].targets.keys() == {0, 1}
+        assert worker.machine.pulls.by_id[1].targets.keys() == {0, 1}
         worker.run_until_idle()
         assert worker.ledger == {"incoming": 2}
         worker.hear(lambda i, c, s=second: Heartbeat(i, c, 10 + 2 * s, ()))
@@ -166,7 +166,7 @@ def test_a_pull_waits_for_half_pulled_prompts_of_higher_rank_without_a_limit() -
     worker.pass_time(3 * MAX_STALL_S)
     assert failures(worker) == []
     assert not worker.is_wanted(3)
-    assert worker.machine._pulls.next_deadline() is None, "without a lower rank there is nothing to decide"
+    assert worker.machine.pulls.next_deadline() is None, "without a lower rank there is nothing to decide"
 
 
 def test_a_running_sequence_takes_the_blocks_of_a_lower_rank_at_once() -> None:
