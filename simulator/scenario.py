@@ -1,9 +1,9 @@
 """Makes a scenario from a seed: a small fleet, its requests and its faults.
 
 Pools are small, so that requests queue, wait for blocks and are preempted. In some fleets, the two pools have different
-block sizes. Prompts share prefixes. Some requests are
-cancelled, have short deadlines, or exceed every pool. One seed in five is calm: it has no faults, so every request with
-enough time must finish. `make_harsh_scenario` adds many faults to a seed, so that rare faults coincide.
+block sizes, or prompts are computed slowly. Prompts share prefixes. Some requests are cancelled, have short deadlines,
+or exceed every pool. One seed in five is calm: it has no faults, so every request with enough time must finish.
+`make_harsh_scenario` adds many faults to a seed, so that rare faults coincide.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         max_read_attempts=2,
         verify_digests=calm or chance.random() < 0.7,
     )
-    workers = _with_block_sizes(seed, _workers(chance, calm, transfer))
+    workers = _with_slow_prefill(seed, _with_block_sizes(seed, _workers(chance, calm, transfer)))
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     return Scenario(
         seed=seed,
@@ -163,6 +163,19 @@ def _with_block_sizes(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[Worke
             layout=replace(spec.layout, block_size=other),
         )
         if spec.role is ServiceRole.DECODE
+        else spec
+        for spec in workers
+    )
+
+
+def _with_slow_prefill(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+    """In one world of three, prefill workers compute short chunks slowly, so that half-pulled prompts compete for the
+    blocks of decode workers."""
+    if random.Random(f"slow prefill of {seed}").random() > 0.33:  # a separate generator: other worlds stay the same
+        return workers
+    return tuple(
+        replace(spec, token_s=0.002, scheduler=replace(spec.scheduler, max_batched_tokens=16))
+        if spec.role is ServiceRole.PREFILL
         else spec
         for spec in workers
     )

@@ -40,7 +40,7 @@ rows = st.tuples(positions, positions, st.integers(0, 2**64 - 1))
 one_block, blocks = (
     st.lists(rows, min_size=least, max_size=most).map(OfferedBlocks.of) for least, most in ((1, 1), (0, 6))
 )
-entries = st.builds(HeartbeatEntry, transfer_ids, positions)
+entries = st.builds(HeartbeatEntry, transfer_ids, positions, positions)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(

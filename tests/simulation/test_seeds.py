@@ -27,6 +27,7 @@ ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",
     "PeerLost", "ReadFailed", "path fine", "path slow", "path unreachable",
     "completed pull", "failed pull", "cancelled pull", "refused",
+    "half-pulled together", "half-pulled while another is blocked", "hand-off gives way",
     "finished disaggregated", "finished local", "finished recomputed",
     "failed DeadlineExceeded", "failed RequestCancelled", "failed InvalidRequest", "failed QueueFull",
     "failed WorkerUnavailable", "failed TransferFailed", "failed TandemError",
@@ -72,6 +73,11 @@ def test_the_faults_really_happened_and_were_answered() -> None:
         totals += harsh_result_of(seed).counts
     missing = [name for name in (*FAULTS_THAT_MUST_HAPPEN, *ANSWERS_THAT_MUST_HAPPEN) if not totals[name]]
     assert not missing, f"never happened: {missing}, but {dict(totals)}"
+
+
+def test_half_pulled_prompts_compete_for_blocks_in_many_worlds() -> None:
+    num_worlds = sum(result_of(seed).counts["half-pulled together"] > 0 for seed in range(NUM_SEEDS))
+    assert num_worlds >= 20
 
 
 def test_most_requests_finish_in_spite_of_everything() -> None:

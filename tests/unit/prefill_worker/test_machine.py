@@ -6,7 +6,7 @@ import pytest
 
 from core.config import SchedulerConfig
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
-from core.handoff import Abort, AbortReason, Ready
+from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, Ready
 from core.lifecycle import FinishReason, Stage, WorkerState
 from core.machine import Tick
 from prefill_worker.machine import MAX_STALL_S, PrefillCancelled, PrefillDone, PrefillFailed
@@ -275,6 +275,40 @@ def test_an_offer_that_is_wanted_in_time_is_not_withdrawn() -> None:
     worker.release()
     worker.run_until_idle()
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
+
+
+def lack_blocks(worker: Prefill, ticket: int, num_unplaced: int) -> None:
+    """A heartbeat of the reader."""
+    entry = HeartbeatEntry(ticket, 4, num_unplaced)
+    worker.hear(lambda i, c: Heartbeat(i, c, None, (entry,)))
+
+
+def test_an_offer_whose_reader_lacks_blocks_is_withdrawn() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.want(0, 1, 2, 3, ticket=1)
+    lack_blocks(worker, 1, 3)
+    worker.pass_time(MAX_STALL_S + 0.1)
+    assert [(abort.transfer_id, abort.reason) for abort in worker.sent(Abort)] == [(1, AbortReason.OVERLOADED)]
+    worker.release(reason=AbortReason.OVERLOADED)
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
+
+
+def test_an_offer_whose_reader_has_got_its_blocks_is_not_withdrawn() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.want(0, 1, 2, 3, ticket=1)
+    lack_blocks(worker, 1, 3)
+    lack_blocks(worker, 1, 0)
+    worker.pass_time(5 * MAX_STALL_S)
+    assert worker.sent(Abort) == []
+
+
+def test_the_highest_ranked_prompt_is_not_withdrawn_though_its_reader_lacks_blocks() -> None:
+    worker = blocked_by_an_unread_offer()
+    worker.want(0, 1, 2, 3, ticket=1)
+    lack_blocks(worker, 2, 1)
+    worker.pass_time(5 * MAX_STALL_S)
+    assert worker.sent(Abort) == []
 
 
 def test_each_stall_has_its_own_time_limit() -> None:
