@@ -4,15 +4,15 @@ For a pair (prefill worker P, decode worker D), and for D alone, which then comp
 
     cost = queue_s         until the computing worker begins the prompt: its step, and the prompts that go first
          + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
-         + transfer_s      the part of the transfer that remains after the last chunk is computed; 0 for D alone
+         + transfer_s      that the second token is late for the part of the transfer which no compute hides
          + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
          + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
 
 Every term follows from what the workers report: the fitted time of their steps (`core/step_cost.py`), their prompts by
-remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A prompt that D
-computes within its step limit costs its streams nothing that the operator minds: the limit follows from `slo_itl_ms`.
-Only what exceeds the limit is a gap. Among candidates of nearly the same cost, the workers with the fewest requests of
-this router win.
+remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A token is late if
+its gap exceeds the step limit of D, which follows from `slo_itl_ms`. So streams within the limit cost nothing, and D
+computes prompts while it has time to spare. Among candidates of nearly the same cost, the workers with the fewest
+requests of this router win.
 
 A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
 """
@@ -242,7 +242,7 @@ def pair(
     decode_cached: int,
 ) -> Candidate:
     missing, uncached = question.missing_blocks(decode_cached), question.uncached(prefill_cached)
-    transfer_s = _exposed_transfer_s(question, prefill, decode, missing, times.prefill_s)
+    transfer_s = _late_transfer_s(question, prefill, decode, missing, times.prefill_s)
     terms = (
         prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
         prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
@@ -274,17 +274,21 @@ def _stream_s(question: RoutingQuestion, worker: WorkerView) -> float:
     return worker.cost.sequence_s + question.num_tokens * worker.cost.context_s
 
 
-def _exposed_transfer_s(
+def _late_transfer_s(
     question: RoutingQuestion, prefill: WorkerView, decode: WorkerView, missing: int, prefill_s: float
 ) -> float:
-    """Blocks move while the prompt is computed. What remains is the last chunk, or what a slow path lags behind."""
+    """Blocks move while the prompt is computed. What remains is the last chunk, or what a slow path lags behind.
+
+    The first token does not wait for it. The second one is late if it takes longer than the step limit.
+    """
     if not missing:
         return 0.0
     path = decode.paths.get(prefill.agent_name)
     bytes_per_s = path.bytes_per_s or path.expected_bytes_per_s if path is not None else 0.0
     total_s = missing * decode.block_bytes / (bytes_per_s or UNKNOWN_BYTES_PER_S)
     last_blocks = min(missing, -(-prefill.max_step_tokens // question.block_size))
-    return max(total_s - prefill_s, total_s * last_blocks / missing) + (0.0 if path is None else path.latency_s)
+    exposed_s = max(total_s - prefill_s, total_s * last_blocks / missing) + (0.0 if path is None else path.latency_s)
+    return max(0.0, exposed_s - decode.step_limit_s)
 
 
 def _room_wait_s(worker: WorkerView, num_blocks: int, later_s: float) -> float:

@@ -132,6 +132,21 @@ def test_a_slow_path_lags_behind_the_prefill() -> None:
     assert found.transfer_s == pytest.approx(256 * 1000 / 1e4 - found.prefill_s)
 
 
+def test_a_transfer_that_ends_within_the_step_limit_costs_nothing() -> None:
+    owner = view("p", agent_name="agent-p")
+    exposed = pair(1024, owner, view("d", block_bytes=1000, paths=path(1e6))).transfer_s
+    for limit_s, late_s in ((exposed + 0.01, 0.0), (exposed - 0.01, 0.01)):
+        found = pair(1024, owner, view("d", block_bytes=1000, paths=path(1e6), step_limit_s=limit_s))
+        assert found.transfer_s == pytest.approx(late_s, abs=1e-9)
+
+
+def test_an_idle_prefill_worker_beats_a_decode_worker_with_streams() -> None:
+    """Although the streams would not feel the prompt, and the pair has to move the last chunk."""
+    owner = view("p", agent_name="agent-p")
+    busy = view("d", block_bytes=10**6, paths=path(1e9), step_limit_s=0.2, **decoding(4))
+    assert ask(100, [owner], [busy], AUTO)[0].path is RequestPath.DISAGGREGATED
+
+
 def test_an_unmeasured_path_has_the_bandwidth_of_its_hardware_or_a_guess() -> None:
     owner = view("p", agent_name="agent-p")
     known = pair(512, owner, view("d", block_bytes=1000, paths=path(0.0, expected=2e6)))
@@ -174,6 +189,15 @@ def test_the_decode_worker_alone_needs_no_transfer_but_shares_its_steps() -> Non
     assert found.prefill_s == pytest.approx(step_s + 0.1)
     assert (found.transfer_s, found.transfer_blocks, found.path) == (0.0, 0, RequestPath.LOCAL)
     assert found.num_streams == 4
+
+
+def test_streams_feel_only_what_a_step_with_the_prompt_exceeds_the_limit() -> None:
+    stream_s = 0.001 + 100 * 1e-6
+    within, beyond = view("d", step_limit_s=0.034, **decoding(4)), view("d", step_limit_s=0.02, **decoding(4))
+    assert alone(100, within).gap_s == pytest.approx(stream_s)
+    assert alone(100, beyond).gap_s == pytest.approx(stream_s + 0.016 - 0.006), "16 tokens at least, 6 ms to spare"
+    assert alone(100, view("d", **decoding(4))).gap_s == pytest.approx(stream_s + 0.1), "no limit: the whole chunk"
+    assert alone(100, view("d")).gap_s == pytest.approx(stream_s), "no streams"
 
 
 def test_a_step_limit_makes_a_prompt_on_the_decode_worker_slower() -> None:
