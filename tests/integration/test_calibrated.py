@@ -1,7 +1,8 @@
 """The simulator is calibrated: it predicts the median TTFT and TPOT of a live run from what the workers of the run fit.
 
-The only test that compares times. A slow machine slows the fit as much as the requests; a machine that other programs
-slow for a while spoils a run, so a run may be repeated. A wrong prediction fails every run.
+The only test that compares times. A slow machine slows the fit as much as the requests. A machine that other programs
+slow for a while does not: then equal requests take unequal times, and the run says nothing. So a run may be repeated,
+and a wrong prediction fails in a quiet run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.support.deployment import deploy, tiny_config
 
 WITHIN = 0.2
 NUM_RUNS = 3
+QUIET = 1.5  # TPOT at the 90th percentile beside the median, at a light load; about 1.1 if nothing else runs
 # Steps take some milliseconds on a core, far more than the messages between client, router and workers.
 SIZES: dict[str, Any] = {
     "hidden_size": 384,
@@ -48,11 +50,15 @@ async def calibrated(seed: int) -> Calibration:
 async def test_a_simulation_predicts_the_medians_of_a_live_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RANDOM_CONFIGS, "calibrated", replace(RANDOM_CONFIGS["qwen2-tiny"], **SIZES))
     console = Console(width=80)
-    errors = []
+    missed = []
     for seed in range(NUM_RUNS):
-        found = await calibrated(seed)
-        console.print(comparison_table(found.comparison))
-        errors.append([found.comparison.row(name).error for name in ("TTFT p50", "TPOT p50")])
-        if all(abs(error) <= WITHIN for error in errors[-1]):
+        found = (await calibrated(seed)).comparison
+        console.print(comparison_table(found))
+        errors = [found.row(name).error for name in ("TTFT p50", "TPOT p50")]
+        if all(abs(error) <= WITHIN for error in errors):
             return
-    pytest.fail(f"medians of TTFT and TPOT differ by {errors}")
+        if found.row("TPOT p90").measured_s <= QUIET * found.row("TPOT p50").measured_s:
+            missed.append(errors)
+    if not missed:
+        pytest.skip("other programs slow this machine: equal requests take unequal times")
+    pytest.fail(f"medians of TTFT and TPOT are off by {missed}")
