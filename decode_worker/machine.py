@@ -145,7 +145,7 @@ class DecodeMachine:
     @property
     def lacks_blocks(self) -> bool:
         """A hand-off waits for blocks, which the end of any step may free."""
-        return self._pulls.any_lacks_blocks
+        return self.pulls.any_lacks_blocks
 
     @property
     def transfers_alive(self) -> bool:
