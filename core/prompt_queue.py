@@ -66,10 +66,6 @@ class PromptQueue:
         start = self._num_cached.get(sequence.sequence_id, sequence.num_planned_tokens)
         return sequence.num_tokens - start, start
 
-    def work_left(self, sequence: Sequence) -> float:
-        """Seconds, without the work of the steps in flight."""
-        return self._order.work_left(sequence.sequence_id)
-
     def set_cost(self, cost: StepCost) -> None:
         """Price the prompts anew if the prices have changed much."""
         if cost is self._offered:

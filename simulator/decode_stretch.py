@@ -22,7 +22,7 @@ def stretch_length(machine: DecodeMachine) -> int:
     """
     scheduler = machine.core.scheduler
     queues, in_flight = scheduler.queues, scheduler._in_flight
-    if not in_flight or machine.lacks_blocks or queues.waiting or queues.prefilling or queues.ending:
+    if not in_flight or machine.pulls.lacks_blocks or queues.waiting or queues.prefilling or queues.ending:
         return 1
     num_running = len(queues.running)
     for plan, sequences in in_flight:

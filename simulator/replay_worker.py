@@ -53,20 +53,17 @@ OUTPUT_TOKEN = SampledToken(2**32 - 1)  # in no prompt of a trace
 
 
 class BlankMemory(Memory):
-    """Blocks without content. Reads copy nothing, and digests are off."""
+    """Blocks without content."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
 
-    def read(self, *_: object) -> list[int]:
-        return []
-
-    def write(self, *_: object) -> None:
-        pass
-
 
 class ReplayAgent(SimulatedAgent):
-    """A simulated agent whose reads take the time of a link. A read waits for earlier reads of its two agents."""
+    """A simulated agent whose reads take the time of a link, and copy nothing. Digests are off.
+
+    A read waits for earlier reads of its two agents.
+    """
 
     link: LinkCost
     block_bytes: int
@@ -79,6 +76,9 @@ class ReplayAgent(SimulatedAgent):
         ends_at = begins_at + len(read.targets) * self.block_bytes / self.link.bytes_per_s
         self.busy_until = owner.busy_until = ends_at
         return ends_at - self._world.now + self.link.latency_s
+
+    def _copy(self, read: StartRead, first: int, end: int) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

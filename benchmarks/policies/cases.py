@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.policies.rivals import OURS, Named
 from core.config import RouterConfig, SchedulerConfig
 from simulator import workloads
+from simulator.cost_model import layout_8b
 from simulator.processes import CountEnded
 from simulator.replay import Replay
 from simulator.replay_config import ReplayConfig
@@ -22,6 +23,7 @@ from simulator.replay_result import ReplayResult
 from simulator.workloads import Workload
 
 CONVERSATION = Path("mooncake") / "conversation_trace.jsonl"
+BLOCK_TOKENS = 512  # as in the conversation trace and in Dynamo's replay of it
 SLO_TPOT_S = 0.05
 NUM_AGENT_COPIES = 10  # the trace has 20 sessions
 
@@ -84,6 +86,7 @@ def replay_config(
         num_prefill=num_workers,
         num_decode=num_workers,
         prefill_pool_tokens=pool_tokens,
+        layout=layout_8b(BLOCK_TOKENS),
         load=load,
         seed=seed,
         slo_ttft_s=slo_ttft_s,

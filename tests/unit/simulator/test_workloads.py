@@ -1,0 +1,169 @@
+"""Workloads: what each source gives, what a seed decides, and errors that name file, line and field."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from simulator.trace import TraceRequest
+from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:50.9951690,600,109
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:51.2224670,91,16
+"""
+TURN = {"session": 0, "timestamp": 0, "input_length": 40, "output_length": 9, "hash_ids": [0, 1, 2]}
+
+
+def written(directory: Path, *rows: object) -> Path:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def azure_file(directory: Path, text: str = AZURE) -> Path:
+    path = directory / "azure.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_workload_needs_a_request() -> None:
+    with pytest.raises(ValueError, match="empty holds no request"):
+        Workload("empty", [])
+
+
+def test_mooncake_spreads_its_times_over_3_seconds(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 10, "output_length": 9, "hash_ids": [0]}
+    assert mooncake(written(tmp_path, row)).granularity_s == 3.0
+
+
+# ---- Azure
+
+
+def test_the_prompts_of_azure_are_distinct_and_in_order_of_time(tmp_path: Path) -> None:
+    requests = azure(azure_file(tmp_path)).requests
+    assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(374, 44), (600, 109), (91, 16)]
+    assert [r.arrives_at for r in requests] == pytest.approx([0.0, 4.314579, 4.541877])
+    hash_ids = [hash_id for request in requests for hash_id in request.hash_ids]
+    assert sorted(hash_ids) == [0, 1, 2, 3]
+
+
+def test_the_lengths_of_azure_are_divided_and_limited(tmp_path: Path) -> None:
+    requests = azure(azure_file(tmp_path), limit=2, divisor=100, output_divisor=50).requests
+    assert [(r.num_tokens, r.num_output_tokens) for r in requests] == [(3, 1), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (("374", "many"), "line 3: ContextTokens is 'many'"),
+        ((",16\n", "\n"), "line 4: GeneratedTokens is missing"),
+        (("TIMESTAMP", "TIME"), "line 2: TIMESTAMP is missing"),
+        (("2023-11-16 18:15:46", "yesterday"), "line 3: TIMESTAMP is 'yesterday"),
+    ],
+)
+def test_a_malformed_row_of_azure_is_named(tmp_path: Path, changed: tuple[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"azure\.csv, {message}"):
+        azure(azure_file(tmp_path, AZURE.replace(*changed)))
+
+
+# ---- agent sessions
+
+
+def test_the_turns_of_a_session_keep_their_distance(tmp_path: Path) -> None:
+    rows = [TURN, TURN | {"timestamp": 2500}, TURN | {"session": 1}, TURN | {"session": 1, "timestamp": 1000}]
+    by_session: dict[int | None, list[TraceRequest]] = {}
+    for request in agent_sessions(written(tmp_path, *rows), seed=3).requests:
+        by_session.setdefault(request.session, []).append(request)
+    gaps = {session: turns[1].arrives_at - turns[0].arrives_at for session, turns in by_session.items()}
+    assert gaps == pytest.approx({0: 2.5, 1: 1.0})
+    assert by_session[0][0].conversation != by_session[1][0].conversation
+    assert by_session[0][0].tokens_per_hash_id == 16
+
+
+def test_sessions_begin_at_the_given_rate_as_the_seed_decides(tmp_path: Path) -> None:
+    path = written(tmp_path, *(TURN | {"session": number} for number in range(400)))
+    requests = agent_sessions(path, sessions_per_s=2.0, seed=1).requests
+    assert requests[-1].arrives_at == pytest.approx(200, rel=0.15)
+    assert requests == agent_sessions(path, sessions_per_s=2.0, seed=1).requests
+    assert requests != agent_sessions(path, sessions_per_s=2.0, seed=2).requests
+
+
+def test_divided_sessions_keep_their_blocks(tmp_path: Path) -> None:
+    (request,) = agent_sessions(written(tmp_path, TURN), divisor=4, output_divisor=3).requests
+    assert (request.num_tokens, request.num_output_tokens, request.tokens_per_hash_id) == (10, 3, 4)
+    with pytest.raises(ValueError, match="divisor must divide 16"):
+        agent_sessions(written(tmp_path, TURN), divisor=3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hash_ids": [0]}, "too few"),
+        ({"hash_ids": [0, "1", 2]}, "hash_ids must be a list of integers"),
+        ({"session": None}, "session is missing"),
+        ({"timestamp": "late"}, "timestamp is 'late'"),
+        ({"output_length": []}, "output_length is"),
+    ],
+)
+def test_a_malformed_turn_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 2: .*{message}"):
+        agent_sessions(written(tmp_path, TURN, TURN | changed))
+
+
+def test_a_line_that_is_no_json_object_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="line 1: must be a JSON object"):
+        agent_sessions(written(tmp_path, [1]))
+    (tmp_path / "rows.jsonl").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: "):
+        agent_sessions(tmp_path / "rows.jsonl")
+
+
+# ---- synthetic
+
+
+def test_synthetic_lengths_and_gaps_have_the_given_means() -> None:
+    requests = synthetic(Synthetic(num_requests=4000, rate=5.0, prompt_tokens=300, output_tokens=40)).requests
+    assert requests[-1].arrives_at == pytest.approx(800, rel=0.1)
+    assert sum(r.num_tokens for r in requests) / 4000 == pytest.approx(300, rel=0.05)
+    assert all(150 <= r.num_tokens <= 450 and 20 <= r.num_output_tokens <= 60 for r in requests)
+    assert len({hash_id for r in requests for hash_id in r.hash_ids}) == sum(len(r.hash_ids) for r in requests)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_is_the_squared_variation_of_the_gaps(burstiness: float) -> None:
+    requests = synthetic(Synthetic(num_requests=20_000, rate=2.0, burstiness=burstiness)).requests
+    gaps = [later.arrives_at - earlier.arrives_at for earlier, later in pairwise(requests)]
+    mean = sum(gaps) / len(gaps)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert variance / mean**2 == pytest.approx(burstiness, rel=0.15)
+
+
+def test_the_prompts_of_a_group_share_their_prefix_and_nothing_else() -> None:
+    requests = synthetic(Synthetic(num_requests=60, num_groups=3, prefix_tokens=100, prompt_tokens=400)).requests
+    by_prefix: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        tokens = request.token_ids()
+        assert len(tokens) == request.num_tokens
+        by_prefix[tokens[:112]] = by_prefix.get(tokens[:112], 0) + 1  # rounded up to blocks of 16
+    assert len(by_prefix) == 3
+    own = [hash_id for request in requests for hash_id in request.hash_ids[7:]]
+    assert len(set(own)) == len(own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rate": 0.0}, "rate must be positive"),
+        ({"spread": 1.5}, "spread must be in"),
+        ({"num_groups": 2}, "must be set together"),
+        ({"num_groups": 2, "prefix_tokens": 2000}, "prefix_tokens must be less"),
+    ],
+)
+def test_a_synthetic_workload_names_a_wrong_field(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Synthetic(**changes)  # type: ignore[arg-type]
