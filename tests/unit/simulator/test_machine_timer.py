@@ -16,7 +16,7 @@ class Alarm:
     def __init__(self) -> None:
         self.deadline: float | None = None
 
-    def handle(self, event: object, now: float) -> list[object]:
+    def handle(self, _event: object, _now: float) -> list[object]:
         self.deadline = None
         return []
 
