@@ -18,9 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.child_process import ChildProcess
 from benchmarks.engine.install_peers import MODEL, is_installed, llama_dir, tcmalloc, vllm_dir, vllm_weights
 from core.config import EngineConfig
+from engine.backend import choose_dtype
 from model_files.model_source import resolve_model
 
 HERE = Path(__file__).parent
@@ -72,10 +75,11 @@ def launch_vllm(core: int) -> Launch | None:
 def launch_vllm_replay(cores: str) -> Launch | None:
     """vLLM on these cores ("0-1"), serving requests at their times of arrival; None where it is not installed."""
     first, _, last = cores.partition("-")
-    return _launch_vllm("vllm_replay.py", cores, num_threads=int(last or first) - int(first) + 1)
+    dtype = choose_dtype("auto", torch.device("cpu"))  # as Tandem's engine chooses it
+    return _launch_vllm("vllm_replay.py", cores, int(last or first) - int(first) + 1, dtype)
 
 
-def _launch_vllm(program: str, cores: str, num_threads: int) -> Launch | None:
+def _launch_vllm(program: str, cores: str, num_threads: int, *arguments: str) -> Launch | None:
     """With the settings that its documentation recommends for a CPU."""
     directory = vllm_dir()
     if not (is_installed(directory) and is_installed(vllm_weights())):
@@ -90,7 +94,7 @@ def _launch_vllm(program: str, cores: str, num_threads: int) -> Launch | None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return Launch([directory / "bin" / "python", HERE / program, vllm_weights()], environment)
+    return Launch([directory / "bin" / "python", HERE / program, vllm_weights(), *arguments], environment)
 
 
 def launch_llama() -> Launch | None:

@@ -1,6 +1,6 @@
 """vLLM serving requests at their times of arrival: runs in vLLM's own environment and knows nothing of Tandem.
 
-    vllm_replay.py <Hugging Face directory>
+    vllm_replay.py <Hugging Face directory> <float32 or bfloat16>
 
 Reads one JSON object from stdin, {"requests": [{"at": s, "prompt": [ids], "max_tokens": n}, ...], "timeout_s": s}, and
 answers with {"times": [[s, ...], ...]}: the times of each request's tokens, on the clock of the arrivals. The object
@@ -59,7 +59,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints goes elsewhere
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=sys.argv[1], dtype="bfloat16", max_model_len=8192, enable_prefix_caching=True,
+            model=sys.argv[1], dtype=sys.argv[2], max_model_len=8192, enable_prefix_caching=True,
             skip_tokenizer_init=True, disable_log_stats=True,
         )
     )  # fmt: skip

@@ -3,7 +3,8 @@
 The same requests arrive at every system: the first of the Mooncake conversation trace, prompts / 32, outputs / 4, at
 random times of a given rate. A row is one rate. Its limit for the time to the first token (TTFT) is 1.5 times the time
 of its 90th-percentile prompt alone on one core of this machine; the limit for the time per output token (TPOT) is
-100 ms. A request is *inside* if it meets both. Attainment is the share of such requests, goodput their number a second.
+100 ms. A slow machine needs shorter prompts and a longer limit: 100 ms is five times the step of a lone request on a
+core with AVX-512. A request is *inside* if it meets both. Attainment is the share of such requests, goodput their number a second.
 Errors, refusals and time-outs are outside.
 
     1P1D    one prefill and one decode worker
@@ -38,11 +39,15 @@ from benchmarks.report import Line, Report
 from simulator.trace import TraceRequest, read_trace
 
 TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
-INPUT_DIVISOR, OUTPUT_DIVISOR = 32, 4
 TTFT_FACTOR, TTFT_PERCENT = 1.5, 90
-TPOT_LIMIT_S = 0.1
 TAIL_S = 60.0  # after the last arrival; a request without its end by then has failed
 ALONE_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    ttft_s: float
+    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,9 @@ class Served:
             finished=len(times) >= request.num_output_tokens and not answer.error,
         )
 
-    def is_inside(self, ttft_limit_s: float) -> bool:
-        in_time = self.ttft is not None and self.ttft <= ttft_limit_s
-        return self.finished and in_time and (self.tpot is None or self.tpot <= TPOT_LIMIT_S)
+    def is_inside(self, limits: Limits) -> bool:
+        in_time = self.ttft is not None and self.ttft <= limits.ttft_s
+        return self.finished and in_time and (self.tpot is None or self.tpot <= limits.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +92,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return rising[min(len(rising) - 1, int(len(rising) * percent / 100))] if rising else 0.0
 
 
-def summarise(row: Row, answers: Sequence[Answer], ttft_limit_s: float) -> RowResult:
+def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
     served = [Served.of(request, answer) for request, answer in zip(row.requests, answers, strict=True)]
-    inside = sum(one.is_inside(ttft_limit_s) for one in served)
+    inside = sum(one.is_inside(limits) for one in served)
     ttft = [float("inf") if one.ttft is None else one.ttft for one in served]
     last = max((answer.times[-1] for answer in answers if answer.times), default=row.timeout_s)
     return RowResult(
@@ -131,14 +136,14 @@ def alone_s(system: System, request: TraceRequest) -> float:
     return statistics.median(system.serve(row)[0].times[0] for _ in range(ALONE_REPEATS))
 
 
-def started(name: str, arguments: argparse.Namespace, limit_s: float) -> AbstractContextManager[System]:
-    limits = ["--slo-ttft-ms", str(round(limit_s * 1e3)), "--slo-itl-ms", str(round(TPOT_LIMIT_S * 1e3))]
+def started(name: str, arguments: argparse.Namespace, limits: Limits) -> AbstractContextManager[System]:
+    flags = ["--slo-ttft-ms", str(round(limits.ttft_s * 1e3)), "--slo-itl-ms", str(round(limits.tpot_s * 1e3))]
     if name == "vllm":
         return vllm()
     if name == "1P1D":
-        return fleet(["--prefill", "1", "--decode", "1", *limits])
+        return fleet(["--prefill", "1", "--decode", "1", *flags])
     if name == "0P2D":
-        return fleet(["--prefill", "0", "--decode", "2", *limits])
+        return fleet(["--prefill", "0", "--decode", "2", *flags])
     threshold = name.removeprefix("before-")
     chunk = ["--max-batched-tokens", "256"] if int(threshold) > 48 else []
     flags = ["--prefill", "1", "--decode", "1", "--local-prefill-tokens", threshold, *chunk]
@@ -187,32 +192,35 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="of a row")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--before", type=Path, help="checkout with --local-prefill-tokens, for the systems before-N")
+    parser.add_argument("--input-divisor", type=int, default=32, help="of the lengths of prompts")
+    parser.add_argument("--output-divisor", type=int, default=4, help="of the lengths of outputs")
+    parser.add_argument("--tpot-limit", type=float, default=0.1, help="seconds")
     parser.add_argument("--ttft-limit", type=float, help="seconds; default: 1.5 x the 90th-percentile prompt alone")
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
         sys.exit(f"no trace at {arguments.trace}: {(__doc__ or '').splitlines()[-2]}")
-    trace = read_trace(arguments.trace, arguments.requests, INPUT_DIVISOR, OUTPUT_DIVISOR)
+    trace = read_trace(arguments.trace, arguments.requests, arguments.input_divisor, arguments.output_divisor)
     long_prompt = sorted(trace, key=lambda r: r.num_tokens)[len(trace) * TTFT_PERCENT // 100]
     report = Report("goodput")
-    limit_s = arguments.ttft_limit
-    if limit_s is None:
-        with started("0P2D", arguments, 1.0) as system:
+    limits = Limits(arguments.ttft_limit or 1.0, arguments.tpot_limit)
+    if arguments.ttft_limit is None:
+        with started("0P2D", arguments, limits) as system:
             alone_s(system, trace[0])  # connects the workers
-            limit_s = TTFT_FACTOR * alone_s(system, long_prompt)
+            limits = replace(limits, ttft_s=TTFT_FACTOR * alone_s(system, long_prompt))
     report.say(
         f"{len(trace)} requests a row, mean prompt {statistics.fmean(r.num_tokens for r in trace):.0f} tokens, mean "
-        f"output {statistics.fmean(r.num_output_tokens for r in trace):.0f}; limits: TTFT {limit_s:.2f} s (1.5 x "
-        f"{long_prompt.num_tokens} tokens alone), TPOT {TPOT_LIMIT_S * 1e3:g} ms"
+        f"output {statistics.fmean(r.num_output_tokens for r in trace):.0f}; limits: TTFT {limits.ttft_s:.2f} s (1.5 x "
+        f"{long_prompt.num_tokens} tokens alone), TPOT {limits.tpot_s * 1e3:g} ms"
     )
     results: defaultdict[tuple[str, float], list[RowResult]] = defaultdict(list)
     for repeat in range(arguments.repeats):
         for name in arguments.systems:
             with contextlib.ExitStack() as stack:
-                system = stack.enter_context(started(name, arguments, limit_s))
+                system = stack.enter_context(started(name, arguments, limits))
                 alone_s(system, trace[0])
                 for rate in arguments.rates:
                     row = row_at(rate, trace)
-                    result = summarise(row, system.serve(row), limit_s)
+                    result = summarise(row, system.serve(row), limits)
                     results[name, rate].append(result)
                     report.say(
                         f"repeat {repeat + 1}, {name}, rate {rate:g}: attainment {result.attainment:.2f}, goodput "
