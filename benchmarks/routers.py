@@ -11,15 +11,12 @@ The trace is `FAST25-release/traces/conversation_trace.jsonl` of kvcache-ai/Moon
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.report import Line, Report
 from simulator import workloads
 from simulator.cost_model import layout_8b
+from simulator.processes import CountEnded, run_all
 from simulator.replay import Replay
 from simulator.replay_config import ReplayConfig
 from simulator.replay_result import ReplayResult, imbalance, percentile
@@ -34,7 +32,6 @@ from simulator.replay_result import ReplayResult, imbalance, percentile
 TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
 NUM_ROUTERS = (1, 2, 4)
 WITHIN = 0.05  # of one router
-POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,7 @@ class Task:
     seed: int
     arguments: argparse.Namespace = field(compare=False)
 
-    def run(self) -> ReplayResult:
+    def run(self, on_progress: CountEnded) -> ReplayResult:
         shape, options = self.shape, self.arguments
         workload = workloads.mooncake(options.trace, options.requests, shape.divisor, options.output_divisor)
         config = ReplayConfig(
@@ -74,39 +71,9 @@ class Task:
             sticky=shape.sticky,
             seed=self.seed,
         )
-        num_counted = 0
-
-        def count(num_ended: int) -> None:
-            nonlocal num_counted
-            with _num_ended.get_lock():
-                _num_ended.value += num_ended - num_counted
-            num_counted = num_ended
-
-        result = Replay(workload, config).run(count)
-        count(len(workload.requests))
+        result = Replay(workload, config).run(on_progress)
+        on_progress(len(workload.requests))
         return result
-
-
-_num_ended: Synchronized[int]  # requests of all processes
-
-
-def _share(num_ended: Synchronized[int]) -> None:
-    global _num_ended
-    _num_ended = num_ended
-
-
-def run_all(tasks: list[Task], num_processes: int, on_progress: Callable[[int], None]) -> dict[Task, ReplayResult]:
-    """`on_progress` gets the number of ended requests of all tasks, twice a second."""
-    num_ended = multiprocessing.Value("q", 0)
-    results: dict[Task, ReplayResult] = {}
-    with ProcessPoolExecutor(num_processes, initializer=_share, initargs=(num_ended,)) as pool:
-        futures: dict[Future[ReplayResult], Task] = {pool.submit(task.run): task for task in tasks}
-        while futures:
-            done, _ = wait(futures, POLL_S, FIRST_COMPLETED)
-            for future in done:
-                results[futures.pop(future)] = future.result()
-            on_progress(num_ended.value)
-    return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +155,8 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=report.console, disable=not report.console.is_terminal) as progress:
         bar = progress.add_task("requests", total=len(tasks) * options.requests)
-        results = run_all(tasks, options.processes, lambda done: progress.update(bar, completed=done))
+        found = run_all(tasks, options.processes, lambda done: progress.update(bar, completed=done))
+    results = dict(zip(tasks, found, strict=True))
     goals: list[Line] = []
     for name in options.shapes:
         by_count: defaultdict[int, list[ReplayResult]] = defaultdict(list)

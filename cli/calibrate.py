@@ -15,6 +15,8 @@ from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
 from core.step_cost import StepCost, StepWork
 from simulator.calibration import (
+    MEAN_DELAY,
+    NUM_MESSAGES,
     Comparison,
     MeasuredRequest,
     MeasuredWorker,
@@ -75,10 +77,10 @@ def _costs(model: str, workers: Sequence[MeasuredWorker], requests: Sequence[Mea
 
 
 def _light_rate(costs: Costs, plan: LoadPlan, num_prefill: int, num_decode: int) -> float:
-    """Requests/s that keep the busier pool at LIGHT_LOAD."""
-    mean_prompt = plan.longest_prompt // 2
-    prompt_s = costs.prefill.step_s + costs.prefill.prompt_seconds(mean_prompt)
-    decode_s = plan.output_tokens * costs.decode.seconds(StepWork(1, mean_prompt, 0, 0.0))
+    """Requests/s that keep the busier pool at LIGHT_LOAD. The way outside the workers counts as load."""
+    mean_prompt, outside_s = plan.longest_prompt // 2, NUM_MESSAGES * MEAN_DELAY * costs.message_delay_s
+    prompt_s = outside_s + costs.prefill.step_s + costs.prefill.prompt_seconds(mean_prompt)
+    decode_s = outside_s + plan.output_tokens * costs.decode.seconds(StepWork(1, mean_prompt, 0, 0.0))
     if not num_prefill:
         return LIGHT_LOAD * num_decode / (prompt_s + decode_s)
     return LIGHT_LOAD * min(num_prefill / prompt_s, num_decode / decode_s)

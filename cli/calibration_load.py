@@ -60,16 +60,16 @@ class CalibrationLoad:
         self._chance = random.Random(f"calibration {plan.seed}")
 
     async def fit(self, num_prefill: int, num_decode: int) -> list[MeasuredRequest]:
-        """Prompts and batches, so many at once that each worker gets its part."""
-        measured: list[MeasuredRequest] = []
+        """Prompts and batches, as many at once as there are workers. Returns the prompts of the last round."""
+        prompts: list[MeasuredRequest] = []
         for _ in range(NUM_ROUNDS):
+            prompts = []
             for length in self._plan.lengths:
-                at_once = max(1, num_prefill)
-                measured += await self._send_together([length] * at_once, PROMPT_OUTPUT_TOKENS)
+                prompts += await self._send_together([length] * max(1, num_prefill), PROMPT_OUTPUT_TOKENS)
             for batch in self._plan.batches:
                 lengths = [self._chance.choice(self._plan.lengths) for _ in range(batch * num_decode)]
-                measured += await self._send_together(lengths, BATCH_OUTPUT_TOKENS)
-        return measured
+                await self._send_together(lengths, BATCH_OUTPUT_TOKENS)
+        return prompts
 
     async def check(self, rate: float) -> list[MeasuredRequest]:
         """Poisson arrivals of `rate` requests/s, with lengths between the shortest and the longest prompt."""

@@ -17,6 +17,7 @@ from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
 from core.scheduler import Scheduler
+from core.step_cost_fit import StepCostFit
 from fleet.service_host import Placement
 from kv_transfer.agent import AgentIdentity, TransferAgent
 from kv_transfer.events import AgentEvent, AgentFailed
@@ -29,6 +30,7 @@ from runtime.telemetry import Telemetry
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
+from worker.warm_up import warm_up
 
 # With `transport = "memory"`, workers in one process (tests) reach each other's pools through this fabric.
 FABRIC = MemoryFabric()
@@ -126,6 +128,10 @@ def _worker_parts(
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading must not use the other workers' cores
             runner = build_runner(engine, cache_dir)
+        executor, costs = StepExecutor(runner, cores), StepCostFit()
+        if not engine.model.startswith("fake:"):
+            max_tokens = min(config.scheduler.max_batched_tokens, runner.info.context_length - 1)
+            warm_up(executor, costs, runner.layout.block_size, runner.num_blocks, max_tokens)
         # The identity includes an incarnation, so peers treat a restarted worker as a new worker.
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
         num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout)
@@ -147,7 +153,8 @@ def _worker_parts(
         runner.start_background_work()
         pool = BlockPool(num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
-        machine = make_machine(WorkerCore(scheduler, pool), TransferMachine(config.transfer, pool, address))
-        return WorkerParts(identity.name, machine, StepExecutor(runner, cores), agent)
+        core = WorkerCore(scheduler, pool, costs=costs)
+        machine = make_machine(core, TransferMachine(config.transfer, pool, address))
+        return WorkerParts(identity.name, machine, executor, agent)
 
     return build

@@ -228,10 +228,6 @@ class PromptOrder:
     def work_left(self, name: str) -> float:
         return self._prompts[name].left
 
-    def works(self) -> Iterable[float]:
-        """The work that is left of each prompt."""
-        return (prompt.left for prompt in self._prompts.values())
-
     def first(self) -> str | None:
         """The prompt to compute next."""
         return self._levels[min(self._levels)].first().name if self._levels else None

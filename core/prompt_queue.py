@@ -5,6 +5,7 @@ Work is in seconds, priced by a `StepCost`. A waiting prompt has no cost for a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from core.prompt_order import PromptOrder
@@ -20,6 +21,7 @@ class PromptQueue:
         self._blocks = blocks
         self._order = PromptOrder()
         self._sequences: dict[str, Sequence] = {}
+        self._num_cached: dict[str, int] = {}  # tokens with a cached prefix, of prompts without blocks
         self._cost = self._offered = PRIOR
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -29,11 +31,13 @@ class PromptQueue:
         """`is_back`: the sequence comes back after it was served. It goes in front of most others."""
         name, request = sequence.sequence_id, sequence.request
         self._sequences[name] = sequence
+        self._note_cached(sequence)
         self._order.add(name, request.priority, request.tenant, self._work_left(sequence), is_back=is_back)
 
     def update(self, sequence: Sequence) -> None:
         """The planned tokens of a prompt have changed, and no step computes the difference."""
         if sequence in self:
+            self._note_cached(sequence)
             self._order.resize(sequence.sequence_id, self._work_left(sequence))
         else:
             self.add(sequence, is_back=True)
@@ -46,6 +50,7 @@ class PromptQueue:
     def discard(self, sequence: Sequence) -> None:
         if self._sequences.pop(sequence.sequence_id, None) is not None:
             self._order.discard(sequence.sequence_id)
+            self._num_cached.pop(sequence.sequence_id, None)
 
     def first(self) -> Sequence | None:
         name = self._order.first()
@@ -56,9 +61,10 @@ class PromptQueue:
         name = self._order.first_of(s.sequence_id for s in sequences if s in self)
         return None if name is None else self._sequences[name]
 
-    def works(self) -> Iterable[float]:
-        """The seconds of work that are left of each prompt."""
-        return self._order.works()
+    def left(self, sequence: Sequence) -> tuple[int, int]:
+        """(number of tokens, position of the first): the part of a prompt that no step computes yet."""
+        start = self._num_cached.get(sequence.sequence_id, sequence.num_planned_tokens)
+        return sequence.num_tokens - start, start
 
     def set_cost(self, cost: StepCost) -> None:
         """Price the prompts anew if the prices have changed much."""
@@ -71,17 +77,24 @@ class PromptQueue:
                 self._order.resize(sequence.sequence_id, self._work_left(sequence))
 
     def _work_left(self, sequence: Sequence) -> float:
-        start = sequence.num_planned_tokens
-        if not sequence.block_table:
-            start = self._blocks.num_cached_tokens(sequence)
-        return self._cost.prompt_seconds(sequence.num_tokens - start, start)
+        return self._cost.prompt_seconds(*self.left(sequence))
+
+    def _note_cached(self, sequence: Sequence) -> None:
+        if sequence.block_table:
+            self._num_cached.pop(sequence.sequence_id, None)
+        else:
+            self._num_cached[sequence.sequence_id] = self._blocks.num_cached_tokens(sequence)
 
     def check(self, prompts: Iterable[Sequence]) -> None:
         """These are the prompts, and all are in the order."""
         assert self._sequences == {sequence.sequence_id: sequence for sequence in prompts}
         self._order.check()
         assert len(self._order) == len(self._sequences)
-        assert all(name in self._order for name in self._sequences)
+        for name, sequence in self._sequences.items():
+            assert name in self._order
+            assert (name in self._num_cached) == (not sequence.block_table)
+            assert math.isclose(self._order.work_left(name), self._work_left(sequence), abs_tol=1e-9)
+        assert self._num_cached.keys() <= self._sequences.keys()
 
 
 def _differ(price: float, known: float) -> bool:

@@ -148,10 +148,12 @@ class Scheduler:
         """Tokens to compute before every sequence of the scheduler is in decode."""
         return self.queues.num_waiting_tokens
 
-    def prompts(self) -> list[Sequence]:
-        """The sequences that are not in decode yet, running ones first."""
-        prefilling = [sequence for sequence in self.running if sequence.num_counted_tokens]
-        return prefilling + [sequence for sequence in self.waiting if not _is_decode(sequence)]
+    def prompts_left(self) -> list[tuple[int, int]]:
+        """(number of tokens, position of the first) of each prompt's part that is not computed yet, nor cached."""
+        prompts = self.queues.prompts
+        prefilling = [s for s in self.running if s.num_counted_tokens]
+        left = [(s.num_uncomputed_tokens, s.num_computed_tokens) for s in prefilling]
+        return left + [prompts.left(s) for s in self.waiting if s in prompts]
 
     # ---- steps
 

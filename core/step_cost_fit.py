@@ -1,10 +1,11 @@
 """The step cost of a worker, fitted online to the steps that it has run.
 
     minimise  sum over steps of weight x ((predicted - measured) / measured)^2
-              + PRIOR_WEIGHT x sum over coefficients of (coefficient / prior - scale)^2 / scale^2     (about)
+              + prior weight x sum over coefficients of (coefficient / prior - scale)^2 / scale^2     (about)
 
 `scale` is the one factor by which the prior fits all steps best. What the steps do not tell apart, such as the cost of
-prompts while only decodes run, therefore keeps the proportions of the prior.
+prompts while only decodes run, therefore keeps the proportions of the prior. The prior weighs as much as the steps
+scatter: on a busy machine, a few steps do not tell a decode's own cost from that of the whole step.
 
     - Steps of similar work share a bin. Each new step of a bin lowers the weight of the older ones there, so a thousand
       decodes do not make the fit forget the one prompt before them.
@@ -19,8 +20,10 @@ from dataclasses import astuple
 
 from core.step_cost import PRIOR, StepCost, StepWork
 
-PRIOR_WEIGHT = 0.02  # of the prior, in steps: a coefficient that makes 2 % of the time of 50 steps is half prior
-SCALE_WEIGHT = 1e-6  # of scale = 1
+PRIOR_SPREAD = 0.7  # a coefficient is so far from scale x prior, relatively; prior weight = (scatter / spread)^2
+EXPECTED_SCATTER = 0.1  # of a step, relative to its prediction, as long as few steps are known
+EXPECTED_STEPS = 5.0  # ... as if so many steps had shown it
+SCALE_WEIGHT = 1e-12  # of scale = 1
 DECAY = 0.97  # of the weight of a step, at each later step of its bin
 MAX_SURPRISE = 1.5
 MIN_SURPRISE_WEIGHT = 3.0  # a bin with fewer steps suggests nothing
@@ -35,7 +38,7 @@ MIN_SECONDS = 1e-6
 _N = 5  # coefficients
 _PAIRS = [(row, column) for row in range(_N) for column in range(row, _N)]
 
-# Of one bin: the upper triangle of the normal matrix, the right side, and the weight of the steps.
+# Of one bin: the upper triangle of the normal matrix, the right side, the measured square, and the weight of the steps.
 _Sums = list[float]
 
 
@@ -79,7 +82,7 @@ class StepCostFit:
         measured = seconds / unit
         row = [terms[i] * terms[j] for i, j in _PAIRS]
         row += [term * measured for term in terms]
-        row.append(1.0)
+        row += [measured * measured, 1.0]
         self._bins[key] = row if sums is None else [DECAY * known + new for known, new in zip(sums, row, strict=True)]
         self._num_steps += 1
         has_news = self._num_steps <= EARLY_STEPS or sums is None or self._num_surprises != 0
@@ -103,17 +106,36 @@ class StepCostFit:
 
     def _solve(self) -> None:
         totals = [sum(column) for column in zip(*self._bins.values(), strict=True)]
-        matrix = [[0.0] * _N for _ in range(_N)]
-        for (row, column), total in zip(_PAIRS, totals, strict=False):
-            matrix[row][column] = matrix[column][row] = total
-        right = totals[len(_PAIRS) : len(_PAIRS) + _N]
-        scale = (sum(right) + SCALE_WEIGHT) / (sum(map(sum, matrix)) + SCALE_WEIGHT)
-        for index, ratio in enumerate(self._ratios):
-            weight = PRIOR_WEIGHT / (scale * max(ratio, scale))
-            matrix[index][index] += weight
-            right[index] += weight * scale
-        self._ratios = _solve_non_negative(matrix, right)
+        self._ratios = _solution(totals, self._ratios, EXPECTED_SCATTER**2)
+        scatter = _scatter_of(totals, self._ratios)
+        if scatter > 2.0 * EXPECTED_SCATTER**2:
+            self._ratios = _solution(totals, self._ratios, scatter)
         self.cost = StepCost(*(prior * ratio for prior, ratio in zip(self._prior, self._ratios, strict=True)))
+
+
+def _solution(totals: _Sums, known_ratios: list[float], scatter: float) -> list[float]:
+    """The ratios of the coefficients to those of the prior, for steps with this mean square of relative errors."""
+    matrix = [[0.0] * _N for _ in range(_N)]
+    for (row, column), total in zip(_PAIRS, totals, strict=False):
+        matrix[row][column] = matrix[column][row] = total
+    right = totals[len(_PAIRS) : len(_PAIRS) + _N]
+    scale = (sum(right) + SCALE_WEIGHT) / (sum(map(sum, matrix)) + SCALE_WEIGHT)
+    for index, ratio in enumerate(known_ratios):
+        weight = scatter / PRIOR_SPREAD**2 / (scale * max(ratio, scale))
+        matrix[index][index] += weight
+        right[index] += weight * scale
+    return _solve_non_negative(matrix, right)
+
+
+def _scatter_of(totals: _Sums, ratios: list[float]) -> float:
+    """The mean square of the relative errors of the steps."""
+    errors, num_steps = totals[-2], totals[-1]
+    for (row, column), total in zip(_PAIRS, totals, strict=False):
+        errors += ratios[row] * ratios[column] * total * (1.0 if row == column else 2.0)
+    for ratio, total in zip(ratios, totals[len(_PAIRS) :], strict=False):
+        errors -= 2.0 * ratio * total
+    expected = EXPECTED_STEPS * EXPECTED_SCATTER**2
+    return (max(errors, 0.0) + expected) / (max(num_steps - _N, 0.0) + EXPECTED_STEPS)
 
 
 def _bin_of(work: StepWork) -> tuple[int, int, int]:

@@ -143,11 +143,6 @@ class DecodeMachine:
         return not self._calls and not self.pulls.by_id and not self.transfers.alive
 
     @property
-    def lacks_blocks(self) -> bool:
-        """A hand-off waits for blocks, which the end of any step may free."""
-        return self._pulls.any_lacks_blocks
-
-    @property
     def transfers_alive(self) -> bool:
         return self.transfers.alive
 

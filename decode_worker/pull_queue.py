@@ -97,10 +97,6 @@ class PullQueue:
         return sum(not pull.admitted for pull in self._lacking)
 
     @property
-    def any_lacks_blocks(self) -> bool:
-        return bool(self._lacking)
-
-    @property
     def num_promised_blocks(self) -> int:
         """Blocks that the open hand-offs have yet to take."""
         return sum(pull.num_missing for pull in self.by_id.values() if not pull.call_ended)

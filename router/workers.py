@@ -62,6 +62,8 @@ class WorkerTable:
         pools may differ, and one must be a multiple of the other."""
         layout = record.agent.layout
         for other in self._records.values():
+            if other.agent.layout == layout:
+                continue
             differences = other.agent.layout.differences(layout)
             small, large = sorted((layout.block_size, other.agent.layout.block_size))
             if other.role is not record.role and large % small == 0:

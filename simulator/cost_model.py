@@ -1,8 +1,8 @@
 """The time of a step (`core/step_cost.py`) and of a transfer: a cost model in place of a model and a network card.
 
-`H100_8B` is the fit of `simulator/public_points.py` to the 42 measured points of Llama-3.1-8B-Instruct on one H100 with
-TensorRT-LLM that ai-dynamo/aiconfigurator has (Apache-2.0): batch 8 to 128, prompts of 1,024 to 4,096 tokens, outputs of
-128 to 512. The median error of the fit is 2 %, the largest 7 %. Longer prompts are extrapolated.
+`H100_8B` is the fit of `simulator/public_points.py` to the 42 measured points of Llama-3.1-8B-Instruct on one H100
+with TensorRT-LLM that ai-dynamo/aiconfigurator has (Apache-2.0): batch 8 to 128, prompts of 1,024 to 4,096 tokens,
+outputs of 128 to 512. The median error of the fit is 2 %, the largest 7 %. Longer prompts are extrapolated.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ from kv_transfer.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
 from router import events
 from simulator.agent import MEMORY_BYTES_PER_S, SimulatedAgent
+from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
 from worker.changes import ChangeTracker
 from worker.core import DrainRequested, Planned, RunStep, StepFailed, StepFinished, WorkerCore
 
-TIMER_LATENESS_S = 1e-6  # like an event loop; rounding between two clocks never makes a timer early
 MAX_PULLS_WAITING = 32
 PROBE_BYTES = 1 << 20
 
@@ -74,7 +74,6 @@ class WorkerNode:
         self._world, self._network = world, network
         self._offset = world.random.uniform(0.0, 1000.0)
         self._inbox: list[Any] | None = None  # while stopped
-        self._timer_at: float | None = None
         self._changed = False
         self._tracker = ChangeTracker()
         self._steps: deque[StepPlan] = deque()  # in flight, oldest first
@@ -88,6 +87,7 @@ class WorkerNode:
             name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, PROBE_BYTES, location
         )
         self.machine = self._build_machine()
+        self._timer = MachineTimer(world, self.machine, self._on_tick, self._offset)
         world.after(spec.report_interval_s, self._report_changes)
         world.after(spec.idle_report_interval_s, self._report_idle)
 
@@ -121,7 +121,7 @@ class WorkerNode:
         if isinstance(self.machine, DecodeMachine):
             self._count_pulls(self.machine.pulls)
         self._changed = True
-        self._set_timer()
+        self._timer.update()
 
     def _count_pulls(self, pulls: PullQueue) -> None:
         """Count the events after which hand-offs compete for blocks."""
@@ -129,23 +129,9 @@ class WorkerNode:
         self._world.counts["half-pulled together"] += half_pulled > 1
         self._world.counts["half-pulled while another is blocked"] += bool(half_pulled and is_blocked)
 
-    def _set_timer(self) -> None:
-        deadline = self.machine.next_deadline()
-        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
-            self._timer_at = deadline
-            self._world.at(deadline - self._offset + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
-
-    def _on_timer(self, planned: float) -> None:
-        if planned != self._timer_at or not self.alive:
-            return
-        if self._inbox is not None:
-            return  # `resume` sets the timer again
-        self._timer_at = None
-        deadline = self.machine.next_deadline()
-        if deadline is not None and deadline <= self.clock:
-            self.post(Tick())
-        else:
-            self._set_timer()
+    def _on_tick(self, tick: Tick) -> None:
+        if self._inbox is None:
+            self.post(tick)  # else `resume` sets the timer again
 
     # ---- acting
 
@@ -344,8 +330,7 @@ class WorkerNode:
                         self.accept(call, arrived)
                 case _:
                     self.post(item)
-        self._timer_at = None
-        self._set_timer()
+        self._timer.update()
 
     def drain(self) -> None:
         self.post(DrainRequested())

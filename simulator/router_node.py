@@ -18,7 +18,6 @@ from typing import Any, assert_never
 from core.config import RouterConfig
 from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.machine import Tick
 from core.paths import PeerJoined, PeerLeft
 from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived
@@ -26,9 +25,10 @@ from prefill_worker.machine import PrefillArrived
 from router import events
 from router.machine import RouterMachine
 from simulator.checks import Oracle
+from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS
 from simulator.network import Call, CallState, Network
-from simulator.node import TIMER_LATENESS_S, WorkerNode
+from simulator.node import WorkerNode
 from simulator.scenario import ClientRequest
 from simulator.world import SimulationError, World
 
@@ -65,12 +65,12 @@ class RouterNode:
             self._config, lambda: self._world.random.getrandbits(128), EOS_TOKEN_IDS, router_id
         )
         self.alive = True
-        self._timer_at: float | None = None
+        self._timer = MachineTimer(self._world, self.machine, self.post)
 
     def die(self) -> None:
         """kill -9: each connection to a client or a worker breaks."""
         self.alive = False
-        self._timer_at = None
+        self._timer.stop()
         self._oracle.lose_router()
         for call in self._calls.values():
             self._give_up(call)
@@ -89,23 +89,7 @@ class RouterNode:
         for action in actions:
             self._perform(action)
         self.machine.check()
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        deadline = self.machine.next_deadline()
-        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
-            self._timer_at = deadline
-            self._world.at(deadline + TIMER_LATENESS_S, lambda: self._on_timer(deadline))
-
-    def _on_timer(self, planned: float) -> None:
-        if planned != self._timer_at:
-            return
-        self._timer_at = None
-        deadline = self.machine.next_deadline()
-        if deadline is not None and deadline <= self._world.now:
-            self.post(Tick())
-        else:
-            self._set_timer()
+        self._timer.update()
 
     # ---- clients
 

@@ -265,7 +265,7 @@ class WorkerCore:
             step_limit_s=self.scheduler.step_limit_s,
             num_decoding=len(contexts),
             decode_context=sum(contexts),
-            prompt_backlog=backlog_of(self.scheduler.prompts(), step_cost),
+            prompt_backlog=backlog_of(self.scheduler.prompts_left(), step_cost),
             num_promised_blocks=num_promised_blocks,
             num_released_blocks=self.scheduler.num_released_blocks,
         )

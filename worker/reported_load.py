@@ -37,12 +37,15 @@ class ReportedCost:
         return abs(self._fitted.seconds(work) - reported) > REPORTED_CHANGE * reported
 
 
-def backlog_of(prompts: Iterable[Sequence], cost: StepCost) -> tuple[float, ...]:
-    """Seconds of work left, by the size class of the prompt's own remaining work; no zeros at the end."""
+def backlog_of(prompts: Iterable[tuple[int, int]], cost: StepCost) -> tuple[float, ...]:
+    """Seconds of work left by the size class of what is left of each prompt (see `Scheduler.prompts_left`).
+
+    No zeros at the end.
+    """
     seconds = [0.0] * NUM_SIZE_CLASSES
     num_classes = 0
-    for sequence in prompts:
-        work = cost.prompt_seconds(sequence.num_uncomputed_tokens, sequence.num_computed_tokens)
+    for num_tokens, start in prompts:
+        work = cost.prompt_seconds(num_tokens, start)
         index = size_class(work)
         seconds[index] += work
         num_classes = max(num_classes, index + 1)

@@ -13,6 +13,12 @@ def order_of_ends(driven: Driven, max_steps: int = 200) -> list[str]:
     return [event.sequence_id for event in driven.run_until_idle(max_steps)]
 
 
+def works(driven: Driven) -> list[float]:
+    """Seconds left of each prompt, in order of arrival."""
+    order = driven.scheduler.queues.prompts._order
+    return [prompt.left for prompt in order._prompts.values()]
+
+
 def test_a_short_prompt_passes_a_long_one_that_is_half_computed() -> None:
     driven = Driven(num_blocks=64, budget=8)
     driven.add("long", range(1, 41), max_tokens=1)
@@ -66,6 +72,18 @@ def test_a_cached_prefix_is_no_work() -> None:
     assert order_of_ends(driven) == ["cached", "medium"]
 
 
+def test_the_reported_work_has_no_cached_prefix_and_all_that_is_not_computed() -> None:
+    driven = Driven(num_blocks=64, budget=8, max_running=1)
+    driven.add("before", range(1, 41), max_tokens=1)
+    driven.run_until_idle()
+    driven.add("running", range(101, 121), max_tokens=1)
+    driven.add("cached", [*range(1, 41), *range(50, 80)], arrival=1, max_tokens=1)
+    plan = driven.begin()
+    assert driven.scheduler.prompts_left() == [(20, 0), (30, 40)]
+    driven.end(plan)
+    assert driven.scheduler.prompts_left() == [(12, 8), (30, 40)]
+
+
 def test_a_prompt_does_not_pass_if_the_blocks_are_too_few_for_the_rest_of_both() -> None:
     driven = Driven(num_blocks=6, budget=8)
     driven.add("long", range(1, 21), max_tokens=1)
@@ -112,12 +130,12 @@ def test_a_failed_step_gives_the_tokens_of_the_step_ahead_back_to_the_order() ->
     driven.add("failed", range(1, 9), max_tokens=3)
     driven.begin()
     driven.add("other", range(21, 41), arrival=1, max_tokens=1)
-    before = list(driven.scheduler.queues.prompts.works())
+    before = works(driven)
     driven.begin()
-    assert list(driven.scheduler.queues.prompts.works()) < before
+    assert works(driven) < before
     driven.scheduler.fail_step()
     driven.scheduler.check()
-    assert list(driven.scheduler.queues.prompts.works()) == before
+    assert works(driven) == before
     assert order_of_ends(driven) == ["other"]
 
 
@@ -139,10 +157,10 @@ def test_new_prices_change_the_work_of_prompts_that_wait() -> None:
     driven.add("a", range(1, 41), max_tokens=1)
     driven.scheduler.step_cost = StepCost(0.0, 0.0, 0.0, token_s=2.0, pair_s=0.0)
     driven.step()
-    assert list(driven.scheduler.queues.prompts.works()) == [64.0]
+    assert works(driven) == [64.0]
     driven.scheduler.step_cost = StepCost(0.0, 0.0, 0.0, token_s=2.1, pair_s=0.0)
     driven.step()
-    assert list(driven.scheduler.queues.prompts.works()) == [48.0], "a change of 5 % is left alone"
+    assert works(driven) == [48.0], "a change of 5 % is left alone"
 
 
 def test_the_order_looks_at_all_prompts_after_a_change_and_not_in_each_step() -> None:

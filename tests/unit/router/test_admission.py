@@ -17,10 +17,10 @@ SHED = replace(CONFIG, admission="shed", slo_ttft_ms=1000.0, max_queued=20)
 FITTED = StepCost(step_s=0.01, sequence_s=0.001, context_s=0.0, token_s=0.05, pair_s=0.0)  # 8 tokens: 0.41 s
 
 
-def shedding_router(**load: object) -> DrivenRouter:
+def shedding_router(prompt_backlog: tuple[float, ...] = ()) -> DrivenRouter:
     """A router with a decode worker alone, which has measured its steps."""
     router = DrivenRouter(SHED, prefill=())
-    router.report("D", step_cost=FITTED, **load)
+    router.report("D", step_cost=FITTED, prompt_backlog=prompt_backlog)
     return router
 
 

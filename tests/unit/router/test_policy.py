@@ -296,11 +296,11 @@ def test_the_choice_is_near_the_cheapest_and_no_term_is_negative(
     config: RouterConfig,
     now: float,
 ) -> None:
-    options = [
+    of_p, of_d = (
         [view(f"{role}{number}", min(cached, num_tokens), **fields) for number, (fields, cached) in enumerate(drawn)]
         for role, drawn in (("p", prefill), ("d", decode))
-    ]
-    found = ask(num_tokens, *options, config, now=now)
+    )
+    found = ask(num_tokens, of_p, of_d, config, now=now)
     assert bool(found) == (bool(decode) and (bool(prefill) or config is AUTO))
     for candidate in found:
         terms = (candidate.queue_s, candidate.prefill_s, candidate.transfer_s, candidate.room_wait_s, candidate.gap_s)

@@ -34,9 +34,12 @@ def test_a_field_of_millions_of_items_is_refused_by_its_length_within_millisecon
 @pytest.mark.parametrize(("field", "limit"), [("user", MAX_USER_CHARS), ("cache_salt", MAX_CACHE_SALT_CHARS)])
 def test_a_name_that_is_too_long_is_refused_with_its_field_and_its_limit(field: str, limit: int) -> None:
     tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
-    prepare(GenerateRequest(text="a", **{field: "x" * limit}), tokenizer, config, "id", lambda: 0, None)
+    wire = GenerateRequest(text="a")
+    setattr(wire, field, "x" * limit)
+    prepare(wire, tokenizer, config, "id", lambda: 0, None)
+    setattr(wire, field, "x" * (limit + 1))
     with pytest.raises(InvalidRequest, match=str(limit)) as refused:
-        prepare(GenerateRequest(text="a", **{field: "x" * (limit + 1)}), tokenizer, config, "id", lambda: 0, None)
+        prepare(wire, tokenizer, config, "id", lambda: 0, None)
     assert refused.value.field == field
 
 

@@ -67,5 +67,5 @@ def test_a_malformed_file_is_named(tmp_path: Path, change: Callable[[dict[str, A
 
 def test_a_file_without_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text("cheap")
-    with pytest.raises(ValueError, match="costs.json: Expecting value"):
+    with pytest.raises(ValueError, match=r"costs\.json: Expecting value"):
         read_costs(str(tmp_path / "costs.json"))

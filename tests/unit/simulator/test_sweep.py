@@ -60,8 +60,11 @@ def test_a_bad_sweep_is_named(words: list[str], message: str) -> None:
 
 def test_a_grid_has_every_combination() -> None:
     assert grid(parse_sweep(["prefill=1,2", "rate=3,4"])) == [
-        {"prefill": 1, "rate": 3.0}, {"prefill": 1, "rate": 4.0}, {"prefill": 2, "rate": 3.0}, {"prefill": 2, "rate": 4.0},
-    ]  # fmt: skip
+        {"prefill": 1, "rate": 3.0},
+        {"prefill": 1, "rate": 4.0},
+        {"prefill": 2, "rate": 3.0},
+        {"prefill": 2, "rate": 4.0},
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6).map(float)), min_size=1, max_size=12))

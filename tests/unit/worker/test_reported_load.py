@@ -115,6 +115,17 @@ def test_the_backlog_has_the_seconds_of_each_prompt_in_the_class_of_its_own_size
     assert sum(backlog) == pytest.approx(long_s + short_s)
 
 
+def test_a_cached_prefix_of_a_waiting_prompt_is_no_work() -> None:
+    worker = Decode(num_blocks=64)
+    worker.arrive_alone(request("first", 24, max_tokens=1))
+    worker.run_until_idle()
+    worker.arrive_alone(request("other", 8, first=300, max_tokens=1))
+    worker.arrive_alone(request("same", 26, max_tokens=1))
+    prices = worker.core.scheduler.step_cost
+    expected = prices.prompt_seconds(8) + prices.prompt_seconds(2, 24)
+    assert sum(worker.machine.load().prompt_backlog) == pytest.approx(expected, rel=0.12)
+
+
 def test_the_backlog_of_a_prompt_shrinks_as_it_is_computed() -> None:
     worker = Decode(num_blocks=64)
     worker.arrive_alone(request("long", 60, max_tokens=2))
