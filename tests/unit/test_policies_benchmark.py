@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,12 @@ COST = StepCost(step_s=1e-3, sequence_s=1e-4, context_s=1e-8, token_s=1e-5, pair
 BLOCK = 64
 
 
-def worker(name: str, **fields: object) -> WorkerView:
-    view = WorkerView(name, num_sequences=0, num_dispatched=0, cost=COST, num_blocks=1000, num_free_blocks=1000)
-    return replace(view, max_step_tokens=8192, **fields)
+def worker(name: str, **fields: Any) -> WorkerView:
+    defaults: dict[str, Any] = {
+        "num_sequences": 0, "num_dispatched": 0, "cost": COST, "num_blocks": 1000, "num_free_blocks": 1000,
+        "max_step_tokens": 8192,
+    }  # fmt: skip
+    return WorkerView(name, **(defaults | fields))
 
 
 def backlog_of(*prompt_s: float) -> tuple[float, ...]:
