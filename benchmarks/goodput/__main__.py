@@ -4,8 +4,8 @@ The same requests arrive at every system: the first of the Mooncake conversation
 random times of a given rate. A row is one rate. Its limit for the time to the first token (TTFT) is 1.5 times the time
 of its 90th-percentile prompt alone on one core of this machine; the limit for the time per output token (TPOT) is
 100 ms. A slow machine needs shorter prompts and a longer limit: 100 ms is five times the step of a lone request on a
-core with AVX-512. A request is *inside* if it meets both. Attainment is the share of such requests, goodput their number a second.
-Errors, refusals and time-outs are outside.
+core with AVX-512. A request is *inside* if it meets both. Attainment is the share of such requests, goodput their
+number a second. Errors, refusals and time-outs are outside.
 
     1P1D    one prefill and one decode worker
     0P2D    two decode workers, which prefill themselves: the undivided shape
