@@ -45,6 +45,7 @@ class Pull:
     mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
     # the lease
     sent: dict[int, float] = field(default_factory=dict)  # counter of a WANT or heartbeat of ours -> when
+    num_unanswered: int = 0  # heartbeats that listed this pull since the owner's last answer
     first_heartbeat: int | None = None  # counter of the first one that listed this pull
     known_to_owner: bool = False
     lease_until: float = -math.inf

@@ -11,7 +11,8 @@ worker, which may use the target blocks again. A cancelled read can still write 
 tells the worker at once, which then answers its caller.
 
 kv_transfer/pull.py has the law of the lease. One heartbeat to each owner renews all pulls from that owner that are not
-ending; three heartbeats without an answer mean that the owner is lost. A WANT is repeated with the heartbeat until its
+ending. Three heartbeats in a row for a pull without an answer mean that its owner is lost: a new pull does not fail by
+the silence before it began. A WANT is repeated with the heartbeat until its
 first READY has come.
 """
 
@@ -62,7 +63,6 @@ class _Heartbeats:
     """To one owner, for all pulls from it."""
 
     next_at: float
-    num_unanswered: int = 0
     newest_answer: int = 0  # its counter
 
 
@@ -159,10 +159,11 @@ class Puller:
         if answer.counter <= heartbeats.newest_answer:
             self._peers.drop(Drop.OLD)
             return []
-        heartbeats.newest_answer, heartbeats.num_unanswered = answer.counter, 0
+        heartbeats.newest_answer = answer.counter
         renewed = {entry.transfer_id for entry in answer.entries}
         actions: Actions = []
         for pull in self._pulls_from(sender):
+            pull.num_unanswered = 0
             if pull.transfer_id in renewed:
                 pull.renew(answer.ack)
                 if pull.state is PullerState.VERIFYING:
@@ -212,9 +213,8 @@ class Puller:
         for name, heartbeats in list(self._heartbeats.items()):
             if now < heartbeats.next_at:
                 continue
-            if heartbeats.num_unanswered >= MAX_UNANSWERED_HEARTBEATS:
-                detail = f"{heartbeats.num_unanswered} heartbeats without an answer"
-                actions += self._fail_all(self._pulls_from(name), detail, now)
+            silent = [p for p in self._pulls_from(name) if p.num_unanswered >= MAX_UNANSWERED_HEARTBEATS]
+            actions += self._fail_all(silent, f"{MAX_UNANSWERED_HEARTBEATS} heartbeats without an answer", now)
             actions += self._send_heartbeat(name, now)
             for pull in self._pulls_from(name):
                 if pull.state is PullerState.WANTING and not pull.want_arrived:
@@ -256,9 +256,9 @@ class Puller:
         incarnation, counter = self._peers.stamp()
         for pull in alive:
             pull.sent[counter] = now
+            pull.num_unanswered += 1
             if pull.first_heartbeat is None:
                 pull.first_heartbeat = counter
-        heartbeats.num_unanswered += 1
         entries = tuple(HeartbeatEntry(pull.transfer_id, len(pull.announced), pull.num_unplaced) for pull in alive)
         return self._peers.send(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
 

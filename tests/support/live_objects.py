@@ -48,8 +48,8 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-# Bounded by a pool, by the pools of all workers, by max_transfers, by one step, or by the members of an enum. The heap
-# of deadlines has at most 64 entries more than twice the deadlines.
+# Bounded by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, or by the members of an enum.
+# The heap of deadlines has at most 64 entries more than twice the deadlines.
 BOUNDED = (
     "core.block_pool.",
     "core.deadlines.Deadlines._heap",
@@ -60,6 +60,7 @@ BOUNDED = (
     "kv_transfer.puller.Puller._ended",
     "core.step.",
     "worker.core.StepTimes.",
+    "core.step_cost_fit.StepCostFit._bins",
 )
 
 

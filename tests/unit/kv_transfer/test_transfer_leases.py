@@ -80,6 +80,19 @@ def test_three_heartbeats_without_an_answer_mean_the_owner_is_lost() -> None:
     assert_failed(pair, AbortReason.PEER_LOST)
 
 
+def test_a_pull_does_not_fail_by_the_silence_before_it_began() -> None:
+    pair, newer = Pair(), ID + 1
+    pair.pull([0])
+    for _ in range(3):
+        pair.wait(CONFIG.heartbeat_s, deliver=False)
+    pair.do(pair.puller, pair.puller.machine.reserve_pull, newer, pair.owner.address)
+    for _ in range(3):
+        pair.wait(CONFIG.heartbeat_s, deliver=False)
+        assert [result.transfer_id for result in pair.puller.results] == [ID]
+    pair.wait(CONFIG.heartbeat_s, deliver=False)
+    assert [result.transfer_id for result in pair.puller.results] == [ID, newer]
+
+
 def test_an_owner_that_never_got_the_offer_says_so_after_a_grace() -> None:
     pair = Pair()
     pair.do(pair.owner, pair.owner.machine.offer, 1, pair.puller.address)  # so that it knows the puller
