@@ -153,7 +153,7 @@ class World:
         assert self.worker.ledger == {}
         assert self.worker.machine.next_deadline() is None
         done, failed = self.worker.of(DecodeDone), self.worker.of(DecodeFailed)
-        ended = [end.request_id for end in (*done, *failed)]
+        ended = [end.request_id for end in done] + [end.request_id for end in failed]
         assert len(ended) == len(set(ended)) == self.num_calls - self.seen["refused"]
         self.seen["done"] += len(done)
         releases = self.worker.sent(Release)

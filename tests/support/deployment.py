@@ -121,7 +121,8 @@ class Deployment:
             pool.release(blocks)
 
     async def settle(self) -> None:
-        """Wait at most a lease until no block is in use, then until no request is open. Check the machines."""
+        """Wait at most a lease until no block is in use, until no request is open, and until the workers have reported
+        that. Check the machines."""
         within_s = self.config.transfer.lease_s + SLACK_S
 
         def left() -> dict[str, object]:
@@ -137,6 +138,8 @@ class Deployment:
         shell = self.router._shell
         assert shell is not None
         await until(lambda: shell.num_open == 0 and shell.machine.num_in_flight == 0, "the router still has requests")
+        workers = shell.machine.workers
+        await until(lambda: not any(record.load.num_calls for record in workers), "a load still has open calls")
         shell.machine.check()
 
 

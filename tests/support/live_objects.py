@@ -48,8 +48,8 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-# Bounded by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, or by the members of an enum.
-# The heap of deadlines has at most 64 entries more than twice the deadlines.
+# Bounded by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number of workers, or
+# by the members of an enum. The heap of deadlines has at most 64 entries more than twice the deadlines.
 BOUNDED = (
     "core.block_pool.",
     "core.deadlines.Deadlines._heap",
@@ -61,6 +61,7 @@ BOUNDED = (
     "core.step.",
     "worker.core.StepTimes.",
     "core.step_cost_fit.StepCostFit._bins",
+    "core.step_cost.StepCost",
 )
 
 

@@ -14,6 +14,7 @@ from tests.support.driven_worker import DrivenWorker
 
 
 class Decode(DrivenWorker):
+    machine: DecodeMachine
     num_reads_ended = 0
 
     def __init__(

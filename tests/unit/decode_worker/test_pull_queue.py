@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from core.errors import TransferFailed
@@ -31,6 +33,10 @@ def targets_of(worker: Decode) -> dict[str, int]:
     return {pull.sequence.sequence_id: len(pull.targets) for pull in worker.machine.pulls.by_id.values()}
 
 
+def _answer(incarnation: int, counter: int, ack: int) -> Heartbeat:
+    return Heartbeat(incarnation, counter, ack, ())
+
+
 def failures(worker: Decode) -> list[str]:
     return [failed.request_id for failed in worker.of(DecodeFailed)]
 
@@ -51,7 +57,7 @@ def test_while_a_long_prompt_is_computed_others_use_the_pool() -> None:
         assert worker.machine.pulls.by_id[1].targets.keys() == {0, 1}
         worker.run_until_idle()
         assert worker.ledger == {"incoming": 2}
-        worker.hear(lambda i, c, s=second: Heartbeat(i, c, 10 + 2 * s, ()))
+        worker.hear(partial(_answer, ack=10 + 2 * second))
         worker.now += 1.0
     assert len(worker.finished()) == 10
     announce(worker, 1, 2, 15, token=20)
