@@ -33,7 +33,8 @@ from core.step_budget import MIN_PROMPT_TOKENS
 from core.step_cost import PRIOR, StepCost, StepWork
 from core.worker_load import size_class
 
-MAX_PAIRED = 8  # of each role: the workers whose pairs are compared
+MAX_TIMED = 8  # of each role: the workers whose times are predicted, those with the least work by a rough estimate
+MAX_PAIRED = 4  # of each role: the workers whose pairs are compared
 NEAR_TIE_SHARE = 0.02
 NEAR_TIE_S = 0.0005
 MESSAGE_S = 0.002  # from the router to a worker and back
@@ -72,11 +73,13 @@ class WorkerView:
     streams_s: float = field(init=False)  # of a step without prompts
     reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
     arriving_s: tuple[float, ...] = field(init=False)  # likewise of `arriving`
+    prompts_s: float = field(init=False)  # all prompt work
 
     def __post_init__(self) -> None:
         self.streams_s = self.cost.seconds(StepWork(self.num_decoding, self.decode_context, 0, 0.0))
         self.reported_s = tuple(accumulate(self.backlog, initial=0.0))
         self.arriving_s = tuple(accumulate(self.arriving, initial=0.0)) if self.arriving else _NONE_ARRIVING
+        self.prompts_s = self.reported_s[-1] + self.arriving_s[-1]
 
 
 Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
@@ -169,9 +172,10 @@ class SecondsPolicy:
         decode = question.decode
         found: list[Candidate] = []
         if self._config.local_prefill == "auto" or not question.prefill_alive:
-            found = [alone(question, worker, cached) for worker, cached in decode]
+            found = [alone(question, worker, cached) for worker, cached in _promising(question, decode)]
         if question.prefill and decode:
-            computing = [(prompt_times(question, *option), *option) for option in question.prefill]
+            promising = _promising(question, question.prefill)
+            computing = [(prompt_times(question, *option), *option) for option in promising]
             computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0].total_s, terms[1].worker_id))
             reading = decode
             if len(decode) > MAX_PAIRED:
@@ -182,6 +186,21 @@ class SecondsPolicy:
                 for d, d_cached in reading
             ]
         return found
+
+
+def _promising(question: RoutingQuestion, options: Sequence[Option]) -> Sequence[Option]:
+    if len(options) <= MAX_TIMED:
+        return options
+    num_tokens = question.num_tokens
+    rough_s = [
+        (
+            (num_tokens - cached) * worker.cost.token_s + worker.streams_s + worker.prompts_s,
+            worker.num_dispatched,
+            place,
+        )
+        for place, (worker, cached) in enumerate(options)
+    ]
+    return [options[place] for _, _, place in nsmallest(MAX_TIMED, rough_s)]
 
 
 class PromptTimes(NamedTuple):

@@ -85,6 +85,8 @@ class RowResult:
     tpot_p50: float
     tbt10_p90: float
     num_failed: int
+    num_late: int  # first tokens beyond the limit
+    num_slow: int  # requests beyond the limit of TPOT
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -105,6 +107,8 @@ def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
         tpot_p50=percentile([one.tpot for one in served if one.tpot is not None], 50),
         tbt10_p90=percentile([one.tbt10 for one in served if one.tbt10 is not None], 90),
         num_failed=sum(not one.finished for one in served),
+        num_late=sum(seconds > limits.ttft_s for seconds in ttft),
+        num_slow=sum(one.tpot is not None and one.tpot > limits.tpot_s for one in served),
     )
 
 
@@ -225,7 +229,8 @@ def main() -> None:
                     report.say(
                         f"repeat {repeat + 1}, {name}, rate {rate:g}: attainment {result.attainment:.2f}, goodput "
                         f"{result.goodput:.2f}/s, TTFT p90 {result.ttft_p90:.2f} s, "
-                        f"TBT10 p90 {result.tbt10_p90 * 1e3:.0f} ms"
+                        f"TBT10 p90 {result.tbt10_p90 * 1e3:.0f} ms; {result.num_late} first tokens late, "
+                        f"{result.num_slow} too slow, {result.num_failed} failed"
                     )
     report_rows(report, dict(results), arguments.systems)
     report.write()
