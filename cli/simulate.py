@@ -38,7 +38,9 @@ def simulate(options: Mapping[str, Any], console: Console) -> None:
         costs = read_costs(options["costs"])
         config = _config(options, costs)
         workload = _workload(options)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     if axes:
         _sweep(workload, config, axes, options, console)

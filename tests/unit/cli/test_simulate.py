@@ -123,8 +123,8 @@ def test_the_format_of_a_file_is_recognized(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workload", "/nowhere.jsonl"], "No such file or directory: '/nowhere.jsonl'"),
-        (["--costs", "/nowhere.json"], "No such file or directory: '/nowhere.json'"),
+        (["--workload", "/nowhere.jsonl"], "cannot read /nowhere.jsonl: No such file or directory"),
+        (["--costs", "/nowhere.json"], "cannot read /nowhere.json: No such file or directory"),
         (["--costs", "pyproject.toml"], "pyproject.toml: Expecting value"),
         (["--plot", "chart.gif"], "chart.gif: a chart ends in .png or .svg"),
         (["--json", "/nowhere/result.json"], "the directory of /nowhere/result.json does not exist"),
