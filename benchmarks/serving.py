@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +24,7 @@ import psutil
 
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
 from benchmarks.report import Line, Report
+from benchmarks.tandem_serve import serving
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient
@@ -49,28 +48,14 @@ class Sample:
     num_tokens: int
 
 
-@contextlib.contextmanager
-def fleet(arguments: argparse.Namespace) -> Iterator[int]:
-    """`tandem serve`, from its ready line to Ctrl-C; its process id. Raises `RuntimeError` where it does not start."""
+def fleet(arguments: argparse.Namespace) -> AbstractContextManager[int]:
+    """`tandem serve`, with its process id."""
     command: list[str | Path] = [
         Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
         "--kv-memory-mb", str(EngineConfig().kv_memory_mb), "--port", ADDRESS.rpartition(":")[2],
         "--prefill", str(arguments.prefill), "--decode", str(arguments.decode),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert process.stdout is not None
-        last_line = ""
-        for line in process.stdout:
-            last_line = line.strip()
-            if last_line.startswith("serving "):
-                break
-        else:
-            raise RuntimeError(f"tandem serve ended: {last_line}")
-        yield process.pid
-    finally:
-        process.terminate()
-        process.communicate(timeout=TIMEOUT_S)
+    return serving(command)
 
 
 async def ask(client: AsyncClient, rng: random.Random, prompt_tokens: int, output_tokens: int) -> Sample:

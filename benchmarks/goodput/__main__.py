@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import statistics
 import sys
@@ -36,9 +37,10 @@ from pathlib import Path
 
 from benchmarks.goodput.systems import Answer, Row, System, fleet, vllm
 from benchmarks.report import Line, Report
+from benchmarks.routers import TRACE
+from simulator.replay_result import RequestRecord, goodput90, percentile, rising, worst_tenth_mean
 from simulator.trace import TraceRequest, read_trace
 
-TRACE = Path("../shared/traces/mooncake/conversation_trace.jsonl")
 TTFT_FACTOR, TTFT_PERCENT = 1.5, 90
 TAIL_S = 60.0  # after the last arrival; a request without its end by then has failed
 ALONE_REPEATS = 3
@@ -50,30 +52,21 @@ class Limits:
     tpot_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One request of one row, in seconds; None = no token, or too few for a gap."""
-
-    ttft: float | None
-    tpot: float | None
-    tbt10: float | None
-    finished: bool
-
-    @classmethod
-    def of(cls, request: TraceRequest, answer: Answer) -> Served:
-        times = answer.times
-        gaps = sorted((after - before for before, after in pairwise(times)), reverse=True)
-        worst = gaps[: max(1, len(gaps) // 10)]
-        return cls(
-            ttft=times[0] - request.arrives_at if times else None,
-            tpot=statistics.fmean(gaps) if gaps else None,
-            tbt10=statistics.fmean(worst) if worst else None,
-            finished=len(times) >= request.num_output_tokens and not answer.error,
-        )
-
-    def is_inside(self, limits: Limits) -> bool:
-        in_time = self.ttft is not None and self.ttft <= limits.ttft_s
-        return self.finished and in_time and (self.tpot is None or self.tpot <= limits.tpot_s)
+def record_of(request: TraceRequest, answer: Answer) -> RequestRecord:
+    """A request without its last token has failed."""
+    times = answer.times
+    gaps = [after - before for before, after in pairwise(times)]
+    unfinished = "" if len(times) >= request.num_output_tokens else "not finished"
+    return RequestRecord(
+        request_id="",
+        arrived_at=request.arrives_at,
+        num_prompt_tokens=request.num_tokens,
+        num_output_tokens=len(times),
+        ttft_s=times[0] - request.arrives_at if times else None,
+        tpot_s=statistics.fmean(gaps) if gaps else None,
+        tbt10_s=worst_tenth_mean(gaps) if gaps else None,
+        error=answer.error or unfinished,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,39 +82,23 @@ class RowResult:
     num_slow: int  # requests beyond the limit of TPOT
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    rising = sorted(values)
-    return rising[min(len(rising) - 1, int(len(rising) * percent / 100))] if rising else 0.0
-
-
 def summarise(row: Row, answers: Sequence[Answer], limits: Limits) -> RowResult:
-    served = [Served.of(request, answer) for request, answer in zip(row.requests, answers, strict=True)]
-    inside = sum(one.is_inside(limits) for one in served)
-    ttft = [float("inf") if one.ttft is None else one.ttft for one in served]
+    records = [record_of(request, answer) for request, answer in zip(row.requests, answers, strict=True)]
+    inside = sum(record.within(limits.ttft_s, limits.tpot_s) for record in records)
+    ttft = rising(math.inf if record.ttft_s is None else record.ttft_s for record in records)
+    tpot = rising(record.tpot_s for record in records)
     last = max((answer.times[-1] for answer in answers if answer.times), default=row.timeout_s)
     return RowResult(
-        attainment=inside / len(served),
+        attainment=inside / len(records),
         goodput=inside / last,
         ttft_p50=percentile(ttft, 50),
         ttft_p90=percentile(ttft, 90),
-        tpot_p50=percentile([one.tpot for one in served if one.tpot is not None], 50),
-        tbt10_p90=percentile([one.tbt10 for one in served if one.tbt10 is not None], 90),
-        num_failed=sum(not one.finished for one in served),
+        tpot_p50=percentile(tpot, 50),
+        tbt10_p90=percentile(rising(record.tbt10_s for record in records), 90),
+        num_failed=sum(bool(record.error) for record in records),
         num_late=sum(seconds > limits.ttft_s for seconds in ttft),
-        num_slow=sum(one.tpot is not None and one.tpot > limits.tpot_s for one in served),
+        num_slow=sum(seconds > limits.tpot_s for seconds in tpot),
     )
-
-
-def goodput90(rows: Sequence[tuple[float, float]]) -> float:
-    """The highest rate with an attainment of 0.9, by (rate, attainment), rising; 0 if the first row is below."""
-    best = 0.0
-    for (rate, attained), (next_rate, next_attained) in zip(rows, [*rows[1:], rows[-1]], strict=True):
-        if attained < 0.9:
-            continue
-        best = rate
-        if next_attained < 0.9:
-            best += (next_rate - rate) * (attained - 0.9) / (attained - next_attained)
-    return best
 
 
 def row_at(rate: float, trace: Sequence[TraceRequest]) -> Row:

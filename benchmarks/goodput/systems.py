@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.child_process import ChildProcess
 from benchmarks.engine import install_peers, programs
+from benchmarks.tandem_serve import serving
 from simulator.trace import TraceRequest
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
@@ -26,7 +25,6 @@ from tandem_client.stubs import inference_pb2
 ADDRESS = "127.0.0.1:18651"
 CORES = "0-1"
 FIRST_WORD_ID, LAST_WORD_ID = 1000, 40_000  # ordinary tokens of the default model
-STOP_TIMEOUT_S = 60.0
 KV_MEMORY_MB = 1024  # of each worker
 
 
@@ -116,69 +114,35 @@ def fleet(flags: Sequence[str], checkout: Path | None = None) -> Iterator[Fleet]
         "--port", ADDRESS.rpartition(":")[2], "--kv-memory-mb", str(KV_MEMORY_MB), *flags,
     ]  # fmt: skip
     root = (checkout or Path.cwd()).resolve()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        last_line = ""
-        for line in process.stdout:
-            last_line = line.strip()
-            if last_line.startswith("serving "):
-                break
-        else:
-            raise RuntimeError(f"tandem serve ended: {last_line}")
+    with serving(command, {"PYTHONPATH": str(root)}, root):
         yield Fleet()
-    finally:
-        process.terminate()
-        process.communicate(timeout=STOP_TIMEOUT_S)
 
 
 # ---- vLLM
 
 
 class VllmEngine:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         self._process = process
-        self._answer()
+        process.answer()  # ready
 
     def serve(self, row: Row) -> list[Answer]:
         requests = [
             {"at": request.arrives_at, "prompt": prompt_of(request), "max_tokens": request.num_output_tokens}
             for request in row.requests
         ]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"requests": requests, "timeout_s": row.timeout_s}) + "\n")
-        self._process.stdin.flush()
-        return [Answer(times) for times in self._answer()["times"]]
-
-    def _answer(self) -> dict[str, list[list[float]]]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("vLLM ended without an answer")
-        answer: dict[str, list[list[float]]] = json.loads(line)
-        return answer
+        answer = self._process.ask({"requests": requests, "timeout_s": row.timeout_s})
+        return [Answer(times) for times in answer["times"]]
 
 
 @contextlib.contextmanager
 def vllm() -> Iterator[VllmEngine]:
-    """vLLM on both cores, with its defaults. Raises `RuntimeError` if it is not installed or ends."""
+    """vLLM on both cores, with its defaults. Raises `RuntimeError` if it is not installed, `ChildEnded` if it ends."""
     launch = programs.launch_vllm_replay(CORES)
     if launch is None:
         raise RuntimeError(f"vLLM is not installed in {install_peers.vllm_dir()}: run `make bench-peers`")
-    process = subprocess.Popen(
-        [*map(str, launch.command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, env=os.environ | launch.environment,
-    )  # fmt: skip
+    process = ChildProcess("vLLM", launch.command, launch.environment, launch.directory)
     try:
         yield VllmEngine(process)
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.stop()
