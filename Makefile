@@ -3,10 +3,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client simulator cli
+PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway vllm_engine simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-peers bench-quantization soak explore protos clean
+.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-peers bench-quantization soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -20,6 +20,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	PYTHONWARNINGS='ignore:Editable installation' \
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ucxx]'
 	@touch $@
+
+tools:  ## Install Chromium, Prometheus and Node modules for the tests that use them (Debian, root)
+	tests/tools/install.sh
 
 check: setup  ## Lint, format, types, and the floors of the house
 	$(BIN)/ruff check .

@@ -60,6 +60,8 @@ FLAGS = (
          "queue or shed; shed = refuse a request at once if its predicted first token misses --slo-ttft-ms."),
     Flag("local-prefill", "router", "local_prefill",
          "auto or never: whether a decode worker may compute prompts while a prefill worker serves."),
+    Flag("http", "gateway", "port", "Port of the OpenAI-compatible HTTP server; 0 = none."),
+    Flag("http-host", "gateway", "host", "Address that the HTTP server listens on; 0.0.0.0 = every address."),
     Flag("trace-file", "telemetry", "trace_file", "Append every span to this file, one JSON object a line."),
     Flag("otlp-endpoint", "telemetry", "otlp_endpoint", "Collector to send traces to, e.g. http://localhost:4317."),
     Flag("metrics-port", "telemetry", "metrics_port",
@@ -88,7 +90,7 @@ def _read(path: Path) -> dict[str, dict[str, object]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, table in content.items():
-        if not isinstance(table, dict):
+        if not isinstance(table, dict | list):
             raise ConfigError(f"{path}: {name} is outside a table; the tables are [engine], [router] and so on")
     return content
 
@@ -105,4 +107,9 @@ def _with_full_paths(config: TandemConfig) -> TandemConfig:
         path = getattr(security, name)
         absolute: Any = {name: str(Path(path).expanduser().resolve())} if path else {}
         security = dataclasses.replace(security, **absolute)
-    return dataclasses.replace(config, engine=engine, telemetry=telemetry, security=security)
+    gateway = config.gateway
+    for name in ("tls_cert", "tls_key"):
+        path = getattr(gateway, name)
+        absolute = {name: str(Path(path).expanduser().resolve())} if path else {}
+        gateway = dataclasses.replace(gateway, **absolute)
+    return dataclasses.replace(config, engine=engine, telemetry=telemetry, security=security, gateway=gateway)

@@ -272,6 +272,79 @@ class SecurityConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """The OpenAI-compatible HTTP server. It is a client of the routers."""
+
+    host: str = "127.0.0.1"  # address that the gateway listens on; 0.0.0.0 = every address of this machine
+    port: int = 0  # 0 = `tandem serve` starts no gateway
+    num_processes: int = 1  # gateway processes, all on this port
+    max_body_bytes: int = 8 * 1024 * 1024  # a larger body is refused with status 413
+    default_timeout_s: float = 600.0  # time limit of a request that names none
+    cors_origins: tuple[str, ...] = ()  # origins whose pages may call the gateway; "*" = all
+    tls_cert: str = ""  # PEM file: certificate of this machine; with it, the gateway serves HTTPS
+    tls_key: str = ""  # PEM file: private key of the certificate
+    guardrail: str = ""  # module:function that makes a Guardrail (gateway/guardrails.py); empty = none
+
+    def __post_init__(self) -> None:
+        _require_given(self, "host")
+        _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
+        _require_positive(self, "num_processes", "max_body_bytes", "default_timeout_s")
+        _require_finite_floats(self)
+        _require(bool(self.tls_cert) == bool(self.tls_key), "tls_cert and tls_key must be set together, or neither")
+        _require(
+            not self.guardrail or re.fullmatch(r"[\w.]+:\w+", self.guardrail) is not None,
+            f"guardrail must be module:function, is {self.guardrail!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeyConfig:
+    """One API key, `[[api_keys]]`. With at least one key, every call of a client needs a key."""
+
+    name: str = ""  # in logs and metrics
+    sha256: str = field(default="", repr=False)  # of the key, 64 hex digits
+    tenant: str = ""  # tenant of every request with the key; empty = the name
+    operator: bool = False  # may list the fleet, its requests and its metrics
+    max_streams: int = 0  # open requests at the same time, for each router; 0 = no limit
+    requests_per_minute: int = 0  # for each router; 0 = no limit
+
+    def __post_init__(self) -> None:
+        _require_given(self, "name")
+        _require(re.fullmatch("[0-9a-f]{64}", self.sha256) is not None, "sha256 must be 64 lower-case hex digits")
+        _require(self.max_streams >= 0, f"max_streams must be 0 (no limit) or more, is {self.max_streams}")
+        _require(
+            self.requests_per_minute >= 0,
+            f"requests_per_minute must be 0 (no limit) or more, is {self.requests_per_minute}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model behind the gateway, `[[models]]`. Without any, the gateway serves the model of its own fleet."""
+
+    name: str = ""  # as clients name the model
+    router: str = ""  # host:port of a router of the fleet that serves it; empty = this fleet
+    aliases: tuple[str, ...] = ()  # further names
+
+    def __post_init__(self) -> None:
+        _require_given(self, "name")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRuleConfig:
+    """A name that stands for one of several models, `[[model_rules]]`. The first that matches decides."""
+
+    name: str = ""  # as clients name the model, e.g. "auto"
+    model: str = ""  # ModelConfig.name
+    max_prompt_chars: int = 0  # matches prompts of at most this length; 0 = of any length
+    tag: str = ""  # matches requests with the header `x-tandem-tag: <tag>`; empty = all
+
+    def __post_init__(self) -> None:
+        _require_given(self, "name", "model")
+        _require(self.max_prompt_chars >= 0, f"max_prompt_chars must be 0 or more, is {self.max_prompt_chars}")
+
+
+@dataclass(frozen=True, slots=True)
 class TandemConfig:
     """All options. Only cli/ reads the whole."""
 
@@ -283,8 +356,13 @@ class TandemConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    api_keys: tuple[ApiKeyConfig, ...] = ()
+    models: tuple[ModelConfig, ...] = ()
+    model_rules: tuple[ModelRuleConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_names()
         first, port, num_routers = self.telemetry.metrics_port, self.router.port, self.cluster.num_routers
         _require(not first or port != first, f"[telemetry] metrics_port is {first}, the router's own port")
         _require(
@@ -300,6 +378,21 @@ class TandemConfig:
             "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
         )
 
+    def _check_names(self) -> None:
+        """Names of keys and models are unique, and each rule chooses a model."""
+        keys = [key.name for key in self.api_keys] + [key.sha256 for key in self.api_keys]
+        _require(len(set(keys)) == len(keys), "[[api_keys]] name and sha256 must be unique")
+        models = [model.name for model in self.models]
+        names = models + [alias for model in self.models for alias in model.aliases]
+        _require(len(set(names)) == len(names), "[[models]] names and aliases must be unique")
+        for rule in self.model_rules:
+            _require(rule.model in models, f"[[model_rules]] model {rule.model!r} is not the name of one of [[models]]")
+            _require(rule.name not in names, f"[[model_rules]] name {rule.name!r} is the name of one of [[models]]")
+
+
+# Arrays of tables -> the class of their entries.
+ARRAYS: dict[str, type] = {"api_keys": ApiKeyConfig, "models": ModelConfig, "model_rules": ModelRuleConfig}
+
 
 def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
     """A `TandemConfig` from TOML tables. Raises `ConfigError` naming an unknown table or option, or a wrong type."""
@@ -308,22 +401,34 @@ def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
     for table, options in tables.items():
         if table not in known_tables:
             raise ConfigError(f"[{table}] is not a table of the config; known: {', '.join(known_tables)}")
+        if table in ARRAYS:
+            if not (isinstance(options, list) and all(isinstance(entry, dict) for entry in options)):
+                raise ConfigError(f"{table} must be an array of tables ([[{table}]] and its options below)")
+            parts[table] = tuple(_part(f"[[{table}]]", ARRAYS[table], entry) for entry in options)
+            continue
         if not isinstance(options, dict):
             raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {options!r}")
-        part = type(getattr(TandemConfig(), table))
-        defaults = part()
-        known = {f.name: f for f in fields(part)}
-        for name, value in options.items():
-            if name not in known:
-                raise ConfigError(f"[{table}] {name} is not an option; known: {', '.join(sorted(known))}")
-            wanted = type(getattr(defaults, name))
-            if not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
-                wanted is float and type(value) is int
-            ):
-                found = repr(value) if known[name].repr else "something else"  # never print a secret
-                raise ConfigError(f"[{table}] {name} must be {wanted.__name__}, is {found}")
-        try:
-            parts[table] = part(**options)
-        except ConfigError as error:
-            raise ConfigError(f"[{table}] {error}") from error
+        parts[table] = _part(f"[{table}]", type(getattr(TandemConfig(), table)), options)
     return TandemConfig(**parts)  # type: ignore[arg-type]
+
+
+def _part(where: str, part: Any, options: Mapping[str, object]) -> Any:
+    """An instance of the dataclass `part`, whose fields all have defaults."""
+    known = {f.name: f for f in fields(part)}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"{where} {name} is not an option; known: {', '.join(sorted(known))}")
+        wanted = type(known[name].default)
+        if wanted is tuple:
+            if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+                raise ConfigError(f"{where} {name} must be an array of strings, is {value!r}")
+            continue
+        if not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
+            wanted is float and type(value) is int
+        ):
+            found = repr(value) if known[name].repr else "something else"  # never print a secret
+            raise ConfigError(f"{where} {name} must be {wanted.__name__}, is {found}")
+    try:
+        return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from error

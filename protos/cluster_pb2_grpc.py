@@ -56,6 +56,21 @@ class ClusterStub:
                 request_serializer=protos_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
                 response_deserializer=protos_dot_cluster__pb2.GetLedgerResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/tandem.v1.Cluster/ListRequests',
+                request_serializer=protos_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/tandem.v1.Cluster/GetTrace',
+                request_serializer=protos_dot_cluster__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.Trace.FromString,
+                _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/tandem.v1.Cluster/GetMetrics',
+                request_serializer=protos_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=protos_dot_cluster__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -92,6 +107,27 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """List the requests that ended last at this router, newest first. The router keeps the last 512.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTrace(self, request, context):
+        """The spans of one of these requests. NOT_FOUND if the router does not keep it (any more).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """The metrics page of this router, in the text format of Prometheus.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +150,21 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetLedger,
                     request_deserializer=protos_dot_cluster__pb2.GetLedgerRequest.FromString,
                     response_serializer=protos_dot_cluster__pb2.GetLedgerResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=protos_dot_cluster__pb2.ListRequestsRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=protos_dot_cluster__pb2.GetTraceRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.Trace.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=protos_dot_cluster__pb2.GetMetricsRequest.FromString,
+                    response_serializer=protos_dot_cluster__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +276,87 @@ class Cluster:
             '/tandem.v1.Cluster/GetLedger',
             protos_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
             protos_dot_cluster__pb2.GetLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ListRequests',
+            protos_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
+            protos_dot_cluster__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetTrace',
+            protos_dot_cluster__pb2.GetTraceRequest.SerializeToString,
+            protos_dot_cluster__pb2.Trace.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/GetMetrics',
+            protos_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
+            protos_dot_cluster__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,7 +5,7 @@ Every call has a deadline, every failure is a `CallFailed`. The connection is ma
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from tandem_client.errors import CallFailed, call_failed
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
+
+Metadata = Sequence[tuple[str, str]]
 
 T = TypeVar("T")
 
@@ -48,10 +50,13 @@ class AsyncClient:
         await self._channel.close(grace=None)
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float
+        self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream the answer. Leaving the loop early cancels the request on every worker."""
-        call = self._inference.Generate(request, timeout=timeout_s)
+        """Stream the answer. Leaving the loop early cancels the request on every worker.
+
+        `metadata`: headers of the call, e.g. ("traceparent", ...) or ("authorization", "Bearer KEY").
+        """
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
         streaming = False
         try:
             async for response in call:
@@ -122,10 +127,10 @@ class Client:
         self._channel.close()
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float
+        self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        """Stream the answer. Leaving the loop early cancels the request on every worker."""
-        call = self._inference.Generate(request, timeout=timeout_s)
+        """Stream the answer, as `AsyncClient` does. Leaving the loop early cancels the request on every worker."""
+        call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)
         streaming = False
         try:
             for response in call:

@@ -55,7 +55,7 @@ def small_house(root: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", root)
 
 
-FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, SIMULATOR, KERNELS = CONTRACTS
+FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, GATEWAY, SIMULATOR, KERNELS = CONTRACTS
 BREACHES = [
     ("core", "import runtime", FLOORS),
     ("runtime", "from router import anything", FLOORS),
@@ -73,6 +73,8 @@ BREACHES = [
     ("decode_worker", "import ray.util", RAY),
     ("router", "from worker import core", ROUTER),
     ("tandem_client", "import core", CLIENT),
+    ("gateway", "import router", GATEWAY),
+    ("gateway", "import protos", GATEWAY),
     ("simulator", "from kv_transfer import transports", SIMULATOR),
     ("simulator", "import grpc", SIMULATOR),
     ("engine", "import engine.cpu", KERNELS),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.config_file import FLAGS, load_config
-from core.config import TandemConfig, from_mapping
+from core.config import ARRAYS, TandemConfig, from_mapping
 from core.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "tandem.toml"
@@ -51,6 +51,8 @@ GIVEN = [
     ("slo_itl_ms", 25.0, "scheduler", "slo_itl_ms"),
     ("admission", "shed", "router", "admission"),
     ("local_prefill", "never", "router", "local_prefill"),
+    ("http", 8000, "gateway", "port"),
+    ("http_host", "0.0.0.0", "gateway", "host"),
     ("trace_file", "/somewhere/spans.jsonl", "telemetry", "trace_file"),
     ("otlp_endpoint", "http://somewhere:4317", "telemetry", "otlp_endpoint"),
     ("metrics_port", 9464, "telemetry", "metrics_port"),
@@ -70,6 +72,8 @@ def test_the_example_file_lists_every_option_with_its_default() -> None:
     example = tomllib.loads(EXAMPLE.read_text())
     assert from_mapping(example) == TandemConfig()
     for table in dataclasses.fields(TandemConfig):
+        if table.name in ARRAYS:
+            continue  # its entries stand in comments
         options = {option.name for option in dataclasses.fields(getattr(TandemConfig(), table.name))}
         assert set(example[table.name]) == options, f"[{table.name}]"
 

@@ -9,8 +9,11 @@ from dataclasses import fields, replace
 import pytest
 
 from core.config import (
+    ARRAYS,
     ClusterConfig,
     EngineConfig,
+    ModelConfig,
+    ModelRuleConfig,
     RouterConfig,
     SchedulerConfig,
     TandemConfig,
@@ -22,7 +25,8 @@ from core.config import (
 from core.errors import ConfigError
 
 DEFAULTS = TandemConfig()
-OPTIONS = [(part.name, option.name) for part in fields(DEFAULTS) for option in fields(getattr(DEFAULTS, part.name))]
+TABLES = [part.name for part in fields(DEFAULTS) if part.name not in ARRAYS]
+OPTIONS = [(table, option.name) for table in TABLES for option in fields(getattr(DEFAULTS, table))]
 
 
 FLOATS = [(table, option) for table, option in OPTIONS if isinstance(getattr(getattr(DEFAULTS, table), option), float)]
@@ -30,15 +34,17 @@ FLOATS = [(table, option) for table, option in OPTIONS if isinstance(getattr(get
 
 def test_an_empty_file_means_the_defaults() -> None:
     assert from_mapping({}) == DEFAULTS
-    assert from_mapping({part.name: {} for part in fields(DEFAULTS)}) == DEFAULTS
+    assert from_mapping({name: {} for name in TABLES} | {name: [] for name in ARRAYS}) == DEFAULTS
 
 
 # Values that differ from the default, for options that take only some values. A tls option needs the other two.
 TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
+HTTPS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
 OTHER = {
     "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
     "slow_path_share": 0.5, "otlp_endpoint": "http://collector:4317", "cluster_token": "sixteen-characters",
-    "prefill_block_size": 32, "admission": "shed", "local_prefill": "never",
+    "prefill_block_size": 32, "admission": "shed", "local_prefill": "never", "cors_origins": ["https://example.org"],
+    "guardrail": "module:function",
 }  # fmt: skip
 
 
@@ -54,10 +60,17 @@ def other_than(default: object) -> object:
 
 @pytest.mark.parametrize(("table", "option"), OPTIONS)
 def test_every_option_is_read_from_its_table(table: str, option: str) -> None:
-    value = OTHER.get(option, other_than(getattr(getattr(DEFAULTS, table), option)))
-    with_it = TLS if option.startswith("tls_") or option == "require_client_certs" else {}
+    default = getattr(getattr(DEFAULTS, table), option)
+    value = OTHER[option] if option in OTHER else other_than(default)
+    with_it: dict[str, str] = (
+        HTTPS
+        if table == "gateway" and option in HTTPS
+        else TLS
+        if option.startswith("tls_") or option == "require_client_certs"
+        else {}
+    )
     config = from_mapping({table: {**with_it, option: value}})
-    assert getattr(getattr(config, table), option) == value
+    assert getattr(getattr(config, table), option) == (tuple(value) if isinstance(value, list) else value)
     back = dict.fromkeys(with_it, "") | {option: getattr(getattr(DEFAULTS, table), option)}
     assert replace(config, **{table: replace(getattr(config, table), **back)}) == DEFAULTS, "another option changed"
 
@@ -95,7 +108,30 @@ REFUSED = [
     ({"engine": {"model": ""}}, r"^\[engine\] model must not be empty$"),
     ({"cluster": {"decode_resource": ""}}, r"^\[cluster\] decode_resource must not be empty$"),
     ({"transfer": {"lease_s": math.inf}}, r"lease_s must be .*finite"),
+    ({"gateway": {"cors_origins": "*"}}, r"\[gateway\] cors_origins must be an array of strings, is '\*'"),
+    ({"api_keys": {}}, r"api_keys must be an array of tables"),
+    ({"api_keys": [{"name": "a", "sha": ""}]}, r"\[\[api_keys\]\] sha is not an option; known: .*sha256"),
+    ({"api_keys": [{"name": "a", "sha256": "secret"}]}, r"^\[\[api_keys\]\] sha256 must be 64 lower-case hex digits$"),
+    ({"api_keys": [{"name": "a", "sha256": 7}]}, r"sha256 must be str, is something else"),
+    ({"api_keys": [{"name": "a", "sha256": "0" * 64}] * 2}, r"name and sha256 must be unique"),
+    ({"models": [{"name": "a", "aliases": ["b"]}, {"name": "b"}]}, r"names and aliases must be unique"),
+    ({"model_rules": [{"name": "auto", "model": "a"}]}, r"model 'a' is not the name of one of"),
+    ({"models": [{"name": "a"}], "model_rules": [{"name": "a", "model": "a"}]}, r"name 'a' is the name of one of"),
 ]
+
+
+def test_entries_of_an_array_are_read() -> None:
+    text = """
+    [[models]]
+    name = "small"
+    aliases = ["fast"]
+    [[model_rules]]
+    name = "auto"
+    model = "small"
+    """
+    config = from_mapping(tomllib.loads(text))
+    assert config.models == (ModelConfig("small", aliases=("fast",)),)
+    assert config.model_rules == (ModelRuleConfig("auto", "small"),)
 
 
 @pytest.mark.parametrize(("tables", "message"), REFUSED)
