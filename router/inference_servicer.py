@@ -159,6 +159,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             context_length=info.context_length,
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
+            tool_format=self._tokenizer.tool_format,
         )
 
 
