@@ -32,7 +32,10 @@ def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | N
         finally:
             await fleets.close()
 
-    app = FastAPI(title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # the gateway has its own
+    )  # fmt: skip
     app.state.config, app.state.fleets = config, fleets
     app.state.metrics = metrics or GatewayMetrics()
     for name in ROUTES:
