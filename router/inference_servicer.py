@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from typing import Any
 
@@ -81,9 +82,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request=choice_request,
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,
-                text=TextStream(self._tokenizer.detokenizer(), generation.stop_strings),
+                text=TextStream(
+                    self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
+                ),
                 root=self._shell.telemetry.start_root(headers, arrived_at),
                 changed=changed,
+                token_name=self._tokenizer.token_name,
             )
             for choice, choice_request in enumerate(generation.choices)
         ]
@@ -167,6 +171,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             context_length=info.context_length,
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
+            tool_format=self._tokenizer.tool_format,
+            can_decode=self._shell.machine.workers.served_until == math.inf,
         )
 
 
