@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 
 from cli.exit_codes import FAILED, INTERRUPTED
-from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, ROUTE_FLAGS, fill_request, with_flags
+from cli.flags import (
+    CHOICE_FLAGS,
+    CONFIG_FLAGS,
+    GATEWAY_FLAGS,
+    REQUEST_FLAGS,
+    ROUTE_FLAGS,
+    fill_request,
+    with_flags,
+)  # fmt: skip
 from cli.simulate_flags import SIMULATE_FLAGS, values_of
 from core.errors import TandemError
 
@@ -104,6 +112,27 @@ def serve(
         serve_fleet(loaded, cluster, console)
     finally:
         cluster.close()
+
+
+@app.command()
+@with_flags(GATEWAY_FLAGS)
+def gateway(
+    router: Annotated[
+        list[str] | None, typer.Option("--router", help="host:port of a router of the fleet. May be repeated.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help=r"TOML file with \[gateway], \[security], models and rules.")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Serve OpenAI's HTTP API for a running fleet, until Ctrl-C."""
+    from cli.checks import check_gateway
+    from cli.config_file import load_config
+    from cli.gateway import serve_gateway
+
+    loaded = load_config(config, flags)
+    check_gateway(loaded.gateway)
+    serve_gateway(loaded, router or [DEFAULT_ROUTER], console)
 
 
 @app.command()

@@ -148,6 +148,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             workers=await asyncio.gather(*(_ask_for_ledger(link, max_holders, timeout_s) for link in asked))
         )
 
+    async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: Context) -> cluster_pb2.GetMetricsResponse:
+        """In a thread, because a large fleet takes milliseconds."""
+        return cluster_pb2.GetMetricsResponse(text=await asyncio.to_thread(self._shell.metrics.text))
+
 
 async def _ask_for_ledger(link: WorkerLink, max_holders: int, timeout_s: float) -> cluster_pb2.WorkerLedger:
     worker_id = link.endpoint.service_id

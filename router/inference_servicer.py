@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from typing import Any
 
@@ -171,6 +172,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
             tool_format=self._tokenizer.tool_format,
+            can_decode=self._shell.machine.workers.served_until == math.inf,
         )
 
 

@@ -20,7 +20,7 @@ from router.machine import RouterMachine
 from router.routed_request import request_id_of
 from router.worker_link import Metadata, WorkerLink
 from runtime.driver import Driver
-from runtime.metrics import Metrics
+from runtime.metrics_page import Metrics
 from runtime.security import Credentials
 from runtime.telemetry import Attribute, AttributeValue, Telemetry, inject
 

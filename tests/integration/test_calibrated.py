@@ -1,8 +1,8 @@
 """The simulator is calibrated: it predicts the median TTFT and TPOT of a live run from what the workers of the run fit.
 
-The only test that compares times, so `make soak` runs it, and `make test` does not. A slow machine slows the fit as much
-as the requests. A machine that other programs slow for a while does not: then equal requests take unequal times, and the
-run says nothing. So a run may be repeated, and a wrong prediction fails in a quiet run.
+The only test that compares times, so `make soak` runs it, and `make test` does not. A slow machine slows the fit as
+much as the requests. A machine that other programs slow for a while does not: then equal requests take unequal times,
+and the run says nothing. So a run may be repeated, and a wrong prediction fails in a quiet run.
 """
 
 from __future__ import annotations
