@@ -149,9 +149,7 @@ class ResponseEvents:
 
     def _sse(self, typed: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
-        return (
-            f"event: {typed['type']}\n".encode() + b"data: " + json_bytes(typed | {"sequence_number": number}) + b"\n\n"
-        )
+        return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
 
     def push(self, event: Event) -> bytes:
         opening = b""

@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "another format": ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
     "a forced tool": ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "cannot force"),
     "too long an output": ({"max_tokens": 100_000}, "max_tokens", "context of"),
-    "a unknown role": ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "'system'"),
+    "an unknown role": ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "'system'"),
     "too many stop strings": ({"stop": ["x"] * 17}, "stop", "at most 16"),
     "beam search": ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "not supported"),
     "a field within a message": ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood",
@@ -247,15 +247,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-async def test_a_bad_request_names_its_field(scripted: ScriptedRouter, deployment: Deployment, case: str) -> None:
-    del scripted
-    body, param, message = REFUSED[case]
-    async with serving_gateway(Fleets(deployment.router_address)) as url, client_of(url) as client:
+async def test_a_bad_request_names_its_field(client: openai.AsyncOpenAI) -> None:
+    for case, (body, param, message) in REFUSED.items():
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**({"model": MODEL, "messages": HELLO} | body))
-    assert caught.value.param == param
-    assert message in caught.value.message
+        assert (caught.value.param, case) == (param, case)
+        assert message in caught.value.message
 
 
 async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None:
@@ -312,7 +309,7 @@ async def test_an_unexpected_fault_is_an_error_with_an_id(
 ) -> None:
     del scripted
     monkeypatch.setattr("gateway.chat.wire_messages", None)
-    with pytest.raises(openai.InternalServerError, match="its log names it [0-9a-f]{16}"):
+    with pytest.raises(openai.InternalServerError, match=r"its log names it [0-9a-f]{16}"):
         await scripted_client.chat.completions.create(model="scripted", messages=HELLO)
 
 
@@ -324,11 +321,9 @@ async def test_a_deadline_in_the_middle_of_a_stream_is_an_event(
         model=MODEL, prompt="abc", max_tokens=1000, stream=True,
         extra_body={"ignore_eos": True}, extra_headers={"x-tandem-timeout-ms": "400"},
     )  # fmt: skip
-    seen = 0
-    with pytest.raises(openai.APIError, match="deadline"):
-        async for _ in stream:
-            seen += 1
-    assert seen
+    assert (await anext(aiter(stream))).choices
+    with pytest.raises(openai.APIError, match="not complete within the time limit"):
+        [chunk async for chunk in stream]
     await until(lambda: no_requests(deployment), "the router has ended the request")
 
 
