@@ -122,6 +122,10 @@ class AsyncClient:
     ) -> cluster_pb2.ExplainResponse:
         return await self._operate(self._cluster.Explain, request, metadata)
 
+    async def metrics(self, metadata: Metadata = ()) -> str:
+        """The metrics page of the router that answers, in the text format of Prometheus."""
+        return (await self._operate(self._cluster.GetMetrics, cluster_pb2.GetMetricsRequest(), metadata)).text
+
     async def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return await self._operate(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest())
 
@@ -240,6 +244,10 @@ class Client:
 
     def explain(self, request: inference_pb2.GenerateRequest, metadata: Metadata = ()) -> cluster_pb2.ExplainResponse:
         return self._operate(self._cluster.Explain, request, metadata)
+
+    def metrics(self, metadata: Metadata = ()) -> str:
+        """The metrics page of the router that answers, in the text format of Prometheus."""
+        return self._operate(self._cluster.GetMetrics, cluster_pb2.GetMetricsRequest(), metadata).text
 
     def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return self._operate(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest())
