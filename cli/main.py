@@ -71,6 +71,8 @@ def _line_of(error: Exception) -> str:
     if isinstance(error, UnicodeError):
         return "the given text is not UTF-8"
     if isinstance(error, CallFailed) and error.code.name == "UNAUTHENTICATED":
+        if "API key" in str(error):
+            return f"{error} (this command: set TANDEM_API_KEY)"
         return f"{error}; give the config file with the token in [security] by --config"
     return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
@@ -288,6 +290,17 @@ def calibrate(
         raise typer.BadParameter(str(error)) from error
     client = client_of(router, find_credentials(config, router))
     calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill)), output, console)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Name of the key in logs and metrics.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of every request with the key; default: the name.")] = "",
+) -> None:
+    """Make an API key: print it once, and the lines for the config, which hold only its hash."""
+    from cli.key import print_new_key
+
+    print_new_key(name, tenant, console)
 
 
 @app.command()
