@@ -49,7 +49,7 @@ class CallContext:
 def call_context(request: Request) -> CallContext:
     """Raises `ApiError` for a header out of its limits."""
     headers = request.headers
-    metadata = tuple((name, headers[name]) for name in PASSED_ON if name in headers)
+    metadata = tuple((name, headers[name]) for name in PASSED_ON if _is_metadata(headers.get(name, "")))
     return CallContext(
         _timeout_s(headers.get(TIMEOUT_HEADER), request.app.state.config.default_timeout_s),
         metadata,
@@ -57,6 +57,11 @@ def call_context(request: Request) -> CallContext:
         headers.get(TAG_HEADER, ""),
         headers.get(RECEIPT_HEADER, "") in ("1", "true"),
     )
+
+
+def _is_metadata(value: str) -> bool:
+    """gRPC carries printable ASCII only. No API key has other characters, so a call without them is refused as well."""
+    return bool(value) and value.isascii() and value.isprintable()
 
 
 def _timeout_s(header: str | None, default_s: float) -> float:
