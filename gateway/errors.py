@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import secrets
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -122,6 +123,8 @@ def _of_call(error: CallFailed) -> ApiError:
     message, param = str(error), http_field(error.field)
     if error.field and message.startswith(f"{error.field}: "):
         message = f"{param}: {message.removeprefix(f'{error.field}: ')}"
+    if error.code is StatusCode.DEADLINE_EXCEEDED:
+        message = "the answer was not complete within the time limit (x-tandem-timeout-ms, gateway.default_timeout_s)"
     if status == 400 and " context of " in message:
         code = "context_length_exceeded"
     headers = {}
@@ -137,7 +140,7 @@ def http_field(field: str) -> str:
     return HTTP_FIELDS.get(field, field.removeprefix("chat."))
 
 
-def _of_validation(found: list[Any]) -> ApiError:
+def _of_validation(found: Sequence[Any]) -> ApiError:
     """The first field that is wrong, with its limit. Unions report every alternative; the deepest fits best."""
     if not found:
         return ApiError(400, "the body is invalid")
