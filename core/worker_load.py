@@ -1,4 +1,4 @@
-"""What a worker reports to routers: its load, and the changes of load, prefix cache and paths (worker.proto)."""
+"""The reports of a worker to routers: its load, and the changes of load, prefix cache and paths (worker.proto)."""
 
 from __future__ import annotations
 

@@ -91,6 +91,10 @@ class RouterShell:
         attributes = {**attributes, Attribute.ERROR_TYPE: error.code.value}
         self.telemetry.end_root(root, self.now(), attributes, error=str(error))
 
+    def count_refusal(self, error: TandemError) -> None:
+        """Count a call that was refused before the request was read."""
+        record_refusal(self.metrics, error)
+
     def post(self, event: RouterEvent) -> None:
         self._driver.post(event)
 
