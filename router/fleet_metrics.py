@@ -66,15 +66,12 @@ def _steps(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
     yield Metric.WORKER_BUSY_SECONDS, load.busy_seconds, labels
     yield Metric.WORKER_PREFILLED_TOKENS, load.num_prefilled_tokens, labels
     yield Metric.WORKER_SAMPLED_TOKENS, load.num_sampled_tokens, labels
-    known = (
-        (Metric.WORKER_FLOP, load.flop),
-        (Metric.WORKER_MEMORY_BYTES, load.memory_bytes),
-        (Metric.WORKER_FLOP_USE, load.flop_use),
-        (Metric.WORKER_BANDWIDTH_USE, load.bandwidth_use),
-    )
-    for metric, value in known:
-        if value:  # else the worker does not know the sizes of the model, or the peak
-            yield metric, value, labels
+    yield Metric.WORKER_FLOP, load.flop, labels
+    yield Metric.WORKER_MEMORY_BYTES, load.memory_bytes, labels
+    if load.flop_use:  # else the peak is not known, or no step has run
+        yield Metric.WORKER_FLOP_USE, load.flop_use, labels
+    if load.bandwidth_use:
+        yield Metric.WORKER_BANDWIDTH_USE, load.bandwidth_use, labels
 
 
 def _transfers(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
