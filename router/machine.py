@@ -305,8 +305,12 @@ class RouterMachine:
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
         actions = self._end_dispatch(routed)
         self._forget(routed, now)
-        decode = self.workers.get(_dispatch_of(routed).candidate.decode_worker)
-        slo_itl_s = 0.0 if decode is None else decode.load.slo_itl_s
+        dispatch, slo_itl_s = _dispatch_of(routed), 0.0
+        decode = self.workers.get(dispatch.candidate.decode_worker)
+        if decode is not None:
+            slo_itl_s = decode.load.slo_itl_s
+            if dispatch.decode is None:
+                routed.kv_block_seconds += routed.unreported_block_seconds(decode.agent.layout.block_size)
         return [*actions, events.Finish(routed.request_id, routed.outcome(reason, slo_itl_s))]
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:

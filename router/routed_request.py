@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
-from core.lifecycle import FinishReason, RequestPath, Timeline
+from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken
@@ -113,6 +113,11 @@ class RoutedRequest:
             kv_block_seconds=self.kv_block_seconds,
             slo_itl_s=slo_itl_s,
         )
+
+    def unreported_block_seconds(self, block_size: int) -> float:
+        """An estimate for a decode call that the router has cancelled, because a stop string ended the choice."""
+        mean_tokens = self.request.num_prompt_tokens + len(self.delivered) / 2
+        return -(-mean_tokens // block_size) * self.timeline.seconds_in(Stage.DECODE)
 
     @property
     def no_worker_message(self) -> str:
