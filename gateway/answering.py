@@ -15,6 +15,7 @@ from gateway.calls import CallContext, generate, json_bytes, warning_headers
 from gateway.connection import EventFormat, EventStream, first_of, while_connected
 from gateway.fleets import ServedModel
 from gateway.guardrails import Guardrail, Message
+from gateway.metrics import GatewayMetrics
 from gateway.outputs import AnswerHead, Event, Events, guarded
 from tandem_client import GenerateRequest
 
@@ -57,9 +58,11 @@ class Call:
 
 async def answer_stream(request: Request, call: Call, form: EventFormat[Event]) -> Response:
     """The stream begins with the first token, so that a refusal before it has its own status."""
+    _count_time_before(request)
     events = call.events()
     first = await first_of(request.receive, events)
-    return EventStream(first, events, form, call.headers())
+    metrics: GatewayMetrics = request.app.state.metrics
+    return EventStream(first, events, form, call.headers(), metrics.added_per_message.observe)
 
 
 async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:
@@ -68,5 +71,11 @@ async def answer_object(request: Request, call: Call, form: AnswerForm) -> Respo
             async for event in events:
                 form.push(event)
 
+    _count_time_before(request)
     await while_connected(request.receive, collect())
     return Response(json_bytes(form.result()), 200, call.headers(), "application/json")
+
+
+def _count_time_before(request: Request) -> None:
+    metrics: GatewayMetrics = request.app.state.metrics
+    metrics.added_before.observe(time.perf_counter() - request.state.arrived_at)

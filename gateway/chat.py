@@ -44,7 +44,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     warnings = check_extra(body.model_extra, CHAT) + stream_warnings(body)
     check_response_format(body)
     messages, message_warnings = wire_messages(body.messages)
-    tools, tool_warnings = wire_tools(body)
+    tools, tool_warnings = wire_tools(body.tools, body.tool_choice)
     guardrail = guardrail_of(request)
     refuse_logprobs(guardrail, body.logprobs or None)
     num_chars = sum(len(message.content) for message in messages)

@@ -28,8 +28,7 @@ class Parsers:
     """One parser of tool calls for each choice; none where the request has no tools."""
 
     def __init__(self, tool_format: str, num_choices: int) -> None:
-        made = [parser_for(tool_format) for _ in range(num_choices)] if tool_format else [None] * num_choices
-        self._parsers: list[ToolCallParser | None] = made
+        self._parsers: list[ToolCallParser | None] = [parser_for(tool_format) for _ in range(num_choices)]
 
     def push(self, choice: int, text: str) -> list[Delta]:
         parser = self._parsers[choice]

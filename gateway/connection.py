@@ -7,7 +7,8 @@ message to the server for each message of the router, without a framework betwee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.responses import Response
@@ -63,12 +64,20 @@ async def first_of(receive: Receive, events: AsyncGenerator[T, None]) -> T:
 
 
 class EventStream(Response, Generic[T]):
-    """`first` and then `events`, as `form` writes them. Closes `events` in every case."""
+    """`first` and then `events`, as `form` writes them. Closes `events` in every case.
+
+    `count` takes the mean seconds that an event after the first took here.
+    """
 
     def __init__(
-        self, first: T, events: AsyncGenerator[T, None], form: EventFormat[T], headers: dict[str, str]
+        self,
+        first: T,
+        events: AsyncGenerator[T, None],
+        form: EventFormat[T],
+        headers: dict[str, str],
+        count: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._first, self._events, self._form = first, events, form
+        self._first, self._events, self._form, self._count = first, events, form, count
         self.status_code = 200
         self.background = None
         self.raw_headers = [*HEADERS, *((key.encode(), value.encode()) for key, value in headers.items())]
@@ -88,14 +97,21 @@ class EventStream(Response, Generic[T]):
         text = form.push(self._first)
         if text:
             await send({"type": "http.response.body", "body": text, "more_body": True})
+        seconds, num_events = 0.0, 0
         try:
             async for event in self._events:
+                start = time.perf_counter()
                 text = form.push(event)
                 if text:
                     await send({"type": "http.response.body", "body": text, "more_body": True})
+                seconds += time.perf_counter() - start
+                num_events += 1
             text = form.end()
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001  the status is sent; the error is an event
             text = form.fail(error)
+        finally:
+            if num_events:
+                self._count(seconds / num_events)
         await send({"type": "http.response.body", "body": text, "more_body": False})

@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import secrets
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -137,7 +138,7 @@ def http_field(field: str) -> str:
     return HTTP_FIELDS.get(field, field.removeprefix("chat."))
 
 
-def _of_validation(found: list[Any]) -> ApiError:
+def _of_validation(found: Sequence[Any]) -> ApiError:
     """The first field that is wrong, with its limit. Unions report every alternative; the deepest fits best."""
     if not found:
         return ApiError(400, "the body is invalid")

@@ -125,13 +125,13 @@ def _require_function(kind: str, path: str) -> bool:
     return True
 
 
-def wire_tools(body: ChatBody) -> tuple[list[Tool], list[str]]:
-    """The tools that the model may call, and warnings. Empty if `tool_choice` is "none"."""
-    check_tool_choice(body.tool_choice, bool(body.tools))
-    if body.tool_choice == "none":
+def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> tuple[list[Tool], list[str]]:
+    """The tools that the model may call, and warnings. Empty if `choice` is "none"."""
+    check_tool_choice(choice, bool(specs))
+    if choice == "none":
         return [], []
     tools, warnings = [], []
-    for index, tool in enumerate(body.tools or ()):
+    for index, tool in enumerate(specs or ()):
         path = f"tools[{index}]"
         _require_function(tool.type, f"{path}.type")
         if tool.function is None:

@@ -74,5 +74,5 @@ class UsageSum:
         return {"tandem": {"promise": promise, "receipt": receipt, "trace_id": first.trace_id}}
 
 
-def _path(path: RequestPath.ValueType) -> str:
+def _path(path: int) -> str:
     return RequestPath.Name(path).removeprefix("REQUEST_PATH_").lower()
