@@ -74,8 +74,8 @@ def _timeout_s(header: str | None, default_s: float) -> float:
 
 
 def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
-    """The id of the answer, which is also the name of the request in traces."""
-    return in_body or context.request_id or f"{kind}-{secrets.token_hex(12)}"
+    """The id of the answer, which is also the name of the request in traces. `kind` begins a new id."""
+    return in_body or context.request_id or f"{kind}{secrets.token_hex(12)}"
 
 
 async def read_body(request: Request, schema: type[S]) -> S:

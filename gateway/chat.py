@@ -50,7 +50,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     num_chars = sum(len(message.content) for message in messages)
     model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
     prompt = await check_messages(guardrail, messages)
-    call_id = request_id_of("chatcmpl", body.request_id, context)
+    call_id = request_id_of("chatcmpl-", body.request_id, context)
     wire = common_request(body, _max_tokens(body), model.info.name, call_id)
     options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
     wire.chat.CopyFrom(ChatPrompt(messages=messages, tools=tools, template_options_json=options))

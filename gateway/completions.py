@@ -51,7 +51,7 @@ async def _prepare(request: Request, body: CompletionBody) -> tuple[Call, list[s
         texts = [await _text_of(prompt, model, context.metadata) for prompt in prompts]
     if guardrail is not None:
         texts, prompts = await _check(guardrail, texts, prompts)
-    call_id = request_id_of("cmpl", body.request_id, context)
+    call_id = request_id_of("cmpl-", body.request_id, context)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     wires = []
     for index, prompt in enumerate(prompts):

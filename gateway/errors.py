@@ -123,6 +123,8 @@ def _of_call(error: CallFailed) -> ApiError:
     message, param = str(error), http_field(error.field)
     if error.field and message.startswith(f"{error.field}: "):
         message = f"{param}: {message.removeprefix(f'{error.field}: ')}"
+    if error.code is StatusCode.DEADLINE_EXCEEDED:
+        message = "the answer was not complete within the time limit (x-tandem-timeout-ms, gateway.default_timeout_s)"
     if status == 400 and " context of " in message:
         code = "context_length_exceeded"
     headers = {}

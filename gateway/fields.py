@@ -130,6 +130,23 @@ MESSAGE: dict[str, FieldRule] = {
     "id": _ignore("is no part of the text"),
 }
 
+# Fields of one item of `input` of a response, which clients send back as they were.
+ITEM: dict[str, FieldRule] = {
+    "id": _ignore("is no part of the text"),
+    "status": _ignore("is no part of the text"),
+    "phase": _ignore("is no part of the text"),
+    "refusal": _refuse("earlier refusals are no input"),
+}
+
+# Fields of one part of a content, and of a tool.
+PART: dict[str, FieldRule] = {
+    "annotations": _ignore("are no part of the text"),
+    "logprobs": _ignore("are no part of the text"),
+    "cache_control": _ignore("the router finds cached prefixes by itself"),
+    "prompt_cache_breakpoint": _ignore("the router finds cached prefixes by itself"),
+}
+TOOL: dict[str, FieldRule] = {"cache_control": _ignore("the router finds cached prefixes by itself")}
+
 
 def check_extra(extra: Mapping[str, Any] | None, rules: Mapping[str, FieldRule], path: str = "") -> list[str]:
     """Warnings about fields that the schema does not have. Raises `ApiError` for a field that is refused or unknown."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import refused
-from gateway.fields import MESSAGE, STRUCTURED, check_extra
+from gateway.fields import MESSAGE, PART, STRUCTURED, TOOL, check_extra
 from gateway.schema_sampling import Count, SamplingFields, Schema
 from tandem_client import ChatMessage
 from tandem_client.stubs.inference_pb2 import Tool, ToolCall
@@ -86,8 +86,9 @@ def text_of(content: str | list[ContentPart] | None, path: str) -> str:
         if part.type not in TEXT_PARTS:
             message = f"parts of type {part.type[:40]!r} are not supported: the models here read text only"
             raise refused(f"{where}.type", message, "unsupported_content_part")
+        check_extra(part.model_extra, PART, f"{where}.")
         if part.text is None:
-            raise refused(f"{where}.text", "is required")
+            raise refused(f"{where}.text", "is required", "missing_required_parameter")
     return "".join(part.text or "" for part in content)
 
 
@@ -136,6 +137,8 @@ def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None
         _require_function(tool.type, f"{path}.type")
         if tool.function is None:
             raise refused(f"{path}.function", "is required", "missing_required_parameter")
+        check_extra(tool.model_extra, TOOL, f"{path}.")
+        check_extra(tool.function.model_extra, TOOL, f"{path}.function.")
         tools.append(wire_tool(tool.function))
         if tool.function.strict:
             warnings.append(f"{path}.function.strict has no effect: {STRUCTURED}")
