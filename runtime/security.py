@@ -2,6 +2,7 @@
 
     call                                   token       certificate (with TLS)
     router -> worker, every method         required    required
+    other router -> worker, vllm_engine    if guarded  required
     client -> router, Scale and GetLedger  required    with require_client_certs
     client -> router, other methods        -           with require_client_certs
 
@@ -11,7 +12,8 @@ Health and reflection need no token. A server compares tokens in constant time. 
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -59,6 +61,11 @@ class Credentials:
 OPEN = Credentials()
 WORKER_RULES = ServerRules(("/tandem.v1.PrefillWorker/", "/tandem.v1.DecodeWorker/", "/tandem.v1.Worker/"), True)
 CONTROL_METHODS = ("/tandem.v1.Cluster/Scale", "/tandem.v1.Cluster/GetLedger")
+
+
+def worker_rules(guarded_guests: Sequence[str]) -> ServerRules:
+    """The rules of a worker with further services, by their full names, that need the token too."""
+    return replace(WORKER_RULES, guarded=WORKER_RULES.guarded + tuple(f"/{name}/" for name in guarded_guests))
 
 
 def router_rules(config: SecurityConfig) -> ServerRules:
