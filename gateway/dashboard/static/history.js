@@ -36,7 +36,8 @@ class Bucket {
     this.paths = Object.fromEntries(PATHS.map((path) => [path, 0]));
     this.promptTokens = this.cachedTokens = this.outputTokens = 0;
     this.values = Object.fromEntries(Object.keys(PHASES).map((phase) => [phase, []]));
-    this.prefilled = this.sampled = this.transferredBytes = this.transferSeconds = this.counted = 0;
+    this.prefilled = this.sampled = this.transferredBytes = this.transferSeconds = 0;
+    this.watchedMs = 0; // the part of the bucket whose counters the page has seen
     this.kv = {};
     this.summary = null; // percentiles, until the next request
   }
@@ -85,7 +86,9 @@ export class History {
   }
 
   addFleet(fleet) {
-    const now = (this.now = Math.max(this.now, fleet.now_unix_ms));
+    const before = this.now;
+    const now = (this.now = Math.max(before, fleet.now_unix_ms));
+    if (before) this.#bucket(now).watchedMs += now - before;
     for (const worker of fleet.workers) this.#addWorker(worker, now);
     for (const [id, known] of this.workers) {
       if (known.seenAt < now) known.worker = { ...known.worker, state: "lost", report_age_ms: now - known.reportedAt };
@@ -112,7 +115,6 @@ export class History {
       bucket.sampled += worker.num_sampled_tokens - last.sampled;
       bucket.transferredBytes += Math.max(0, worker.transferred_bytes - last.bytes);
       bucket.transferSeconds += Math.max(0, worker.transfer_seconds - last.seconds);
-      bucket.counted = Math.max(bucket.counted, 1);
     } else {
       known.samples.length = 0;
     }
@@ -139,6 +141,14 @@ export class History {
       const number = newest - NUM_BUCKETS + 1 + index;
       return { ageMs: this.now - (number + 1) * BUCKET_MS, bucket: this.buckets.get(number) ?? null };
     });
+  }
+
+  // As points(), without the newest bucket while it is young: few requests say little. A page that has no more shows it.
+  settledPoints() {
+    const points = this.points();
+    const young = points.at(-1).ageMs < -BUCKET_MS / 2;
+    if (young && points.slice(0, -1).some(({ bucket }) => bucket)) points.at(-1).bucket = null;
+    return points;
   }
 
   // The sums of the last `num` buckets, the unfinished one included.

@@ -19,9 +19,9 @@ const PHASE_TITLES = {
   prefill: ["Prefill", "computing the prompt"], transfer: ["Transfer", "KV between pools"],
   decode: ["Decode", "first to last token"], total: ["Total", "arrival to end"],
 };
-const perBucket = (value, bucket) => (bucket.counted ? value / (BUCKET_MS / 1000) : null);
+const watched = (value, bucket) => (bucket.watchedMs ? value / (bucket.watchedMs / 1000) : null);
 
-// The plots: their shape, and how to read a bucket.
+// The plots: their shape, and how to read a bucket of which so many milliseconds have passed.
 const PLOTS = [
   ...Object.keys(PHASES).map((phase) => ({
     id: `plot-${phase}`, title: PHASE_TITLES[phase][0], note: PHASE_TITLES[phase][1], series: PERCENTILES, format: duration,
@@ -30,7 +30,7 @@ const PLOTS = [
   {
     id: "plot-tokens", title: "Tokens", note: "all workers", format: perSecond,
     series: [{ key: "prefilled", label: "prefilled", style: "first" }, { key: "sampled", label: "sampled", style: "third" }],
-    read: (bucket) => ({ prefilled: perBucket(bucket.prefilled, bucket), sampled: perBucket(bucket.sampled, bucket) }),
+    read: (bucket) => ({ prefilled: watched(bucket.prefilled, bucket), sampled: watched(bucket.sampled, bucket) }),
   },
   {
     id: "plot-hits", title: "Hit ratio", note: "cached share of prompt tokens", format: percent, top: 1,
@@ -45,7 +45,7 @@ const PLOTS = [
   {
     id: "plot-paths", title: "Paths", note: "requests that ended", format: perSecond,
     series: PATHS.map((path, index) => ({ key: path, label: path, style: ["first", "second", "third", "fourth"][index] })),
-    read: (bucket) => Object.fromEntries(PATHS.map((path) => [path, bucket.paths[path] / (BUCKET_MS / 1000)])),
+    read: (bucket, ms) => Object.fromEntries(PATHS.map((path) => [path, bucket.paths[path] / (ms / 1000)])),
   },
   {
     id: "plot-kv", title: "KV in use", note: "held, leased and incoming", format: percent, top: 1,
@@ -116,10 +116,10 @@ class Page {
   #draw(fleet) {
     for (const pool of this.pools) pool.update(this.history, fleet.wanted[pool.role]);
     this.routers.update(fleet);
-    const points = this.history.points();
+    const points = this.history.settledPoints();
     for (const [plot, read] of this.plots) {
       const missing = Object.fromEntries(plot.series.map(({ key }) => [key, null]));
-      plot.update(points.map(({ ageMs, bucket }) => ({ ageMs, values: bucket ? read(bucket) : missing })));
+      plot.update(points.map(({ ageMs, bucket }) => ({ ageMs, values: bucket ? read(bucket, Math.max(1000, Math.min(BUCKET_MS, BUCKET_MS + ageMs))) : missing })));
     }
     this.list.update();
     this.#drawTiles(fleet);

@@ -24,7 +24,7 @@ export class LinePlot {
     this.mark = svg("line", { class: "cursor", x1: 0, x2: 0, y1: 0, y2: HEIGHT, visibility: "hidden" });
     this.drawing = svg(
       "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
-      ...grid, ...this.lines, this.mark,
+      ...grid, ...[...this.lines].reverse(), this.mark, // the first series on top
     );
     this.axis = ["top", "middle", "bottom"].map((place) => el("span", { class: `axis ${place}`, "aria-hidden": "true" }));
     this.when = el("span", { class: "axis when", "aria-hidden": "true" }, "now");
@@ -36,12 +36,12 @@ export class LinePlot {
     this.table = el("div", { class: "scroll data", tabindex: "0", hidden: "" }, table);
     this.values = series.map(() => el("b"));
     const legend = series.map(({ label, style }, index) =>
-      el("li", {}, svg("svg", { class: "swatch", viewBox: "0 0 16 8", "aria-hidden": "true" },
-        svg("path", { class: `line ${style}`, d: "M1 4H15" })), el("span", {}, label), this.values[index]));
+      el("li", {}, el("span", {}, svg("svg", { class: "swatch", viewBox: "0 0 16 8", "aria-hidden": "true" },
+        svg("path", { class: `line ${style}`, d: "M1 4H15" })), label), this.values[index]));
     this.element = el(
       "section", { class: "card plot", id, "aria-labelledby": `${id}-title` },
       el("div", { class: "head" }, heading, el("p", { class: "note" }, note), this.button),
-      el("div", { class: "body" }, this.picture, this.table), el("ul", { class: "legend" }, ...legend),
+      el("div", { class: "body" }, this.picture, this.table), el("ul", { class: series.length > 3 ? "legend many" : "legend" }, ...legend),
     );
     this.button.addEventListener("click", () => this.#toggle());
     this.picture.addEventListener("pointermove", (event) => this.#point(event));
@@ -72,7 +72,7 @@ export class LinePlot {
   }
 
   #point(event) {
-    const { left, width } = this.picture.getBoundingClientRect();
+    const { left, width } = this.drawing.getBoundingClientRect();
     const index = Math.floor(((event.clientX - left) / width) * NUM_BUCKETS);
     this.cursor = Math.min(NUM_BUCKETS - 1, Math.max(0, index));
     const x = String(xOf(this.cursor));
