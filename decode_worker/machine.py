@@ -44,6 +44,7 @@ class DecodeArrived:
     source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
     deadline: float
     call: CallId = NO_CALL
+    binds: bool = False  # the offer of the source names no reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,24 +169,23 @@ class DecodeMachine:
             raise WorkerUnavailable("this decode worker is draining")
         sequence = self.core.admit(event.request, event.deadline, now, call=event.call)
         try:
-            actions = self._take_in(sequence, event.source, now)
+            actions = self._take_in(sequence, event, now)
         except TandemError:
             self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _Call(sequence)
         return actions
 
-    def _take_in(
-        self, sequence: Sequence, source: tuple[TransferId, AgentAddress] | None, now: float
-    ) -> list[DecodeAction]:
-        if source is None:
+    def _take_in(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
+        if event.source is None:
             self.core.scheduler.add(sequence)
             return []
         self.core.scheduler.refuse_oversized(sequence)
         if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
-        transfer_id, owner = source
-        actions = self._apply_results(self.transfers.reserve_pull(transfer_id, owner, now), now)
+        transfer_id, owner = event.source
+        reserved = self.transfers.reserve_pull(transfer_id, owner, now, event.binds)
+        actions = self._apply_results(reserved, now)
         self.pulls.add(sequence, transfer_id)
         return actions
 

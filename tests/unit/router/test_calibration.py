@@ -15,7 +15,8 @@ from router.choice_stream import ChoiceStream, route_attributes
 from router.events import Fail, Finish, Outcome
 from router.fleet_metrics import record_end
 from router.policy import Candidate
-from runtime.metrics import RATIO_BUCKETS, Metric, Metrics
+from runtime.metrics import RATIO_BUCKETS, Metric
+from runtime.metrics_page import Metrics
 
 CANDIDATE = Candidate(
     "prefill-0", "decode-0", cached_tokens=64, uncached_tokens=16, transfer_blocks=5, num_dispatched=0, queue_s=0.1,
@@ -42,7 +43,9 @@ class Recording:
 
 def ratios_of(result: Finish | Fail) -> list[tuple[float, dict[str, str]]]:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=4))
-    stream = ChoiceStream(0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), asyncio.Event())
+    stream = ChoiceStream(
+        0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), asyncio.Event(), cast(Any, None)
+    )
     metrics = Recording()
     record_end(cast(Metrics, metrics), stream, result, 12.0)
     return [(value, labels) for metric, value, labels in metrics.recorded if metric is Metric.TTFT_PREDICTION_RATIO]
