@@ -13,7 +13,7 @@ from typing import Protocol
 
 import grpc
 
-from gateway.dashboard.views import Json, answering_router, fleet_view, request_view
+from gateway.dashboard.views import Json, answering_router, fleet_view, request_view, trace_view
 from tandem_client import CallFailed
 from tandem_client.stubs import cluster_pb2
 
@@ -30,7 +30,9 @@ class FleetClient(Protocol):
 
     async def fleet(self, *, metadata: Metadata) -> cluster_pb2.GetFleetResponse: ...
 
-    async def list_requests(self, limit: int, after: int, *, metadata: Metadata) -> cluster_pb2.ListRequestsResponse: ...
+    async def list_requests(
+        self, limit: int, after: int, *, metadata: Metadata
+    ) -> cluster_pb2.ListRequestsResponse: ...
 
     async def get_trace(self, id: str, *, metadata: Metadata) -> cluster_pb2.Trace: ...
 
@@ -38,11 +40,13 @@ class FleetClient(Protocol):
 class Feed:
     """The fleet and the last requests, as one router tells them. `await refresh()` before each look.
 
-    `client_of` may raise `CallFailed`, for a fleet that is away.
+    `pick` chooses a router of the fleet. It may raise `CallFailed`, for a fleet that is away. The feed stays with its
+    router until a call fails, because each router knows its own requests only.
     """
 
-    def __init__(self, client_of: Callable[[], FleetClient], metadata: Metadata) -> None:
-        self._client_of, self._metadata = client_of, metadata
+    def __init__(self, pick: Callable[[], FleetClient], metadata: Metadata) -> None:
+        self._pick, self._metadata = pick, metadata
+        self._client: FleetClient | None = None
         self._lock = asyncio.Lock()
         self._tried_at = float("-inf")
         self._failed: CallFailed | None = None
@@ -70,7 +74,7 @@ class Feed:
             raise self._failed
 
     async def _fetch(self) -> None:
-        client = self._client_of()
+        client = self._client = self._client or self._pick()
         fleet = await client.fleet(metadata=self._metadata)
         if (router := answering_router(fleet)) != self._router:  # another router counts its requests from 1
             self._router, self._newest = router, 0
@@ -82,7 +86,7 @@ class Feed:
         self._fleet = fleet_view(fleet) | {"now_unix_ms": time.time() * 1e3}
 
     def _note_failure(self, error: CallFailed) -> None:
-        self._failed = error
+        self._failed, self._client = error, None
         if self._failing_since is None:
             self._failing_since = time.monotonic()
 
@@ -90,6 +94,11 @@ class Feed:
     def failing_s(self) -> float:
         """Seconds since the first of the fetches in a row that failed."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+
+    async def trace(self, id: str) -> Json:
+        """The spans of one request of the feed's router. Raises `CallFailed`."""
+        client = self._client or self._pick()
+        return trace_view(await client.get_trace(id, metadata=self._metadata))
 
     def fleet(self) -> Json:
         return self._fleet
@@ -107,10 +116,10 @@ class Feeds:
     def __init__(self) -> None:
         self._feeds: OrderedDict[tuple[str, str], Feed] = OrderedDict()
 
-    def get(self, model: str, authorization: str, client_of: Callable[[], FleetClient]) -> Feed:
+    def get(self, model: str, authorization: str, pick: Callable[[], FleetClient]) -> Feed:
         key = (model, authorization)
         if key not in self._feeds:
-            self._feeds[key] = Feed(client_of, metadata_of(authorization))
+            self._feeds[key] = Feed(pick, metadata_of(authorization))
             if len(self._feeds) > MAX_FEEDS:
                 self._feeds.popitem(last=False)
         self._feeds.move_to_end(key)

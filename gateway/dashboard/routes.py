@@ -13,8 +13,7 @@ import grpc
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from gateway.dashboard.feed import Feed, Feeds, FleetClient, metadata_of
-from gateway.dashboard.views import trace_view
+from gateway.dashboard.feed import Feed, Feeds
 from gateway.fleets import Fleets, ModelUnknown
 from tandem_client import CallFailed
 
@@ -60,7 +59,10 @@ async def static_file(request: Request, name: str) -> Response:
 async def fleet(request: Request, model: str = "") -> JSONResponse:
     """The newest reports of all workers and routers."""
     feed = await _refreshed(request, model)
-    return feed if isinstance(feed, JSONResponse) else _json(feed.fleet() | {"models": _fleets(request).names()})
+    if isinstance(feed, JSONResponse):
+        return feed
+    models = [listed.name for listed in _fleets(request).listed() if listed.name == listed.model]
+    return _json(feed.fleet() | {"models": models})
 
 
 @router.get("/dashboard/api/requests")
@@ -76,22 +78,16 @@ async def requests(
 async def trace(request: Request, trace_id: str, model: str = "") -> JSONResponse:
     """The spans of one request, and the candidates that the router compared."""
     try:
-        client = _client(_fleets(request), model)
-        found = await client.get_trace(trace_id, metadata=metadata_of(_authorization(request)))
+        return _json(await _feed(request, model).trace(trace_id))
     except CallFailed as error:
         return _failure(error, 0.0)
     except ModelUnknown as error:
         return _error(404, "invalid", str(error))
-    return _json(trace_view(found))
 
 
 async def _refreshed(request: Request, model: str) -> Feed | JSONResponse:
     """The feed for this viewer with data less than a second old, or the answer that says why there is none."""
-    state, fleets = request.app.state, _fleets(request)
-    if not hasattr(state, "dashboard"):
-        state.dashboard = Feeds()
-    feeds: Feeds = state.dashboard
-    feed = feeds.get(model, _authorization(request), lambda: _client(fleets, model))
+    feed = _feed(request, model)
     try:
         await feed.refresh()
     except CallFailed as error:
@@ -101,15 +97,17 @@ async def _refreshed(request: Request, model: str) -> Feed | JSONResponse:
     return feed
 
 
+def _feed(request: Request, model: str) -> Feed:
+    state, fleets = request.app.state, _fleets(request)
+    if not hasattr(state, "dashboard"):
+        state.dashboard = Feeds()
+    feeds: Feeds = state.dashboard
+    return feeds.get(model, _authorization(request), lambda: fleets.resolve(model).client)
+
+
 def _fleets(request: Request) -> Fleets:
     fleets: Fleets = request.app.state.fleets
     return fleets
-
-
-def _client(fleets: Fleets, model: str) -> FleetClient:
-    """The client of the fleet that serves `model`; of the first fleet for an empty name."""
-    names = fleets.names()
-    return fleets.resolve(model or (names[0] if names else "")).client
 
 
 def _authorization(request: Request) -> str:

@@ -14,7 +14,8 @@ Json = dict[str, Any]
 COLUMNS = ("free", "cached", "held", "leased", "incoming")  # of the KV ledger, in the order of the page
 CANDIDATE_TERMS = ("queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "first_token_ms", "cost_ms")
 PHASES = (
-    "tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms", "decode_ms",
+    "tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms",
+    "decode_ms",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import grpc
 
+from gateway.fleets import ModelUnknown
 from tandem_client import CallFailed
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 
@@ -73,11 +74,13 @@ class FakeFleets:
     def __init__(self, **clients: FakeFleet) -> None:
         self._clients = clients
 
-    def names(self) -> list[str]:
-        return list(self._clients)
+    def listed(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, model=name) for name in self._clients]
 
     def resolve(self, model: str) -> SimpleNamespace:
-        return SimpleNamespace(name=model, client=self._clients[model])
+        if model and model not in self._clients:
+            raise ModelUnknown(model, list(self._clients))
+        return SimpleNamespace(client=self._clients[model or next(iter(self._clients))])
 
 
 def make_worker(role: worker_pb2.WorkerRole, ordinal: int, seed: int) -> cluster_pb2.FleetWorker:
@@ -102,7 +105,12 @@ def make_worker(role: worker_pb2.WorkerRole, ordinal: int, seed: int) -> cluster
 def make_summary(number: int, now_ms: float, **changes: object) -> cluster_pb2.RequestSummary:
     """A request that has ended at `now_ms`, in milliseconds since 1970."""
     rng = random.Random(number)
-    queue, prefill, transfer, decode = rng.expovariate(0.2), rng.uniform(20, 90), rng.uniform(2, 12), rng.uniform(90, 700)
+    queue, prefill, transfer, decode = (
+        rng.expovariate(0.2),
+        rng.uniform(20, 90),
+        rng.uniform(2, 12),
+        rng.uniform(90, 700),
+    )
     prompt, output = rng.randrange(80, 900), rng.randrange(2, 64)
     timings = inference_pb2.PhaseTimings(
         tokenize_ms=0.8, router_queue_ms=queue, prefill_queue_ms=1.5, prefill_ms=prefill, transfer_ms=transfer,
@@ -130,7 +138,9 @@ def make_trace(requests: Sequence[cluster_pb2.RequestSummary]) -> cluster_pb2.Tr
         spans += [
             _span("tandem.request", "router-0-aa", summary, 0, summary.total_ms, root),
             _span("router.queue", "router-0-aa", summary, timings.tokenize_ms, timings.router_queue_ms),
-            _span("prefill_worker.prefill", summary.prefill_worker, summary, timings.router_queue_ms, timings.prefill_ms),
+            _span(
+                "prefill_worker.prefill", summary.prefill_worker, summary, timings.router_queue_ms, timings.prefill_ms
+            ),
             _span("decode_worker.decode", summary.decode_worker, summary, summary.first_token_ms, timings.decode_ms),
         ]
     pair = cluster_pb2.Candidate(
