@@ -119,7 +119,8 @@ def make_summary(number: int, now_ms: float, **changes: object) -> cluster_pb2.R
     )  # fmt: skip
     summary = cluster_pb2.RequestSummary(
         number=number, request_id=f"req-{number:04d}", trace_id=f"{number:032x}", total_ms=timings.total_ms,
-        arrived_at_unix_ms=now_ms - timings.total_ms, first_token_ms=timings.first_token_ms, tpot_ms=decode / (output - 1),
+        arrived_at_unix_ms=now_ms - timings.total_ms, first_token_ms=timings.first_token_ms,
+        tpot_ms=decode / (output - 1),
         end="stop" if number % 3 else "length",
         usage=inference_pb2.Usage(prompt_tokens=prompt, completion_tokens=output, cached_tokens=prompt // 2),
         path=inference_pb2.REQUEST_PATH_DISAGGREGATED if number % 4 else inference_pb2.REQUEST_PATH_LOCAL,

@@ -143,14 +143,6 @@ export class History {
     });
   }
 
-  // As points(), without the newest bucket while it is young: few requests say little. A page that has no more shows it.
-  settledPoints() {
-    const points = this.points();
-    const young = points.at(-1).ageMs < -BUCKET_MS / 2;
-    if (young && points.slice(0, -1).some(({ bucket }) => bucket)) points.at(-1).bucket = null;
-    return points;
-  }
-
   // The sums of the last `num` buckets, the unfinished one included.
   recent(num) {
     const sum = { count: 0, promptTokens: 0, cachedTokens: 0, outputTokens: 0, ttft: [], seconds: 0 };

@@ -22,10 +22,11 @@ const PHASE_TITLES = {
 const watched = (value, bucket) => (bucket.watchedMs ? value / (bucket.watchedMs / 1000) : null);
 
 // The plots: their shape, and how to read a bucket of which so many milliseconds have passed.
+// `settled`: few requests say little, so the newest bucket is drawn from its middle on.
 const PLOTS = [
   ...Object.keys(PHASES).map((phase) => ({
     id: `plot-${phase}`, title: PHASE_TITLES[phase][0], note: PHASE_TITLES[phase][1], series: PERCENTILES, format: duration,
-    read: (bucket) => bucket.percentiles(phase),
+    read: (bucket) => bucket.percentiles(phase), settled: true,
   })),
   {
     id: "plot-tokens", title: "Tokens", note: "all workers", format: perSecond,
@@ -36,6 +37,7 @@ const PLOTS = [
     id: "plot-hits", title: "Hit ratio", note: "cached share of prompt tokens", format: percent, top: 1,
     series: [{ key: "hits", label: "cached", style: "first" }],
     read: (bucket) => ({ hits: bucket.promptTokens ? bucket.cachedTokens / bucket.promptTokens : null }),
+    settled: true,
   },
   {
     id: "plot-bandwidth", title: "Transfer speed", note: "while a read runs", format: bytesPerSecond,
@@ -45,7 +47,8 @@ const PLOTS = [
   {
     id: "plot-paths", title: "Paths", note: "requests that ended", format: perSecond,
     series: PATHS.map((path, index) => ({ key: path, label: path, style: ["first", "second", "third", "fourth"][index] })),
-    read: (bucket, ms) => Object.fromEntries(PATHS.map((path) => [path, bucket.paths[path] / (ms / 1000)])),
+    read: (bucket, ms) => Object.fromEntries(PATHS.map((path) => [path, bucket.paths[path] / (Math.max(ms, 1000) / 1000)])),
+    settled: true,
   },
   {
     id: "plot-kv", title: "KV in use", note: "held, leased and incoming", format: percent, top: 1,
@@ -58,7 +61,7 @@ const TILES = ["Requests", "Output tokens", "TTFT p50", "TTFT p99", "In flight",
 class Page {
   constructor() {
     this.model = "";
-    this.plots = PLOTS.map((plot) => [new LinePlot(plot), plot.read]);
+    this.plots = PLOTS.map((plot) => [new LinePlot(plot), plot.read, plot.settled]);
     $("plots").append(...this.plots.map(([plot]) => plot.element));
     this.pools = [new Pool("prefill", "Prefill pool"), new Pool("decode", "Decode pool")];
     $("pools").append(...this.pools.map((pool) => pool.element));
@@ -116,10 +119,11 @@ class Page {
   #draw(fleet) {
     for (const pool of this.pools) pool.update(this.history, fleet.wanted[pool.role]);
     this.routers.update(fleet);
-    const points = this.history.settledPoints();
-    for (const [plot, read] of this.plots) {
+    const points = this.history.points();
+    for (const [plot, read, settled] of this.plots) {
+      const youngest = points.slice(0, -1).some(({ bucket }) => bucket) ? -BUCKET_MS / 2 : -BUCKET_MS;
       const missing = Object.fromEntries(plot.series.map(({ key }) => [key, null]));
-      plot.update(points.map(({ ageMs, bucket }) => ({ ageMs, values: bucket ? read(bucket, Math.max(1000, Math.min(BUCKET_MS, BUCKET_MS + ageMs))) : missing })));
+      plot.update(points.map(({ ageMs, bucket }) => ({ ageMs, values: bucket && (ageMs >= youngest || !settled) ? read(bucket, Math.min(BUCKET_MS, BUCKET_MS + ageMs)) : missing })));
     }
     this.list.update();
     this.#drawTiles(fleet);

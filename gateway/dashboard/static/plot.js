@@ -54,7 +54,8 @@ export class LinePlot {
     const all = points.flatMap(({ values }) => this.series.map(({ key }) => values[key] ?? 0));
     const top = this.top ?? niceTop(Math.max(...all));
     this.series.forEach(({ key }, index) => setAttribute(this.lines[index], "d", linePath(points, key, top)));
-    [top, top / 2, 0].forEach((value, index) => setText(this.axis[index], this.format(value)));
+    const empty = this.top === null && !(Math.max(...all) > 0);
+    [top, top / 2, 0].forEach((value, index) => setText(this.axis[index], empty && value ? "" : this.format(value)));
     this.#readout();
     if (!this.table.hidden) this.#fillTable();
   }
