@@ -29,6 +29,7 @@ FLAGS = [
 ]  # fmt: skip
 KEY = "an-operator's-key-of-this-test"
 MAX_BYTES = 200_000
+MISSING = "\u2013"
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 360, "height": 740}
 WATCH_SHIFTS = """
 window.shifts = [];
@@ -94,7 +95,7 @@ async def test_it_loads_small_and_updates_without_a_shift(browser: Browser, shar
         assert 20_000 < loaded < MAX_BYTES
         await deployment.generate(text="one more, while the page looks", max_tokens=24, request_id="newest")
         await expect(page.locator(".request button").first).to_have_text("newest")
-        await expect(page.locator("#plot-ttft .legend b").first).not_to_have_text("–")
+        await expect(page.locator("#plot-ttft .legend b").first).not_to_have_text(MISSING)
         await expect(page.locator("#status-text")).to_contain_text("Live")
         assert await shift_of(page) < 0.01
 
@@ -253,4 +254,4 @@ async def test_the_history_counts_right(browser: Browser, shared: tuple[Deployme
     assert found["bucket"] == 130
     assert found["kv"] == pytest.approx(0.2)
     assert found["tops"] == pytest.approx([0.05, 10, 25, 100])
-    assert found["texts"] == ["400 µs", "12.3 ms", "1 min 1 s", "1,234", "–"]
+    assert found["texts"] == ["400 µs", "12.3 ms", "1 min 1 s", "1,234", MISSING]

@@ -134,19 +134,25 @@ export class History {
     return { prefilled: (last.prefilled - first.prefilled) / seconds, sampled: (last.sampled - first.sampled) / seconds };
   }
 
-  // The buckets of the last 10 minutes, oldest first: {ageMs of the end, bucket or null}.
-  points() {
+  // The newest `num` buckets, oldest first: {ageMs of the end, bucket or null}.
+  points(num = NUM_BUCKETS) {
     const newest = Math.floor(this.now / BUCKET_MS);
-    return Array.from({ length: NUM_BUCKETS }, (_, index) => {
-      const number = newest - NUM_BUCKETS + 1 + index;
+    return Array.from({ length: num }, (_, index) => {
+      const number = newest - num + 1 + index;
       return { ageMs: this.now - (number + 1) * BUCKET_MS, bucket: this.buckets.get(number) ?? null };
     });
+  }
+
+  // How many buckets to draw: 2, 5 or 10 minutes, the least that shows all.
+  span() {
+    const needed = Math.floor(this.now / BUCKET_MS) - Math.min(...this.buckets.keys()) + 1;
+    return [12, 30].find((num) => num >= needed) ?? NUM_BUCKETS;
   }
 
   // The sums of the last `num` buckets, the unfinished one included.
   recent(num) {
     const sum = { count: 0, promptTokens: 0, cachedTokens: 0, outputTokens: 0, ttft: [], seconds: 0 };
-    for (const { bucket, ageMs } of this.points().slice(-num)) {
+    for (const { bucket, ageMs } of this.points(num)) {
       sum.seconds += BUCKET_MS / 1000 - Math.max(0, -ageMs / 1000);
       if (!bucket) continue;
       for (const field of ["count", "promptTokens", "cachedTokens", "outputTokens"]) sum[field] += bucket[field];

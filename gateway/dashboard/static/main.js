@@ -119,7 +119,7 @@ class Page {
   #draw(fleet) {
     for (const pool of this.pools) pool.update(this.history, fleet.wanted[pool.role]);
     this.routers.update(fleet);
-    const points = this.history.points();
+    const points = this.history.points(this.history.span());
     for (const [plot, read, settled] of this.plots) {
       const youngest = points.slice(0, -1).some(({ bucket }) => bucket) ? -BUCKET_MS / 2 : -BUCKET_MS;
       const missing = Object.fromEntries(plot.series.map(({ key }) => [key, null]));
@@ -127,7 +127,7 @@ class Page {
     }
     this.list.update();
     this.#drawTiles(fleet);
-    setText($("time-note"), `Points of 10 s, from ${count(this.history.recent(60).count)} requests of this router`);
+    setText($("time-note"), `Last ${(points.length * BUCKET_MS) / 60_000} of at most 10 minutes, a point for each 10 s, from ${count(this.history.recent(60).count)} requests`);
   }
 
   #drawTiles(fleet) {

@@ -1,9 +1,9 @@
-// Two drawings: lines over the last 10 minutes, and stacked bars. Each has a fixed size, so new data moves nothing.
+// Two drawings: lines over the last minutes, and stacked bars. Each has a fixed size, so new data moves nothing.
 
 import { ago, el, setAttribute, setText, svg } from "./format.js";
-import { BUCKET_MS, NUM_BUCKETS } from "./history.js";
+import { BUCKET_MS } from "./history.js";
 
-const WIDTH = 600; // of the drawing's own units: one a second
+const WIDTH = 600; // in the drawing's own units
 const HEIGHT = 100;
 
 // The smallest of 1, 2, 2.5 and 5 times a power of ten that is at least `value`.
@@ -28,8 +28,8 @@ export class LinePlot {
     );
     this.axis = ["top", "middle", "bottom"].map((place) => el("span", { class: `axis ${place}`, "aria-hidden": "true" }));
     this.when = el("span", { class: "axis when", "aria-hidden": "true" }, "now");
-    const times = [el("span", { class: "axis from", "aria-hidden": "true" }, "−10 min"), this.when];
-    this.picture = el("div", { class: "picture" }, this.drawing, ...this.axis, ...times);
+    this.from = el("span", { class: "axis from", "aria-hidden": "true" });
+    this.picture = el("div", { class: "picture" }, this.drawing, ...this.axis, this.from, this.when);
     this.rows = el("tbody");
     const header = el("tr", {}, el("th", { scope: "col" }, "Time"), ...series.map(({ label }) => el("th", { scope: "col" }, label)));
     const table = el("table", { "aria-labelledby": `${id}-title` }, el("thead", {}, header), this.rows);
@@ -48,7 +48,7 @@ export class LinePlot {
     this.picture.addEventListener("pointerleave", () => this.#unpoint());
   }
 
-  // points: 60 of {ageMs, values: {key: number or null}}, oldest first.
+  // points: one each 10 s, {ageMs, values: {key: number or null}}, oldest first.
   update(points) {
     this.points = points;
     const all = points.flatMap(({ values }) => this.series.map(({ key }) => values[key] ?? 0));
@@ -56,27 +56,29 @@ export class LinePlot {
     this.series.forEach(({ key }, index) => setAttribute(this.lines[index], "d", linePath(points, key, top)));
     const empty = this.top === null && !(Math.max(...all) > 0);
     [top, top / 2, 0].forEach((value, index) => setText(this.axis[index], empty && value ? "" : this.format(value)));
+    this.minutes = (points.length * BUCKET_MS) / 60_000;
+    setText(this.from, `−${this.minutes} min`);
     this.#readout();
     if (!this.table.hidden) this.#fillTable();
   }
 
   #readout() {
     const newest = this.points.findLast(({ values }) => this.series.some(({ key }) => values[key] !== null));
-    const shown = (this.cursor === null ? newest : this.points[this.cursor]) ?? { values: {} };
+    const shown = (this.cursor === null ? newest : this.points[this.cursor]) ?? { values: {}, ageMs: 0 };
     const texts = this.series.map(({ key }) => this.format(shown.values[key]));
     texts.forEach((text, index) => setText(this.values[index], text));
     setText(this.when, this.cursor === null ? "now" : ago(shown.ageMs + BUCKET_MS / 2));
     if (this.cursor === null) {
       const said = this.series.map(({ label }, index) => `${label} ${texts[index]}`).join(", ");
-      setAttribute(this.drawing, "aria-label", `${this.title} over the last 10 minutes. Newest: ${said}.`);
+      setAttribute(this.drawing, "aria-label", `${this.title} over the last ${this.minutes} minutes. Newest: ${said}.`);
     }
   }
 
   #point(event) {
     const { left, width } = this.drawing.getBoundingClientRect();
-    const index = Math.floor(((event.clientX - left) / width) * NUM_BUCKETS);
-    this.cursor = Math.min(NUM_BUCKETS - 1, Math.max(0, index));
-    const x = String(xOf(this.cursor));
+    const index = Math.floor(((event.clientX - left) / width) * this.points.length);
+    this.cursor = Math.min(this.points.length - 1, Math.max(0, index));
+    const x = String(xOf(this.cursor, this.points.length));
     for (const end of ["x1", "x2"]) this.mark.setAttribute(end, x);
     this.mark.setAttribute("visibility", "visible");
     this.#readout();
@@ -104,8 +106,8 @@ export class LinePlot {
   }
 }
 
-function xOf(index) {
-  return (index + 0.5) * (WIDTH / NUM_BUCKETS);
+function xOf(index, num) {
+  return (index + 0.5) * (WIDTH / num);
 }
 
 // A line through the values. A bucket without a value is a gap; a value alone is a dot.
@@ -119,7 +121,8 @@ function linePath(points, key, top) {
       return;
     }
     const y = (HEIGHT - 1 - Math.min(1, value / top) * (HEIGHT - 2)).toFixed(1);
-    path += drawing ? `L${xOf(index)} ${y}` : `M${xOf(index)} ${y}h.01`;
+    const x = xOf(index, points.length);
+    path += drawing ? `L${x} ${y}` : `M${x} ${y}h.01`;
     drawing = true;
   });
   return path;
