@@ -71,6 +71,7 @@ REQUEST_FLAGS = (
     RequestFlag("stop", list[str], "End the output before this text. May be repeated.", "stop.stop_strings"),
     RequestFlag("stop-token-id", list[int], "End the output after this token. May be repeated.", "stop.stop_token_ids"),
     RequestFlag("ignore-eos", bool, "Continue after the end-of-sequence token.", "stop.ignore_eos"),
+    RequestFlag("min-tokens", int, "Do not end the output before this many tokens. (default: 0)", "stop.min_tokens"),
     RequestFlag("cache-salt", str, "Share cached prefixes only with requests of the same salt.", "cache_salt"),
     RequestFlag("user", str, "Share prefill workers equally with requests of other users. (default: the cache salt)",
                 "user"),

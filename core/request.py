@@ -75,10 +75,15 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None  # None = no logprobs; n = of the sampled token and the n most likely tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0  # the least output before a stop token or a stop string
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise InvalidRequest("max_tokens", f"must be at least 1, is {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidRequest(
+                "min_tokens", f"must be in [0, max_tokens], here [0, {self.max_tokens}], is {self.min_tokens}"
+            )
         for name in _RANGES:
             _require_range(name, getattr(self, name))
         if self.top_k < 0:
@@ -97,6 +102,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         """The temperature is 0, or so small that the scaled logits would overflow float32."""
         return self.temperature < MIN_SAMPLING_TEMPERATURE
+
+    def stop_tokens(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the output, for a model with these end-of-sequence tokens."""
+        if self.ignore_eos:
+            return self.stop_token_ids
+        return self.stop_token_ids | eos_token_ids if self.stop_token_ids else eos_token_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from core.config import SchedulerConfig
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
 from core.prompt_queue import PromptQueue
-from core.sequence import Rank, Sequence, by_rank, stop_tokens
+from core.sequence import Rank, Sequence, by_rank
 from core.sequence_blocks import SequenceBlocks
 from core.sequence_queues import SequenceQueues
 from core.step import ScheduledChunk, StepOutput, StepPlan, TokenEvent
@@ -120,7 +120,7 @@ class Scheduler:
         if not sequence.block_table and len(self.waiting) >= self.config.max_waiting:
             raise QueueFull(f"{len(self.waiting)} sequences wait already (max_waiting)")
         sequence.num_planned_tokens = sequence.num_computed_tokens
-        sequence.stop_token_ids = stop_tokens(sequence.request, self.eos_token_ids)
+        sequence.stop_token_ids = sequence.request.sampling.stop_tokens(self.eos_token_ids)
         self.queues.add(sequence)
 
     def refuse_oversized(self, sequence: Sequence) -> None:

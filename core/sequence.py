@@ -87,19 +87,11 @@ class Sequence:
 
     def finish_reason_after(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """The reason to end after `token_id` was appended; None if the sequence continues."""
-        if token_id in stop_tokens(self.request, eos_token_ids):
+        if token_id in self.request.sampling.stop_tokens(eos_token_ids):
             return FinishReason.STOP
         if len(self.token_ids) >= self.request.max_total_tokens:
             return FinishReason.LENGTH
         return FinishReason.HANDOFF if len(self.token_ids) >= self.max_num_tokens else None
-
-
-def stop_tokens(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end this request."""
-    stops = frozenset(request.sampling.stop_token_ids)
-    if request.sampling.ignore_eos:
-        return stops
-    return stops | eos_token_ids if stops else eos_token_ids
 
 
 # ---- lists of sequences in rank order

@@ -105,7 +105,7 @@ class FakeRunner:
                 self._write(chunk, position, previous)
             if chunk.samples:
                 logits.append(logits_after(self._read(chunk, 0, chunk.start + chunk.num_tokens), self.info.vocab_size))
-        return Sampler(chunks).sample(np.stack(logits), promised) if logits else {}
+        return Sampler(chunks, self.info.eos_token_ids).sample(np.stack(logits), promised) if logits else {}
 
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
         """The pool's current bytes of slots [max(start, 0), end), in order."""
@@ -151,7 +151,7 @@ def expected_tokens(
         for position in range(len(slots), len(token_ids)):
             previous = slots[-1] if slots else b""
             slots.append(slot_content(previous, token_ids[position], position, layout.token_bytes))
-        token_id = _drawn(logits_after(b"".join(slots), vocab_size), token_ids, request)
+        token_id = _drawn(logits_after(b"".join(slots), vocab_size), token_ids, request, eos_token_ids)
         token_ids.append(token_id)
         if token_id in request.sampling.stop_token_ids:
             break
@@ -160,7 +160,7 @@ def expected_tokens(
     return token_ids[len(request.token_ids) :]
 
 
-def _drawn(logits: np.ndarray, token_ids: Sequence[int], request: Request) -> int:
+def _drawn(logits: np.ndarray, token_ids: Sequence[int], request: Request, eos_token_ids: frozenset[int]) -> int:
     view = SequenceView(request.request_id, token_ids, request.num_prompt_tokens, (), request.sampling)
     chunk = ScheduledChunk(view, 0, len(token_ids), samples=True, promised=False)
-    return Sampler([chunk]).sample(logits[None])[request.request_id].token_id
+    return Sampler([chunk], eos_token_ids).sample(logits[None])[request.request_id].token_id

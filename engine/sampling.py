@@ -1,6 +1,7 @@
 """From logits to tokens, as a pure function of (logits, the request's tokens so far, seed, position).
 
     logits -> logit_bias -> repetition penalty (prompt and output) -> presence and frequency penalties (output)
+           -> before min_tokens: -inf for the tokens that end the output
            -> greedy: the highest logit, ties to the lowest id
            -> else: / temperature -> top_k -> top_p -> min_p -> inverse CDF at uniform_draw(seed, position)
 
@@ -28,10 +29,20 @@ Draw = Callable[[np.ndarray, SamplingParams, float], int]
 class Sampler:
     """Samples the tokens of one step. The constructor does everything that needs no logits."""
 
-    def __init__(self, chunks: Iterable[ScheduledChunk]) -> None:
+    def __init__(self, chunks: Iterable[ScheduledChunk], eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.chunks = [chunk for chunk in chunks if chunk.samples]
         self._names = [chunk.sequence.sequence_id for chunk in self.chunks]
-        self._plain = [row for row, chunk in enumerate(self.chunks) if is_plain_greedy(chunk.sequence.sampling)]
+        # row -> tokens that its sequence must not draw yet
+        self._barred = {
+            row: barred
+            for row, chunk in enumerate(self.chunks)
+            if chunk.sequence.sampling.min_tokens and (barred := barred_tokens(chunk, eos_token_ids))
+        }
+        self._plain = [
+            row
+            for row, chunk in enumerate(self.chunks)
+            if is_plain_greedy(chunk.sequence.sampling) and row not in self._barred
+        ]
         bare = {row for row in self._plain if self.chunks[row].sequence.sampling.num_logprobs is None}
         self._others = [row for row in range(len(self.chunks)) if row not in bare]
 
@@ -60,8 +71,20 @@ class Sampler:
     ) -> SampledToken:
         chunk = self.chunks[row]
         sampling = chunk.sequence.sampling
-        token_id = highest if is_plain_greedy(sampling) else choose(logits, chunk, promised, draw)
+        barred = self._barred.get(row, ())
+        if is_plain_greedy(sampling) and not barred:
+            token_id = highest
+        else:
+            token_id = choose(logits, chunk, promised, draw, barred)
         return with_logprobs(logits, token_id, sampling.num_logprobs)
+
+
+def barred_tokens(chunk: ScheduledChunk, eos_token_ids: frozenset[int]) -> list[int]:
+    """The tokens that would end the output before it has min_tokens tokens. Depends on the position alone."""
+    view = chunk.sequence
+    if chunk.start + chunk.num_tokens - view.num_prompt_tokens >= view.sampling.min_tokens:
+        return []
+    return sorted(view.sampling.stop_tokens(eos_token_ids))
 
 
 def is_plain_greedy(sampling: SamplingParams) -> bool:
@@ -80,7 +103,11 @@ def is_plain(sampling: SamplingParams) -> bool:
 
 
 def choose(
-    logits: np.ndarray, chunk: ScheduledChunk, promised: PromisedTokens = NO_TOKENS, draw: Draw | None = None
+    logits: np.ndarray,
+    chunk: ScheduledChunk,
+    promised: PromisedTokens = NO_TOKENS,
+    draw: Draw | None = None,
+    barred: Sequence[int] = (),
 ) -> int:
     """The token at position start + num_tokens of the chunk's sequence. # logits: float32 [vocab], left unchanged"""
     view, position = chunk.sequence, chunk.start + chunk.num_tokens
@@ -88,6 +115,9 @@ def choose(
     if not is_plain(sampling):
         token_ids = [*view.token_ids[: chunk.start], *tokens_of(chunk, promised)]
         logits = adjust(logits, sampling, token_ids, view.num_prompt_tokens)
+    if barred:
+        logits = logits.copy()
+        logits[barred] = -np.inf
     if sampling.greedy:
         return int(logits.argmax())
     return (draw or draw_token)(logits, sampling, uniform_draw(sampling.seed, position))

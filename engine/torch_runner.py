@@ -86,7 +86,7 @@ class TorchRunner:
     def _prepare(self, step: StepPlan) -> _StepInputs:
         assert self._model is not None, "the runner is closed"
         with torch.inference_mode():  # a setting of each thread
-            return self._model.prepare(step.chunks), Sampler(step.chunks)
+            return self._model.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
 
     def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> dict[str, SampledToken]:
         assert self._model is not None, "the runner is closed"

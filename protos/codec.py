@@ -6,7 +6,7 @@ Decoding is strict: a value that does not fit raises `InvalidRequest`, which nam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from core.block_hash import unpack_token_ids
 from core.block_pool import Column
@@ -173,6 +173,7 @@ def encode_sequence(request: Request, call: CallId = NO_CALL) -> worker_pb2.Sequ
             max_tokens=sampling.max_tokens,
             stop_token_ids=sorted(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
+            min_tokens=sampling.min_tokens,
         ),
         logprobs=sampling.num_logprobs,
         cache_salt=request.cache_salt,
@@ -207,6 +208,7 @@ def decode_sampling(
         **given,  # type: ignore[arg-type]
         stop_token_ids=frozenset(stop.stop_token_ids),
         ignore_eos=stop.ignore_eos,
+        min_tokens=stop.min_tokens,
         num_logprobs=logprobs,
         logit_bias=dict(wire.logit_bias),
     )
@@ -240,6 +242,14 @@ def encode_logprobs(token: SampledToken) -> inference_pb2.TokenLogprobs:
         logprob=token.logprob or 0.0,
         top=[inference_pb2.Logprob(token_id=token_id, logprob=value) for token_id, value in token.top_logprobs],
     )
+
+
+def name_tokens(wire: inference_pb2.TokenLogprobs, token_id: int, token_name: Callable[[int], bytes]) -> None:
+    """Fill in the bytes of the generated token and of the most likely tokens. Workers have no tokenizer, so only a
+    router does this."""
+    wire.token = token_name(token_id)
+    for entry in wire.top:
+        entry.token = token_name(entry.token_id)
 
 
 def encode_token(index: int, token: SampledToken) -> worker_pb2.SampledToken:

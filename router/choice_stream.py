@@ -18,6 +18,7 @@ from core.step import SampledToken
 from protos import codec, inference_pb2
 from router.events import Deliver, Fail, Finish, Outcome
 from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
+from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
 
 PROVIDER = "tandem"  # gen_ai.provider.name of the semantic conventions
@@ -41,6 +42,7 @@ class ChoiceStream:
     text: TextStream
     root: Span
     changed: asyncio.Event  # of the call: one of its choices has new tokens, or its end
+    token_name: TokenBytes  # for log-probabilities; names special tokens too
     result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
@@ -99,6 +101,8 @@ class ChoiceStream:
         chunk.token_ids.extend(token_ids)
         if self._logprobs:
             chunk.logprobs.extend(map(codec.encode_logprobs, self._logprobs))
+            for token, entry in zip(self._logprobs, chunk.logprobs, strict=True):
+                codec.name_tokens(entry, token.token_id, self.token_name)
             self._logprobs.clear()
         return response
 

@@ -70,9 +70,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request=choice_request,
                 client_request_id=generation.request_id,
                 arrived_at=arrived_at,
-                text=TextStream(self._tokenizer.detokenizer(), generation.stop_strings),
+                text=TextStream(
+                    self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
+                ),
                 root=self._shell.telemetry.start_root(headers, arrived_at),
                 changed=changed,
+                token_name=self._tokenizer.token_name,
             )
             for choice, choice_request in enumerate(generation.choices)
         ]

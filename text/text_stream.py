@@ -1,7 +1,7 @@
 """Converts the tokens of one choice to its text, in whole characters, up to the first stop string.
 
 Text that may begin a stop string is held back until later text decides. Text and match do not depend on the division
-of the tokens into runs.
+of the tokens into runs. The text of the first `min_tokens` tokens is not searched for stop strings.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from text.detokenizer import IncrementalDetokenizer
 class TextStream:
     """After `stop_match` is set, the text is complete and further tokens add nothing."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str]) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: Sequence[str], min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = tuple(stop_strings)
         self._first_chars = frozenset(stop[0] for stop in self._stop_strings)
         self._held = ""
+        self._num_unsearched = min_tokens  # of the tokens to come
         self.has_stop_strings = bool(self._stop_strings)
         self.stop_match = ""
 
@@ -29,6 +30,8 @@ class TextStream:
             return self._detokenizer.push(token_ids), len(token_ids)
         if self.stop_match:
             return "", 0
+        if self._num_unsearched:
+            return self._push_unsearched(token_ids)
         if len(token_ids) == 1:
             return self._release(self._detokenizer.push(token_ids)), 1
         state, held = self._detokenizer.save(), self._held
@@ -38,6 +41,15 @@ class TextStream:
         self._held = held
         self._detokenizer.restore(state)
         return self._push_one_by_one(token_ids)
+
+    def _push_unsearched(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        first = token_ids[: self._num_unsearched]
+        self._num_unsearched -= len(first)
+        text, later = self._detokenizer.push(first), token_ids[len(first) :]
+        if not later:
+            return text, len(first)
+        searched, num_used = self.push(later)
+        return text + searched, len(first) + num_used
 
     def _push_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, int]:
         """Find the token that completes a stop string. `token_ids` contain it."""

@@ -34,6 +34,7 @@ class ModelTokenizer:
         self._codec = codec
         self._template = template
         self._markings = markings(codec.special_tokens)
+        self._special_names = {token_id: text.encode() for text, token_id in codec.special_tokens.items()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -103,6 +104,10 @@ class ModelTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes of one token, perhaps part of a character; empty for special tokens."""
         return self._codec.token_bytes(token_id)
+
+    def token_name(self, token_id: int) -> bytes:
+        """As `token_bytes`; for a special token, its name."""
+        return self._codec.token_bytes(token_id) or self._special_names.get(token_id, b"")
 
     def detokenizer(self) -> IncrementalDetokenizer:
         """A new detokenizer, for one output."""

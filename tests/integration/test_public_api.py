@@ -82,6 +82,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "interval over a minute": (text(min_interval_ms=60_001), "min_interval_ms", "[0, 60000]"),
     "17 stop strings": (text(stop=StopConditions(stop_strings=["x"] * 17)), "stop_strings", "at most 16"),
     "empty stop string": (text(stop=StopConditions(stop_strings=[""])), "stop_strings", "1 to 256 characters"),
+    "more than all tokens": (text(stop=StopConditions(max_tokens=3, min_tokens=4)), "min_tokens", r"[0, 3], is 4"),
     "65 stop ids": (text(stop=StopConditions(stop_token_ids=range(65))), "stop_token_ids", "at most 64"),
     "stop id of no token": (text(stop=StopConditions(stop_token_ids=[10**6])), "stop_token_ids", "outside"),
     "salt too long": (text(cache_salt="s" * 257), "cache_salt", "at most 256"),
@@ -275,6 +276,8 @@ async def test_logprobs_come_with_every_token_the_first_one_too(deployment: Depl
         assert len(entry.top) == 3
         assert entry.top[0].logprob == max(top.logprob for top in entry.top)
         assert entry.top[0].token_id == token_id  # greedy
+        assert entry.token == entry.top[0].token
+    assert b"".join(entry.token for entry in entries).decode(errors="replace") == answer.text
 
 
 async def test_tokenize_and_detokenize_are_each_other_s_inverse(deployment: Deployment) -> None:

@@ -153,3 +153,21 @@ async def test_the_default_model_says_the_same_through_two_pools_as_on_one_engin
             assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
         await deployment.settle()
     engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.75])
+async def test_min_tokens_gives_what_one_engine_gives(
+    deployment: Deployment, engine: CoLocatedEngine, temperature: float
+) -> None:
+    prompt = prompt_of(BLOCK + 3, seed=9)
+    free = expected_tokens(engine, prompt, temperature=temperature, seed=3)
+    stops: dict[str, Any] = {"stop_token_ids": frozenset(free[:4]), "ignore_eos": False, "seed": 3}
+    assert len(expected_tokens(engine, prompt, temperature=temperature, **stops)) == 1
+    expected = expected_tokens(engine, prompt, temperature=temperature, **stops, min_tokens=7)
+    assert len(expected) > 7
+    answer = await deployment.generate(
+        token_ids=prompt, max_tokens=NUM_OUTPUT, temperature=temperature, **stops, min_tokens=7
+    )
+    assert answer.token_ids == expected
+    assert stops["stop_token_ids"].isdisjoint(expected[:7])
+    await deployment.settle()

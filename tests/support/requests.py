@@ -30,6 +30,7 @@ SAMPLING: dict[str, st.SearchStrategy[object]] = {
     "seed": st.integers(0, MAX_SEED),
     "stop_token_ids": st.frozensets(TOKEN_IDS, max_size=8),
     "ignore_eos": st.booleans(),
+    "min_tokens": st.integers(0, 1),  # at most max_tokens
     "num_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
     "logit_bias": st.dictionaries(TOKEN_IDS, float32(-100, 100), max_size=8),
 }

@@ -25,6 +25,7 @@ TYPED = [
     ("--stop a --stop b", GenerateRequest(stop=StopConditions(stop_strings=["a", "b"]))),
     ("--stop-token-id 4 --stop-token-id 5", GenerateRequest(stop=StopConditions(stop_token_ids=[4, 5]))),
     ("--ignore-eos", GenerateRequest(stop=StopConditions(ignore_eos=True))),
+    ("--min-tokens 3", GenerateRequest(stop=StopConditions(min_tokens=3))),
     ("--cache-salt mine", GenerateRequest(cache_salt="mine")),
     ("--user me", GenerateRequest(user="me")),
     ("--priority -3", GenerateRequest(priority=-3)),

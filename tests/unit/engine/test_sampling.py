@@ -174,3 +174,36 @@ def test_no_logprobs_are_returned_unless_requested() -> None:
     only_chosen = Sampler([chunk(params(temperature=0.0, num_logprobs=0))]).sample(LOGITS[None])["a"]
     assert only_chosen.logprob is not None
     assert only_chosen.top_logprobs == ()
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 2, "logit_bias": {3: 100.0}}]
+)
+def test_before_min_tokens_no_token_that_ends_the_output_is_drawn(options: dict[str, object]) -> None:
+    logits = np.array([0.0, 1.0, 0.5, 9.0, 8.0], dtype=np.float32)
+    ends = {3, 4}
+
+    def drawn(num_output: int, **more: object) -> set[int]:
+        tokens = [1, 2, *[0] * num_output]
+        return {
+            Sampler(
+                [chunk(params(seed=seed, stop_token_ids=frozenset({3}), **options, **more), tokens, 2)], frozenset({4})
+            )
+            .sample(logits[None])["a"]
+            .token_id
+            for seed in range(50)
+        }
+
+    for num_output in (0, 1, 2):
+        assert drawn(num_output, min_tokens=3).isdisjoint(ends), "also for a request that resumes"
+    assert drawn(3, min_tokens=3) == drawn(3)
+    assert drawn(3, min_tokens=3) & ends
+    assert drawn(0, min_tokens=3, ignore_eos=True) & ends <= {4}, "an end-of-sequence token does not end this output"
+
+
+def test_log_probabilities_stay_the_model_s_before_min_tokens() -> None:
+    sampling = params(temperature=0.0, num_logprobs=1, min_tokens=2)
+    best = int(LOGITS.argmax())
+    token = Sampler([chunk(sampling)], frozenset({best})).sample(LOGITS[None])["a"]
+    assert token.token_id != best
+    assert token.top_logprobs[0][0] == best

@@ -42,7 +42,9 @@ class Recording:
 
 def ratios_of(result: Finish | Fail) -> list[tuple[float, dict[str, str]]]:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=4))
-    stream = ChoiceStream(0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), asyncio.Event())
+    stream = ChoiceStream(
+        0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), asyncio.Event(), cast(Any, None)
+    )
     metrics = Recording()
     record_end(cast(Metrics, metrics), stream, result, 12.0)
     return [(value, labels) for metric, value, labels in metrics.recorded if metric is Metric.TTFT_PREDICTION_RATIO]

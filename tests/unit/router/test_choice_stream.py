@@ -23,7 +23,9 @@ PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND",
 def choice(*stop_strings: str) -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=100))
     text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), stop_strings)
-    return ChoiceStream(0, "model", "chat", request, "r", 0.0, text, cast(Any, None), asyncio.Event())
+    return ChoiceStream(
+        0, "model", "chat", request, "r", 0.0, text, cast(Any, None), asyncio.Event(), PIECES.__getitem__
+    )
 
 
 def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
@@ -62,6 +64,14 @@ def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> 
     assert (list(chunk.token_ids), chunk.text) == ([0, 5, 6], "a")
     assert stream.last_chunk() is None
     assert not stream.has_chunk
+
+
+def test_each_log_probability_has_the_bytes_of_its_token() -> None:
+    stream = choice()
+    stream.deliver(Deliver("r", 0, (2, 4), (SampledToken(2, -0.5, ((3, -0.25),)), SampledToken(4, -1.0))))
+    entries = stream.take_chunk().tokens.logprobs
+    assert [entry.token for entry in entries] == [PIECES[2], b"END"]
+    assert [entry.token for entry in entries[0].top] == [PIECES[3]]
 
 
 async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> None:

@@ -102,3 +102,13 @@ def test_tokens_after_a_stop_string_add_nothing() -> None:
     stream, shown = stream_of(["."], "a.", "b.", "c")
     assert shown == ["a", "", ""]
     assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("runs", [[1] * 5, [5], [2, 3], [3, 2]])
+def test_the_text_of_the_first_min_tokens_is_not_searched(runs: list[int]) -> None:
+    pieces = [b"END", b" E", b"ND", b" E", b"ND"]
+    stream, text, start, num_used = TextStream(IncrementalDetokenizer(pieces.__getitem__), ["END"], 3), "", 0, 0
+    for length in runs:
+        released, used = stream.push(range(start, start + length))
+        text, num_used, start = text + released, num_used + used, start + length
+    assert (text, stream.stop_match, num_used) == ("END END ", "END", 5)

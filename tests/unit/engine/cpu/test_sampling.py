@@ -66,3 +66,16 @@ def test_equal_logits_are_ordered_by_lowest_id(kernels: Kernels) -> None:
     native = NativeDraw(kernels)
     assert [native(flat, sampling, at) for at in (0.0, 0.0005, 0.5004, 0.9995)] == [0, 0, 500, 999]
     assert native(flat, SamplingParams(max_tokens=1, top_k=10), 0.999) == 9
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.01}])
+def test_tokens_that_must_not_be_drawn_yet_are_drawn_by_neither(kernels: Kernels, filters: dict[str, float]) -> None:
+    logits = np.random.default_rng(4).normal(0.0, 2.0, (1, 1000)).astype(np.float32)
+    likeliest = frozenset(np.argsort(-logits[0])[:8].tolist())
+    drawn = []
+    for seed in range(50):
+        sampling = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=likeliest, seed=seed, **filters)  # type: ignore[arg-type]
+        chunk = ScheduledChunk(SequenceView("a", [7, 8], 1, [0], sampling), 1, 1, True, False)
+        drawn.append([Sampler([chunk]).sample(logits, draw=draw)["a"].token_id for draw in (NativeDraw(kernels), None)])
+    assert all(native == plain for native, plain in drawn)
+    assert likeliest.isdisjoint(native for native, _ in drawn)

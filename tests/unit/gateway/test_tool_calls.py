@@ -1,0 +1,204 @@
+"""The calls of tools in an output are found as they arrive, and no text of the model is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.tool_calls import FORMATS, TextDelta, ToolCallDelta, ToolCallParser, new_mistral_id, parser_for
+
+Call = tuple[str, str]  # name, arguments
+WEATHER = '{"name": "weather", "arguments": {"city": "Paris {\\"}", "days": [1, {"a": null}]}}'
+WEATHER_ARGUMENTS = WEATHER.split('"arguments": ')[1][:-1]
+
+
+def new_parser(tool_format: str) -> ToolCallParser:
+    numbers = itertools.count()
+    parser = parser_for(tool_format, lambda: f"call_{next(numbers)}")
+    assert parser is not None
+    return parser
+
+
+def read(tool_format: str, pieces: Iterable[str]) -> tuple[str, list[Call]]:
+    """The text and the calls of an output that arrives in these pieces."""
+    parser, text, calls = new_parser(tool_format), "", []
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
+    for delta in deltas + parser.finish():
+        if isinstance(delta, TextDelta):
+            assert delta.text
+            text += delta.text
+        elif delta.id:
+            assert (delta.index, delta.id, delta.arguments) == (len(calls), f"call_{len(calls)}", "")
+            calls.append((delta.name, ""))
+        else:
+            assert (delta.index, delta.name) == (len(calls) - 1, "")
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    assert parser.num_calls == len(calls)
+    return text, calls
+
+
+HERMES = {
+    "no call": ("Paris is a city.", "Paris is a city.", []),
+    "a call": (f"<tool_call>\n{WEATHER}\n</tool_call>", "", [("weather", WEATHER_ARGUMENTS)]),
+    "text before": (f"Yes.\n<tool_call>{WEATHER}</tool_call>", "Yes.\n", [("weather", WEATHER_ARGUMENTS)]),
+    "two calls": (
+        f'<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>\n',
+        "",
+        [("weather", WEATHER_ARGUMENTS), ("now", "{}")],
+    ),
+    "text between and after": (
+        '<tool_call>{"name": "a", "arguments": {}}</tool_call> and <tool_call>{"name": "b"}</tool_call>\nDone.',
+        " and \nDone.",
+        [("a", "{}"), ("b", "{}")],
+    ),
+    "arguments first": ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", [("f", '{"x": 1}')]),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [("f", '{"x": 1}')]),
+    "arguments null": ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    "no end of the call": ('<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+    "no end of the first call": (
+        '<tool_call>{"name": "f", "arguments": {}}<tool_call>{"name": "g", "arguments": {}}',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    "half a marker": ("5 <tool_cal", "5 <tool_cal", []),
+    "a marker in a marker": ('<tool_<tool_call>{"name": "f"}</tool_call>', "<tool_", [("f", "{}")]),
+    "no object": ("<tool_call>weather()</tool_call>", "<tool_call>weather()</tool_call>", []),
+    "an unknown key": ('<tool_call>{"nome": "f"}</tool_call>', '<tool_call>{"nome": "f"}</tool_call>', []),
+    "no name": ('<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
+    "a name that is no text": ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
+    "a list": ('<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
+    "a name without end": (f'<tool_call>{{"name": "{"f" * 300}', f'<tool_call>{{"name": "{"f" * 300}', []),
+    "cut before the arguments": ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+    "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"x": "y', "", [("f", '{"x": "y')]),
+    "wrong brackets": ('<tool_call>{"name": "f", "arguments": {"x": [1}} and on', "}} and on", [("f", '{"x": [1')]),
+    "a call after a malformed one": (
+        '<tool_call>{"name": }</tool_call><tool_call>{"name": "f"}</tool_call>',
+        '<tool_call>{"name": }</tool_call>',
+        [("f", "{}")],
+    ),
+}  # fmt: skip
+LLAMA = {
+    "no call": ("Paris {is} a city.", "Paris {is} a city.", []),
+    "a call": ('{"name": "f", "parameters": {"x": "1"}}', "", [("f", '{"x": "1"}')]),
+    "after its tag": ('<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+    "with a type": ('\n{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+    "two calls": ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
+    "another object": ('{"answer": 42}', '{"answer": 42}', []),
+    "an object with a name": ('{"name": "Bob"}', '{"name": "Bob"}', []),
+    "an object after text": ('It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
+    "text after a call": ('{"name": "f", "parameters": {}} done', " done", [("f", "{}")]),
+}
+MISTRAL = {
+    "no call": ("[1] Paris is a city.", "[1] Paris is a city.", []),
+    "a call": ('[TOOL_CALLS] [{"name": "f", "arguments": {"x": [1, 2]}}]', "", [("f", '{"x": [1, 2]}')]),
+    "its marker has no text": ('[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+    "two calls": (
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"y": 2}}]',
+        "",
+        [("f", "{}"), ("g", '{"y": 2}')],
+    ),
+    "text before": ('See: [TOOL_CALLS][{"name": "f", "arguments": {}}]', "See: ", [("f", "{}")]),
+    "a list of numbers": ("[1, 2]", "[1, 2]", []),
+    "no list": ('[TOOL_CALLS]{"name": "f"}', '[TOOL_CALLS]{"name": "f"}', []),
+}
+CASES = [
+    pytest.param(tool_format, *case, id=f"{tool_format}: {name}")
+    for tool_format, cases in (("hermes", HERMES), ("llama3_json", LLAMA), ("mistral", MISTRAL))
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(("tool_format", "output", "text", "calls"), CASES)
+def test_calls_are_found_and_other_text_is_kept(tool_format: str, output: str, text: str, calls: list[Call]) -> None:
+    assert read(tool_format, [output]) == (text, calls)
+    assert read(tool_format, output) == (text, calls), "character by character"
+
+
+PARTS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool", "[", "]", "{", "}", ";", ",", "\n", " ",
+    '{"name": "f", "arguments": ',
+    '{"name": "f", "parameters": {}}', '{"a": "}\\"{"}', '"name": "g"', WEATHER, '"', "\\", "x",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tool_format=st.sampled_from(list(FORMATS)),
+    output=st.lists(st.sampled_from(PARTS), max_size=12).map("".join),
+    data=st.data(),
+)
+def test_the_result_does_not_depend_on_the_pieces(tool_format: str, output: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(output)), max_size=10)))
+    pieces = [output[start:end] for start, end in itertools.pairwise([0, *cuts, len(output)])]
+    whole = read(tool_format, [output])
+    assert read(tool_format, pieces) == whole
+    if not whole[1]:
+        assert whole[0] == output, "without a call, every character is text"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(st.text("abc_", min_size=1, max_size=9), st.dictionaries(st.text(max_size=5), JSON, max_size=3)),
+        max_size=3,
+    )
+)
+def test_every_valid_call_is_returned_with_its_arguments(calls: list[tuple[str, dict[str, object]]]) -> None:
+    written = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    outputs = {
+        "hermes": "".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in written),
+        "llama3_json": "; ".join(written),
+        "mistral": f"[TOOL_CALLS] [{', '.join(written)}]" if written else "",
+    }
+    for tool_format, output in outputs.items():
+        text, found = read(tool_format, [output])
+        assert (text, [(name, json.loads(arguments)) for name, arguments in found]) == ("", calls)
+
+
+def test_text_before_a_call_and_arguments_stream_at_once() -> None:
+    parser = new_parser("hermes")
+    assert parser.push("Let me") == [TextDelta("Let me")]
+    assert parser.push(" look<tool_") == [TextDelta(" look")]
+    assert parser.push('call>{"name": "f", "argu') == []
+    assert parser.push('ments": {"city": "Par') == [
+        ToolCallDelta(0, "call_0", "f", ""),
+        ToolCallDelta(0, "", "", '{"city": "Par'),
+    ]
+    assert parser.push('is"}') == [ToolCallDelta(0, "", "", 'is"}')]
+    assert parser.push("}\n</tool_call>") == []
+    assert parser.finish() == []
+
+
+def test_a_format_without_a_parser_has_none() -> None:
+    assert parser_for("") is None
+    assert parser_for("unheard of") is None
+
+
+def test_ids_are_new_and_those_of_mistral_have_nine_letters_or_digits() -> None:
+    ids = [new_mistral_id() for _ in range(50)]
+    assert len(set(ids)) == 50
+    assert all(len(found) == 9 and found.isalnum() for found in ids)
+    parser = parser_for("hermes")
+    assert parser is not None
+    [call] = parser.push('<tool_call>{"name": "f"}')[:1]
+    assert isinstance(call, ToolCallDelta)
+    assert call.id.startswith("call_")
+    assert len(call.id) > 20
+
+
+def test_a_long_call_takes_time_in_proportion_to_its_length() -> None:
+    arguments = json.dumps({"text": "x" * 300_000})
+    for output in (f'{{"name": "f", "arguments": {arguments}}}', f'{{"arguments": {arguments}, "name": "f"}}'):
+        assert read("llama3_json", [output]) == ("", [("f", arguments)])
