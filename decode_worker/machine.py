@@ -10,7 +10,7 @@ write to them. A failed hand-off ends the call with `TransferFailed`, and the ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.block_pool import Column
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
@@ -35,6 +35,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.machine import TransferMachine
+from worker.call_record import CallRecord
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, claim_of
 
 
@@ -68,6 +69,10 @@ class DecodeDone:
     cached_tokens: int
     timeline: Timeline
     pull: PullStats | None  # None: the prompt was computed here
+    num_prompt_tokens: int = 0  # of the call: with tokens that another worker generated
+    num_blocks: int = 0  # of the sequence
+    num_preemptions: int = 0
+    record: CallRecord = field(default_factory=CallRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +201,7 @@ class DecodeMachine:
         actions: list[DecodeAction] = []
         for pull, targets in self.pulls.give_blocks():
             if targets is None:
-                self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
+                self.core.enter(pull.sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(pull.sequence.block_table), pull.num_positions)
                 asked = self.transfers.start_pull(pull.transfer_id, positions, now, pull.sequence.num_tokens)
                 actions += self._apply_results(asked, now)
@@ -227,6 +232,7 @@ class DecodeMachine:
         pull = self.pulls.remove(done.transfer_id)
         sequence = pull.sequence
         assert not pull.call_ended, "the pull of an ended call completed, though it was cancelled or had failed"
+        num_skipped = len(sequence.block_table)
         blocks = [pull.targets[position] for position in range(len(sequence.block_table), pull.num_positions)]
         self.core.pool.arrive(blocks)
         sequence.block_table += blocks
@@ -236,8 +242,8 @@ class DecodeMachine:
             return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off delivered no first token"))
         index = sequence.num_tokens - sequence.request.num_prompt_tokens
         sequence.token_ids.append(done.first_token_id)
-        self.core.timelines[sequence.sequence_id].enter(Stage.DECODE, now)
-        self._calls[sequence.sequence_id].pull = done.stats
+        self.core.enter(sequence.sequence_id, Stage.DECODE, now)
+        self._calls[sequence.sequence_id].pull = replace(done.stats, num_blocks_skipped=num_skipped)
         finish_reason = sequence.finish_reason_after(done.first_token_id, self.core.scheduler.eos_token_ids)
         first_token = TokenEvent(sequence.sequence_id, index, SampledToken(done.first_token_id), finish_reason)
         emitted = EmitTokens((first_token,))
@@ -276,9 +282,15 @@ class DecodeMachine:
         assert reason is not None
         call = self._calls.pop(request_id)
         timeline = self.core.timelines[request_id]
-        timeline.enter(Stage.FINISHED, now)
+        record = self.core.records[request_id]
+        self.core.enter(request_id, Stage.FINISHED, now)
         self.core.dismiss(request_id)
-        return DecodeDone(request_id, reason, call.sequence.num_cached_tokens, timeline, call.pull)
+        sequence = call.sequence
+        num_blocks = -(-sequence.num_tokens // self.core.scheduler.block_size)
+        return DecodeDone(
+            request_id, reason, sequence.num_cached_tokens, timeline, call.pull, len(sequence.request.token_ids),
+            num_blocks, sequence.num_preemptions, record,
+        )  # fmt: skip
 
     def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
         """End an open call early. An open pull keeps its target blocks until its reads have ended."""

@@ -10,9 +10,10 @@ from core.handoff import OwnerState
 from core.lifecycle import Stage
 from core.paths import PathState
 from core.step_cost import StepWork
-from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
+from router.choice_stream import ChoiceStream, phase_timings
 from router.events import Fail, Finish
 from router.machine import RouterMachine
+from router.request_spans import PROVIDER
 from router.worker_record import WorkerRecord
 from router.workers import WorkerTable
 from runtime.metrics import REQUEST, Metric, Metrics, Reading

@@ -286,9 +286,9 @@ class RouterMachine:
         return self._retry(routed, missing, dispatch.candidate.decode_worker, now)
 
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
-        actions = self._end_dispatch(routed)
+        actions = self._end_dispatch(routed, None, now)
         self._forget(routed, now)
-        return [*actions, events.Finish(routed.request_id, routed.outcome(reason))]
+        return [*actions, events.Finish(routed.request_id, routed.outcome(reason), tuple(routed.ended_attempts))]
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
         """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
@@ -301,7 +301,7 @@ class RouterMachine:
         waits = isinstance(error, QueueFull) and routed.has_streamed
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
-        actions = self._end_dispatch(routed)
+        actions = self._end_dispatch(routed, error, now)
         routed.failed_workers |= workers_to_avoid(error, worker_id, _dispatch_of(routed).candidate)
         routed.last_error = str(error)
         routed.early_tokens.clear()
@@ -313,14 +313,15 @@ class RouterMachine:
 
     def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
         """Fail a request, and with it the choices that wait for its first token."""
-        actions = self._end_dispatch(routed)
+        actions = self._end_dispatch(routed, error, now)
         self._forget(routed, now)
-        actions.append(events.Fail(routed.request_id, error, routed.timeline))
+        actions.append(events.Fail(routed.request_id, error, routed.timeline, tuple(routed.ended_attempts)))
         for choice in self._take_held_choices(routed):
             actions += self._fail(choice, error, now)
         return actions
 
-    def _end_dispatch(self, routed: RoutedRequest) -> list[RouterAction]:
+    def _end_dispatch(self, routed: RoutedRequest, error: TandemError | None, now: float) -> list[RouterAction]:
+        routed.record_attempt(error, now)
         self._deadlines.cancel(("tokens", routed.request_id))
         return self._dispatches.end(routed)
 

@@ -11,10 +11,11 @@ import pytest
 from core.errors import QueueFull
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
-from router.choice_stream import ChoiceStream, route_attributes
+from router.choice_stream import ChoiceStream
 from router.events import Fail, Finish, Outcome
 from router.fleet_metrics import record_end
 from router.policy import Candidate
+from router.request_spans import route_attributes
 from runtime.metrics import RATIO_BUCKETS, Metric, Metrics
 
 CANDIDATE = Candidate(

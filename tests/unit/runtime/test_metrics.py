@@ -5,29 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from prometheus_client.core import Metric as Family
 
 from core.config import TelemetryConfig
 from runtime.metrics import METRICS, Kind, Metric, Metrics, Reading
-from runtime.telemetry import Attribute
 
 
 def constants(module: object) -> set[object]:
     return {value for name, value in vars(module).items() if name.isupper()}
 
 
-ATTRIBUTES = constants(gen_ai_attributes) | constants(error_attributes)
-
-
 def in_prometheus(name: object) -> str:
     return str(name).replace(".", "_")
-
-
-@pytest.mark.parametrize("name", [value for key, value in vars(Attribute).items() if key.isupper()])
-def test_every_span_attribute_starts_with_tandem_or_is_a_semantic_convention(name: str) -> None:
-    assert name.startswith("tandem.") or name in ATTRIBUTES
 
 
 @pytest.mark.parametrize("metric", Metric)
