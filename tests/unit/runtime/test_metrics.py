@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from prometheus_client.core import Metric as Family
 
@@ -14,6 +15,9 @@ from runtime.metrics import METRICS, Kind, Metric, Metrics, Reading
 
 def constants(module: object) -> set[object]:
     return {value for name, value in vars(module).items() if name.isupper()}
+
+
+ATTRIBUTES = constants(gen_ai_attributes) | constants(error_attributes)
 
 
 def in_prometheus(name: object) -> str:
