@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
-TransferId = int  # 128 random bits from the router, known only to the router and the two workers of the transfer
+TransferId = int  # 128 random bits, known only to the router and the two workers of the transfer
 
 
 class OwnerState(Enum):
@@ -241,4 +241,14 @@ class Ping:
     ack: int | None
 
 
-HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """From the puller: make me the reader of this offer, which names no reader. The transfer id is the proof."""
+
+    transfer_id: TransferId
+    incarnation: int
+    counter: int
+    reader: AgentAddress
+
+
+HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping | Bind

@@ -10,7 +10,7 @@ write to them. A failed hand-off ends the call with `TransferFailed`, and the ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from core.block_pool import Column
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
@@ -45,6 +45,7 @@ class DecodeArrived:
     source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
     deadline: float
     call: CallId = NO_CALL
+    binds: bool = False  # the offer of the source names no reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,8 @@ class DecodeDone:
     cached_tokens: int
     timeline: Timeline
     pull: PullStats | None  # None: the prompt was computed here
+    kv_block_seconds: float = 0.0  # of the sequence, from the reservation of its blocks
+    num_skipped_blocks: int = 0  # of the prompt, not pulled because the prefix cache had them
     num_prompt_tokens: int = 0  # of the call: with tokens that another worker generated
     num_blocks: int = 0  # of the sequence
     num_preemptions: int = 0
@@ -173,24 +176,23 @@ class DecodeMachine:
             raise WorkerUnavailable("this decode worker is draining")
         sequence = self.core.admit(event.request, event.deadline, now, call=event.call)
         try:
-            actions = self._take_in(sequence, event.source, now)
+            actions = self._take_in(sequence, event, now)
         except TandemError:
             self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _Call(sequence)
         return actions
 
-    def _take_in(
-        self, sequence: Sequence, source: tuple[TransferId, AgentAddress] | None, now: float
-    ) -> list[DecodeAction]:
-        if source is None:
+    def _take_in(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
+        if event.source is None:
             self.core.scheduler.add(sequence)
             return []
         self.core.scheduler.refuse_oversized(sequence)
         if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
-        transfer_id, owner = source
-        actions = self._apply_results(self.transfers.reserve_pull(transfer_id, owner, now), now)
+        transfer_id, owner = event.source
+        reserved = self.transfers.reserve_pull(transfer_id, owner, now, event.binds)
+        actions = self._apply_results(reserved, now)
         self.pulls.add(sequence, transfer_id)
         return actions
 
@@ -200,10 +202,13 @@ class DecodeMachine:
         """Admit hand-offs that have room now, and give targets for announced blocks."""
         actions: list[DecodeAction] = []
         for pull, targets in self.pulls.give_blocks():
+            sequence = pull.sequence
+            num_blocks = len(sequence.block_table) + len(pull.targets)
+            self.core.held_blocks.note(sequence.sequence_id, num_blocks, now)
             if targets is None:
-                self.core.enter(pull.sequence.sequence_id, Stage.TRANSFER, now)
-                positions = range(len(pull.sequence.block_table), pull.num_positions)
-                asked = self.transfers.start_pull(pull.transfer_id, positions, now, pull.sequence.num_tokens)
+                self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
+                positions = range(len(sequence.block_table), pull.num_positions)
+                asked = self.transfers.start_pull(pull.transfer_id, positions, now, sequence.num_tokens)
                 actions += self._apply_results(asked, now)
             else:
                 actions += self._apply_results(self.transfers.add_targets(pull.transfer_id, targets, now), now)
@@ -232,7 +237,6 @@ class DecodeMachine:
         pull = self.pulls.remove(done.transfer_id)
         sequence = pull.sequence
         assert not pull.call_ended, "the pull of an ended call completed, though it was cancelled or had failed"
-        num_skipped = len(sequence.block_table)
         blocks = [pull.targets[position] for position in range(len(sequence.block_table), pull.num_positions)]
         self.core.pool.arrive(blocks)
         sequence.block_table += blocks
@@ -243,7 +247,7 @@ class DecodeMachine:
         index = sequence.num_tokens - sequence.request.num_prompt_tokens
         sequence.token_ids.append(done.first_token_id)
         self.core.enter(sequence.sequence_id, Stage.DECODE, now)
-        self._calls[sequence.sequence_id].pull = replace(done.stats, num_blocks_skipped=num_skipped)
+        self._calls[sequence.sequence_id].pull = done.stats
         finish_reason = sequence.finish_reason_after(done.first_token_id, self.core.scheduler.eos_token_ids)
         first_token = TokenEvent(sequence.sequence_id, index, SampledToken(done.first_token_id), finish_reason)
         emitted = EmitTokens((first_token,))
@@ -281,16 +285,24 @@ class DecodeMachine:
         request_id, reason = last_token.sequence_id, last_token.finish_reason
         assert reason is not None
         call = self._calls.pop(request_id)
-        timeline = self.core.timelines[request_id]
-        record = self.core.records[request_id]
+        timeline, record, sequence = self.core.timelines[request_id], self.core.records[request_id], call.sequence
         self.core.enter(request_id, Stage.FINISHED, now)
+        kv_block_seconds = self.core.held_blocks.read(request_id, now)
         self.core.dismiss(request_id)
-        sequence = call.sequence
-        num_blocks = -(-sequence.num_tokens // self.core.scheduler.block_size)
+        num_cached, block_size = sequence.num_cached_tokens, self.core.scheduler.block_size
         return DecodeDone(
-            request_id, reason, sequence.num_cached_tokens, timeline, call.pull, len(sequence.request.token_ids),
-            num_blocks, sequence.num_preemptions, record,
-        )  # fmt: skip
+            request_id,
+            reason,
+            num_cached,
+            timeline,
+            call.pull,
+            kv_block_seconds,
+            num_skipped_blocks=0 if call.pull is None else num_cached // block_size,
+            num_prompt_tokens=len(sequence.request.token_ids),
+            num_blocks=-(-sequence.num_tokens // block_size),
+            num_preemptions=sequence.num_preemptions,
+            record=record,
+        )
 
     def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
         """End an open call early. An open pull keeps its target blocks until its reads have ended."""

@@ -170,17 +170,17 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             },
         }
         if done.pull is not None:
-            attributes[Stage.TRANSFER] = _describe_pull(done.pull)
+            attributes[Stage.TRANSFER] = _describe_pull(done.pull, done.num_skipped_blocks)
         common = {Attribute.WORKER: self._worker_id}
         return stage_spans(done.timeline, done.record, SPAN_OF_STAGE, attributes, common)
 
 
-def _describe_pull(pull: PullStats) -> dict[str, object]:
+def _describe_pull(pull: PullStats, num_skipped_blocks: int) -> dict[str, object]:
     return {
         Attribute.TRANSFERRED_BYTES: pull.num_bytes,
         Attribute.TRANSFER_EXPOSED_MS: pull.exposed_s * 1e3,
         Attribute.TRANSFER_BLOCKS: pull.num_blocks,
-        Attribute.TRANSFER_SKIPPED_BLOCKS: pull.num_blocks_skipped,
+        Attribute.TRANSFER_SKIPPED_BLOCKS: num_skipped_blocks,
         Attribute.TRANSFER_READS: pull.num_reads,
         Attribute.TRANSFER_REREAD_BLOCKS: pull.num_blocks_reread,
         Attribute.TRANSFER_GB_PER_S: pull.num_bytes / pull.read_s / 1e9 if pull.read_s else 0.0,
@@ -199,4 +199,7 @@ def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished
         transfer_exposed_ms=0.0 if done.pull is None else done.pull.exposed_s * 1e3,
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
         num_tokens=num_tokens,
+        kv_block_seconds=done.kv_block_seconds,
+        num_moved_blocks=0 if done.pull is None else done.pull.num_blocks,
+        num_skipped_blocks=done.num_skipped_blocks,
     )

@@ -173,7 +173,6 @@ class PullStats:
     exposed_s: float  # after the owner's last READY: not hidden behind the prefill
     owner: str = ""  # name of its agent
     lane: str = ""  # of the path, as measured; empty = not measured
-    num_blocks_skipped: int = 0  # of the prompt, which this worker had already
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from core.handoff import (
     Abort,
     AbortReason,
     AgentAddress,
+    Bind,
     HandoffMessage,
     Heartbeat,
     OwnerState,
@@ -62,14 +63,16 @@ class TransferMachine:
 
     # ---- offering
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
-        """Announce that blocks for `peer` will come. Raises `LayoutMismatch`, `QueueFull`, or
-        `TransferFailed` where the id is not new.
+    def offer(self, transfer_id: TransferId, peer: AgentAddress | None, now: float) -> Actions:
+        """Announce that blocks for `peer` will come; None: for the first peer that binds the offer.
+
+        Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the id is not new.
 
         A message of the puller may have arrived before, so `OfferEnded` may be among the actions.
         """
         self._owner.refuse_offer(transfer_id, peer)
-        return self._meet(peer, now) + self._owner.offer(transfer_id, peer, now)
+        met = [] if peer is None else self._meet(peer, now)
+        return met + self._owner.offer(transfer_id, peer, now)
 
     def add_ready(
         self,
@@ -93,13 +96,13 @@ class TransferMachine:
 
     # ---- pulling
 
-    def reserve_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> Actions:
-        """Keep the owner's offer alive until the worker has room. Raises `LayoutMismatch`, `QueueFull`, or
-        `TransferFailed` where the id is not new."""
+    def reserve_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float, binds: bool = False) -> Actions:
+        """Keep the owner's offer alive until the worker has room. `binds`: the offer names no reader.
+
+        Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the id is not new.
+        """
         self._puller.refuse_pull(transfer_id, owner)
-        actions = self._meet(owner, now)
-        self._puller.reserve(transfer_id, owner, now)
-        return actions
+        return self._meet(owner, now) + self._puller.reserve(transfer_id, owner, now, binds)
 
     def start_pull(
         self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
@@ -205,7 +208,7 @@ class TransferMachine:
     def claims(self) -> list[Claim]:
         """The leased blocks of every live offer, then the target blocks of every live pull, oldest first."""
         offers = [
-            Claim(short_name(o.transfer_id), o.state, tuple(o.leased.values()), o.created_at, o.peer.name)
+            Claim(short_name(o.transfer_id), o.state, tuple(o.leased.values()), o.created_at, o.reader_name)
             for o in self._owner.offers.values()
         ]
         pulls = [
@@ -218,6 +221,10 @@ class TransferMachine:
 
     def _on_message(self, sender: str, message: HandoffMessage, now: float) -> Actions:
         match message:
+            case Bind():
+                if not self._owner.admits(sender, message):
+                    return []
+                return self._meet(message.reader, now) + self._owner.on_bind(message, now)
             case Ping():
                 return self._paths.on_ping(sender, message, self._in_use(), now)
             case Want():
@@ -257,7 +264,7 @@ class TransferMachine:
 
     def _in_use(self) -> set[str]:
         """Peers that a live transfer needs."""
-        in_use = {offer.peer.name for offer in self._owner.offers.values()}
+        in_use = {offer.peer.name for offer in self._owner.offers.values() if offer.peer}
         return in_use | {pull.owner.name for pull in self._puller.pulls.values()}
 
     def _lose(self, name: str, detail: str, died: bool, now: float) -> Actions:

@@ -13,7 +13,7 @@ tells the worker at once, which then answers its caller.
 kv_transfer/pull.py has the law of the lease. One heartbeat to each owner renews all pulls from that owner that are not
 ending. Three heartbeats in a row for a pull without an answer mean that its owner is lost: a new pull does not fail by
 the silence before it began. A WANT is repeated with the heartbeat until its
-first READY has come.
+first READY has come, and a BIND until the owner has acknowledged any message of the pull.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from core.handoff import (
     Abort,
     AbortReason,
     AgentAddress,
+    Bind,
     Heartbeat,
     HeartbeatEntry,
     PullerState,
@@ -88,10 +89,11 @@ class Puller:
         if len(self.pulls) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.pulls)} transfers are pulled already (max_transfers)")
 
-    def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> None:
+    def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float, binds: bool) -> Actions:
         plan = plan_from(owner.layout, self._peers.address.layout)
-        self.pulls[transfer_id] = Pull(transfer_id, owner, plan, created_at=now)
+        self.pulls[transfer_id] = pull = Pull(transfer_id, owner, plan, created_at=now, binds=binds)
         self._heartbeats.setdefault(owner.name, _Heartbeats(now + heartbeat_s(owner.lease_s)))
+        return self._send_bind(pull, now) if binds else []
 
     def start(
         self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
@@ -215,6 +217,9 @@ class Puller:
                 continue
             silent = [p for p in self._pulls_from(name) if p.num_unanswered >= MAX_UNANSWERED_HEARTBEATS]
             actions += self._fail_all(silent, f"{MAX_UNANSWERED_HEARTBEATS} heartbeats without an answer", now)
+            for pull in self._pulls_from(name):
+                if pull.binds and not pull.known_to_owner and pull.ending is None:
+                    actions += self._send_bind(pull, now)
             actions += self._send_heartbeat(name, now)
             for pull in self._pulls_from(name):
                 if pull.state is PullerState.WANTING and not pull.want_arrived:
@@ -235,6 +240,11 @@ class Puller:
             self._peers.drop(Drop.LATE if message.transfer_id in self._ended else Drop.UNKNOWN_TRANSFER)
             return None
         return pull if self._peers.accept(pull.owner, pull.newest, sender, message) else None
+
+    def _send_bind(self, pull: Pull, now: float) -> Actions:
+        incarnation, counter = self._peers.stamp()
+        pull.sent[counter] = now
+        return self._peers.send(pull.owner, Bind(pull.transfer_id, incarnation, counter, self._peers.address))
 
     def _send_want(self, pull: Pull, now: float) -> Actions:
         incarnation, counter = self._peers.stamp()

@@ -37,8 +37,8 @@ MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt 
 @dataclass(frozen=True, slots=True)
 class PrefillArrived:
     request: Request
-    transfer_id: TransferId
-    reader: AgentAddress
+    transfer_id: TransferId | None  # None: no worker reads the blocks
+    reader: AgentAddress | None  # None: the first worker that binds the offer
     deadline: float
     call: CallId = NO_CALL
 
@@ -62,6 +62,7 @@ class PrefillDone:
     num_tokens: int = 0  # of the prompt
     num_blocks: int = 0  # of the sequence
     record: CallRecord = field(default_factory=CallRecord)
+    kv_block_seconds: float = 0.0  # of the sequence, up to now
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ PrefillAction = RunStep | PrefillDone | PrefillFailed | AgentAction
 @dataclass(slots=True)
 class _OpenCall:
     sequence: Sequence
-    transfer_id: TransferId
+    transfer_id: TransferId | None
 
 
 class PrefillMachine:
@@ -140,7 +141,9 @@ class PrefillMachine:
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
             self.core.scheduler.add(sequence)
-            actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
+            actions: list[PrefillAction] = []
+            if event.transfer_id is not None:
+                actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
         except TandemError:
             self.core.undo_admit(sequence)
             raise
@@ -169,6 +172,7 @@ class PrefillMachine:
                     num_tokens=call.sequence.num_tokens - 1,
                     num_blocks=-(-(call.sequence.num_tokens - 1) // self.core.scheduler.block_size),
                     record=self.core.records[event.sequence_id],
+                    kv_block_seconds=self.core.held_blocks.read(event.sequence_id, now),
                 )
             )
             self.core.dismiss(event.sequence_id)
@@ -177,8 +181,8 @@ class PrefillMachine:
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
         """Offer the blocks that this step has filled; after the last chunk, the partly filled block too."""
         call = self._calls.get(chunk.sequence.sequence_id)
-        if call is None:
-            return []  # ended while the step ran
+        if call is None or call.transfer_id is None:
+            return []  # ended while the step ran, or without a reader
         num_computed = chunk.start + chunk.num_tokens
         block_size = self.core.scheduler.block_size
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
@@ -194,8 +198,11 @@ class PrefillMachine:
             return []
         self.core.scheduler.abort(request_id)
         self.core.dismiss(request_id)
+        failed = PrefillFailed(request_id, error)
+        if call.transfer_id is None:
+            return [failed]
         aborted = self.transfers.abort_offer(call.transfer_id, AbortReason.PREFILL_FAILED)
-        return [*self._agent_actions(aborted), PrefillFailed(request_id, error)]
+        return [*self._agent_actions(aborted), failed]
 
     # ---- deadlocks of prompts and readers
 
@@ -205,7 +212,7 @@ class PrefillMachine:
         The router retries the requests of withdrawn offers.
         """
         if self.core.scheduler.num_steps_in_flight or not any(
-            self.transfers.is_wanted(call.transfer_id) for call in self._calls.values()
+            self.transfers.is_wanted(call.transfer_id) for call in self._calls.values() if call.transfer_id is not None
         ):
             self._stalled_since = None
         elif self._stalled_since is None:
@@ -228,7 +235,8 @@ class PrefillMachine:
         ]
         if starved:
             return starved[-1]
-        unfinished = [call.transfer_id for call in by_rank[1:] if self.transfers.num_leased(call.transfer_id)]
+        offers = [call.transfer_id for call in by_rank[1:] if call.transfer_id is not None]
+        unfinished = [offer for offer in offers if self.transfers.num_leased(offer)]
         return unfinished[-1] if unfinished else None
 
     def _agent_actions(self, actions: list[TransferAction]) -> list[PrefillAction]:

@@ -52,6 +52,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             queue_ms=done.timeline.seconds_in(Stage.QUEUE) * 1e3,
             prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,
             stages=self._stages(done),
+            kv_block_seconds=done.kv_block_seconds,
         )
 
     def _stages(self, done: PrefillDone) -> list[worker_pb2.StageSpan]:

@@ -5,14 +5,12 @@ Decoding is strict: a value that does not fit raises `InvalidRequest`, which nam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 from core.block_hash import unpack_token_ids
 from core.block_pool import Column
 from core.errors import InvalidRequest
-from core.handoff import LIVE_STATES, AgentAddress, Location, TransferId
-from core.kv_layout import KVLayout
+from core.handoff import LIVE_STATES, TransferId
 from core.ledger import BlockHolder, HolderState, SequenceState
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
@@ -20,6 +18,10 @@ from core.request import Request, SamplingParams, check_num_logit_biases, check_
 from core.step import SampledToken
 from core.worker_load import NO_CALL, CallId
 from protos import handoff_codec, inference_pb2, worker_pb2
+from protos.agent_codec import decode_agent as decode_agent
+from protos.agent_codec import decode_layout as decode_layout
+from protos.agent_codec import encode_agent as encode_agent
+from protos.agent_codec import encode_layout as encode_layout
 
 ROLE_TO_WIRE = {
     ServiceRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -59,11 +61,6 @@ HOLDER_STATE_TO_WIRE: dict[HolderState, worker_pb2.HolderState] = {
     state: getattr(worker_pb2, f"HOLDER_STATE_{state.name}") for state in (*SequenceState, *LIVE_STATES)
 }
 
-_LAYOUT_FIELDS = (
-    "model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head",
-    "quantization",
-)  # fmt: skip
-
 
 def decode_role(wire: int) -> ServiceRole:
     if wire not in ROLE_FROM_WIRE:
@@ -76,53 +73,6 @@ def decode_finish_reason(wire: int) -> FinishReason | None:
     if wire not in FINISH_FROM_WIRE:
         raise InvalidRequest("finish_reason", f"{wire} is not a FinishReason")
     return FINISH_FROM_WIRE[wire]
-
-
-def encode_layout(layout: KVLayout) -> worker_pb2.KVLayout:
-    return worker_pb2.KVLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
-
-
-def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
-    try:
-        found = {name: getattr(wire, name) for name in _LAYOUT_FIELDS}
-        return KVLayout(**(found | {"quantization": wire.quantization or "none"}))
-    except ValueError as error:
-        raise InvalidRequest("layout", str(error)) from error
-
-
-_LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")
-
-
-def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
-    return worker_pb2.AgentAddress(
-        name=address.name,
-        incarnation=address.incarnation,
-        metadata=address.metadata,
-        pool_base=address.pool_base,
-        num_blocks=address.num_blocks,
-        layout=encode_layout(address.layout),
-        lease_s=address.lease_s,
-        probe_bytes=address.probe_bytes,
-        location=worker_pb2.Location(**{name: getattr(address.location, name) for name in _LOCATION_FIELDS}),
-    )
-
-
-def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
-    if not wire.name or not wire.num_blocks:
-        raise InvalidRequest("agent", f"name and num_blocks must be set, are {wire.name!r} and {wire.num_blocks}")
-    if not 0 < wire.lease_s < math.inf:
-        raise InvalidRequest("agent.lease_s", f"must be more than 0 and finite, is {wire.lease_s}")
-    return AgentAddress(
-        name=wire.name,
-        incarnation=wire.incarnation,
-        metadata=wire.metadata,
-        pool_base=wire.pool_base,
-        num_blocks=wire.num_blocks,
-        layout=decode_layout(wire.layout),
-        lease_s=wire.lease_s,
-        probe_bytes=wire.probe_bytes,
-        location=Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS}),
-    )
 
 
 def encode_change(change: PeerJoined | PeerLeft) -> worker_pb2.PeerChange:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from typing import Any
 
 import grpc.aio
 
 from core.config import RouterConfig
-from core.errors import DeadlineExceeded, InvalidRequest, TandemError
+from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError
 from core.request import MAX_SEED
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.bounded_pool import BoundedPool
+from router.callers import Callers
 from router.choice_stream import ChoiceStream
 from router.events import Fail
+from router.receipt import initial_metadata, trailing_metadata
 from router.shell import RouterShell
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
@@ -28,19 +31,29 @@ WRITE_GRACE_S = 0.1
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(
-        self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell, validation_pool: BoundedPool
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        shell: RouterShell,
+        validation_pool: BoundedPool,
+        callers: Callers,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
+        self._callers = callers
 
     def _remaining_s(self, context: Context) -> float:
         return remaining_s(context, self._config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self._generate(request, context)
+            with self._callers.admit(request, context.invocation_metadata() or (), self._shell.now()):
+                await self._generate(request, context)
+        except KeyLimitReached as error:
+            self._shell.count_refusal(error)
+            await abort(context, error)
         except TandemError as error:
             await abort(context, error)
 
@@ -97,9 +110,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Tokens that arrive during a write go into the next message of their choice. So a message is as long as the
         client or a busy loop makes it.
         """
+        first, receipts, has_promised = streams[0], list[inference_pb2.Receipt](), False
         while streams:
             await changed.wait()
             changed.clear()
+            if first.promise is not None and not has_promised:
+                has_promised = True
+                await context.send_initial_metadata(initial_metadata(first.promise))
             for stream in streams:
                 if stream.is_due:
                     if min_interval_s and stream.result is None:
@@ -107,9 +124,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await context.write(stream.take_chunk())
             for stream in [stream for stream in streams if stream.result is not None]:
                 streams = [other for other in streams if other is not stream]
-                await self._write_end(stream, context)
+                receipts.append(await self._write_end(stream, context))
+        context.set_trailing_metadata(trailing_metadata(receipts))
 
-    async def _write_end(self, stream: ChoiceStream, context: Context) -> None:
+    async def _write_end(self, stream: ChoiceStream, context: Context) -> inference_pb2.Receipt:
         if stream.has_chunk:
             await context.write(stream.take_chunk())
         if isinstance(stream.result, Fail):
@@ -122,6 +140,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
         await context.write(inference_pb2.GenerateResponse(finished=finished))
+        return finished.receipt
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -158,6 +177,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             context_length=info.context_length,
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
+            tool_format=self._tokenizer.tool_format,
+            can_decode=self._shell.machine.workers.served_until == math.inf,
         )
 
 

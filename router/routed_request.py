@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
-from core.lifecycle import FinishReason, RequestPath, Timeline
+from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken
-from router.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult
+from router.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise
 from router.policy import Candidate
 
 MAX_ATTEMPTS_KEPT = 16  # for the trace
@@ -68,6 +68,8 @@ class RoutedRequest:
     first_token_at: float | None = None
     predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token
     ended_attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_ATTEMPTS_KEPT))
+    promise: Promise | None = None  # of the last dispatch
+    kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
     needs_logprobs: bool = field(init=False)
 
@@ -109,7 +111,7 @@ class RoutedRequest:
             )
         )  # fmt: skip
 
-    def outcome(self, reason: FinishReason) -> Outcome:
+    def outcome(self, reason: FinishReason, slo_itl_s: float = 0.0) -> Outcome:
         dispatch = self.last_dispatch
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
@@ -127,7 +129,15 @@ class RoutedRequest:
             predicted_first_token_s=self.predicted_first_token_s,
             prefill=dispatch.prefill,
             decode=dispatch.decode,
+            promise=self.promise,
+            kv_block_seconds=self.kv_block_seconds,
+            slo_itl_s=slo_itl_s,
         )
+
+    def unreported_block_seconds(self, block_size: int) -> float:
+        """An estimate for a decode call that the router has cancelled, because a stop string ended the choice."""
+        mean_tokens = self.request.num_prompt_tokens + len(self.delivered) / 2
+        return -(-mean_tokens // block_size) * self.timeline.seconds_in(Stage.DECODE)
 
     @property
     def no_worker_message(self) -> str:

@@ -278,6 +278,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         queue_s=wire.queue_ms / 1e3,
         prefill_s=wire.prefill_ms / 1e3,
         stages=_decode_stages(wire.stages),
+        kv_block_seconds=wire.kv_block_seconds,
     )
 
 
@@ -297,6 +298,9 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         transfer_exposed_s=wire.transfer_exposed_ms / 1e3,
         transferred_bytes=wire.transferred_bytes,
         stages=_decode_stages(wire.stages),
+        kv_block_seconds=wire.kv_block_seconds,
+        num_moved_blocks=wire.num_moved_blocks,
+        num_skipped_blocks=wire.num_skipped_blocks,
     )
 
 

@@ -133,6 +133,10 @@ class AsyncClient:
         """The spans of one of them, by request id or trace id. Raises `CallFailed` with NOT_FOUND."""
         return await self._operate(self._cluster.GetTrace, cluster_pb2.GetTraceRequest(id=id), metadata)
 
+    async def metrics(self, metadata: Metadata = ()) -> str:
+        """The metrics page of the router that answers, in the text format of Prometheus."""
+        return (await self._operate(self._cluster.GetMetrics, cluster_pb2.GetMetricsRequest(), metadata)).text
+
     async def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return await self._operate(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest())
 
@@ -262,6 +266,10 @@ class Client:
     def get_trace(self, id: str, metadata: Metadata = ()) -> cluster_pb2.Trace:
         """The spans of one of them, by request id or trace id. Raises `CallFailed` with NOT_FOUND."""
         return self._operate(self._cluster.GetTrace, cluster_pb2.GetTraceRequest(id=id), metadata)
+
+    def metrics(self, metadata: Metadata = ()) -> str:
+        """The metrics page of the router that answers, in the text format of Prometheus."""
+        return self._operate(self._cluster.GetMetrics, cluster_pb2.GetMetricsRequest(), metadata).text
 
     def ledger(self) -> cluster_pb2.GetLedgerResponse:
         return self._operate(self._cluster.GetLedger, cluster_pb2.GetLedgerRequest())

@@ -190,7 +190,7 @@ OUT_OF_RANGE = [
     (TelemetryConfig, {"metrics_port": 65536}, "metrics_port"),
     (TelemetryConfig, {"otlp_endpoint": "collector"}, "otlp_endpoint must be http://host:port .*'collector'"),
     (TelemetryConfig, {"trace_sample_ratio": 1.5}, r"trace_sample_ratio must be in \[0, 1\], is 1.5"),
-    (TelemetryConfig, {"trace_slow_ms": -1.0}, "trace_slow_ms must be 0 or more, is -1"),
+    (TelemetryConfig, {"trace_slow_ms": -1.0}, "trace_slow_ms"),
     (TelemetryConfig, {"otlp_endpoint": "ftp://collector:4317"}, "otlp_endpoint"),
     (TelemetryConfig, {"otlp_endpoint": "http://collector"}, "otlp_endpoint"),
     (SchedulerConfig, {"max_batched_tokens": 63, "max_running": 64}, "max_batched_tokens"),

@@ -12,6 +12,8 @@ from core.handoff import (
     PROTOCOL_VERSION,
     Abort,
     AbortReason,
+    AgentAddress,
+    Bind,
     HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
@@ -21,6 +23,7 @@ from core.handoff import (
     Release,
     Want,
 )
+from core.kv_layout import KVLayout
 from protos import codec, handoff_pb2
 from protos.handoff_codec import MAX_DETAIL_CHARS, MAX_MESSAGE_BYTES, MalformedMessage, decode, encode
 
@@ -33,6 +36,9 @@ positions = st.lists(numbers, unique=True, max_size=20).map(lambda drawn: tuple(
 digests = st.just(0) | st.integers(0, 2**64 - 1)
 offered = st.lists(st.tuples(numbers, u32, digests), max_size=20).map(OfferedBlocks.of)
 
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
+READER = AgentAddress("decode-0.07", 7, b"how to reach it", 4096, 32, LAYOUT, 20.0)
+
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Want, ids, u64, u64, st.integers(0, 2**64 - 1), positions),
     st.builds(Ready, ids, u64, u64, u64, u32, offered, st.just(False), st.none()),
@@ -41,6 +47,7 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Release, ids, u64, u64, st.none() | reasons),
     st.builds(Abort, ids, u64, u64, reasons, st.text(max_size=50)),
     st.builds(Ping, u64, u64, st.none() | u64),
+    st.builds(Bind, ids, st.just(READER.incarnation), u64, st.just(READER)),
 )
 
 
