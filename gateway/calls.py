@@ -28,7 +28,7 @@ TAG_HEADER = "x-tandem-tag"
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-tandem-warning"
 PASSED_ON = ("authorization", "traceparent", "tracestate")  # HTTP headers that become gRPC metadata
-MAX_REQUEST_ID_CHARS = 128
+MAX_REQUEST_ID_CHARS = 120  # the router takes 128; the calls of several prompts add a number
 MAX_MERGED_RESPONSES = 64  # that wait between the calls of one request and its answer
 
 S = TypeVar("S", bound=Schema)
@@ -53,7 +53,7 @@ def call_context(request: Request) -> CallContext:
     return CallContext(
         _timeout_s(headers.get(TIMEOUT_HEADER), request.app.state.config.default_timeout_s),
         metadata,
-        headers.get(REQUEST_ID_HEADER, "")[:MAX_REQUEST_ID_CHARS],
+        headers.get(REQUEST_ID_HEADER, ""),
         headers.get(TAG_HEADER, ""),
         headers.get(RECEIPT_HEADER, "") in ("1", "true"),
     )
@@ -74,8 +74,17 @@ def _timeout_s(header: str | None, default_s: float) -> float:
 
 
 def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
-    """The id of the answer, which is also the name of the request in traces. `kind` begins a new id."""
-    return in_body or context.request_id or f"{kind}{secrets.token_hex(12)}"
+    """The id of the answer, which is also the name of the request in traces. `kind` begins a new id.
+
+    Raises `ApiError` for a given id that could not stand in a header of the answer.
+    """
+    given = in_body or context.request_id
+    if not given:
+        return f"{kind}{secrets.token_hex(12)}"
+    if re.fullmatch(r"[!-~]+", given) is None or len(given) > MAX_REQUEST_ID_CHARS:
+        param = "request_id" if in_body else REQUEST_ID_HEADER
+        raise refused(param, f"must have 1 to {MAX_REQUEST_ID_CHARS} ASCII characters, without spaces")
+    return given
 
 
 async def read_body(request: Request, schema: type[S]) -> S:

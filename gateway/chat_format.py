@@ -6,6 +6,7 @@ A chunk is text around one escaped string: the parts before and after the string
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.calls import json_bytes
@@ -87,7 +88,7 @@ class ChatChunks:
             return begin + b"".join(self._chunk(choice, _delta(delta)) for delta in self._parsers.push(choice, text))
         if not text:
             return begin
-        return begin + f"{self._before[choice]}{json.dumps(text)}{self._after}".encode()
+        return begin + f"{self._before[choice]}{quoted(text)}{self._after}".encode()
 
     def _finished(self, finished: Finished) -> bytes:
         choice = finished.choice

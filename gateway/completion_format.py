@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.chat_format import DONE, sse
@@ -46,7 +47,7 @@ class CompletionChunks:
             return self._chunk(choice, text, None, self._logprobs[choice].take(chunk.logprobs))
         if not text:
             return b""
-        return f"{self._before[choice]}{json.dumps(text)}{self._after}".encode()
+        return f"{self._before[choice]}{quoted(text)}{self._after}".encode()
 
     def _take_echo(self, choice: int) -> str:
         """The text before the choice, once."""

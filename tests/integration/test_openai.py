@@ -228,6 +228,19 @@ async def test_a_receipt_comes_on_request(scripted_client: openai.AsyncOpenAI) -
     assert (receipt["receipt"]["decode_ms"], receipt["receipt"]["kv_block_seconds"]) == (8.0, 1.0)
 
 
+async def test_a_receipt_of_a_fleet_has_its_figures(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=8, stream=True, extra_headers={"x-tandem-receipt": "1"}
+    )
+    usage = [chunk.usage async for chunk in stream][-1]
+    assert usage is not None
+    found = usage.model_dump()["tandem"]
+    assert found["promise"]["path"] == found["receipt"]["path"] == "disaggregated"
+    assert found["promise"]["ttft_ms"] > 0
+    assert found["receipt"]["kv_block_seconds"] > 0
+    assert found["receipt"]["transferred_bytes"] > 0
+
+
 # ---- errors
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -242,6 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown role": ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "'system'"),
     "too many stop strings": ({"stop": ["x"] * 17}, "stop", "at most 16"),
     "beam search": ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "not supported"),
+    "an id that would be two headers": ({"extra_body": {"request_id": "a\r\nset-cookie: b"}}, "request_id", "ASCII"),
     "a field within a message": ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood",
                                  "unknown field"),
 }  # fmt: skip
@@ -259,6 +273,26 @@ async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None
     with pytest.raises(openai.NotFoundError, match="gpt-9") as caught:
         await client.chat.completions.create(model="gpt-9", messages=HELLO)
     assert caught.value.code == "model_not_found"
+
+
+async def test_another_route_and_another_method_have_errors_of_the_same_shape(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        unknown, wrong = await http.post("/v1/poems"), await http.get("/v1/completions")
+        late = await http.post("/v1/completions", json={"prompt": "a"}, headers={"x-tandem-timeout-ms": "soon"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
+    assert (late.status_code, late.json()["error"]["param"]) == (400, "x-tandem-timeout-ms")
+
+
+async def test_headers_of_the_request_reach_the_router(
+    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
+) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    answer = await scripted_client.chat.completions.create(
+        model="scripted", messages=HELLO, extra_headers={"traceparent": trace, "x-request-id": "mine-1"}
+    )
+    assert (scripted.metadata[0]["traceparent"], scripted.metadata[0]["authorization"]) == (trace, "Bearer no-key")
+    assert answer.id == scripted.requests[0].request_id == "mine-1"
 
 
 async def test_a_wrong_key_is_an_authentication_error() -> None:
@@ -363,6 +397,21 @@ async def test_a_client_that_stops_waiting_ends_its_request(client: openai.Async
     waiting.cancel()
     await until(lambda: no_requests(deployment), "the router has dropped the request", 5)
     await deployment.settle()
+
+
+async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_the_queue() -> None:
+    async with (
+        deploy(tiny_config(), num_decode=0) as deployment,
+        serving_gateway(Fleets(deployment.router_address)) as url,
+        client_of(url) as client,
+    ):
+        shell = deployment.router._shell
+        assert shell is not None
+        create = client.chat.completions.create
+        waiting = asyncio.create_task(create(model=MODEL, messages=HELLO, max_tokens=4, n=3, stream=True))
+        await until(lambda: shell.machine.num_queued, "the request is queued")
+        waiting.cancel()
+        await until(lambda: not shell.machine.num_queued and not shell.num_open, "the queue is empty", 5)
 
 
 # ---- guardrails
