@@ -19,7 +19,11 @@ from gateway.errors import ClientGone
 T = TypeVar("T")
 E = TypeVar("E", contravariant=True)
 
-HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies such as nginx would hold events back
+)
 
 
 class EventFormat(Protocol[E]):

@@ -139,7 +139,8 @@ async def test_a_call_of_a_tool_goes_there_and_back(
     options: Any = {"model": "scripted", "tools": [WEATHER]}
     answer = await scripted_client.chat.completions.create(messages=HELLO, **options)
     choice = answer.choices[0]
-    (call,) = choice.message.tool_calls or ()
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
     assert call.type == "function"
     assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
     assert json.loads(call.function.arguments) == {"city": "Bonn"}
