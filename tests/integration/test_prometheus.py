@@ -137,7 +137,8 @@ async def test_every_query_of_every_panel_and_rule_gives_data(tmp_path: Path, me
         for target in targets()
     }
     for rule in rules():
-        queries[rule.get("record", rule.get("alert"))] = compared(rule) if "alert" in rule else rule["expr"]
+        is_alert = "alert" in rule
+        queries[rule["alert" if is_alert else "record"]] = compared(rule) if is_alert else rule["expr"]
 
     async with deploy(small_config(metrics_port)) as deployment:
         await send_requests_of_all_kinds(deployment)
