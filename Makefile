@@ -71,8 +71,10 @@ bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: mak
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
 
-soak: setup  ## Send 20,000 requests while one transport operation in ten fails (4 minutes)
+soak: setup  ## Send 20,000 requests while one transport operation in ten fails, then the slow tests (8 minutes)
 	$(BIN)/python -m tests.support.soak
+	$(BIN)/python -m simulator --seeds 100..299
+	$(BIN)/python -m pytest -m slow
 
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
 	$(BIN)/python -m tests.support.explore --minutes $(or $(MINUTES),5)

@@ -185,7 +185,9 @@ def calibrate_from_points(
             token_bytes=token_bytes, max_step_tokens=DEFAULT_STEP_TOKENS,
             median_error=fit.median_error, largest_error=fit.largest_error,
         )  # fmt: skip
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     console.print(f"{fit.group}: {fit.num_points} points", highlight=False, markup=False)
     console.print(_costs_table([("any", fit.cost)]))

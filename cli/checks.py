@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from pathlib import Path
 
 from rich.console import Console
 
-from core.config import RouterConfig, SecurityConfig, TandemConfig, TelemetryConfig, TransferConfig
+from core.config import GatewayConfig, RouterConfig, SecurityConfig, TandemConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from model_files.catalogue import CATALOGUE, default_cache_dir, is_cached
 from model_files.model_source import resolve_model, usable_context
@@ -22,6 +23,8 @@ def check_before_start(config: TandemConfig, console: Console) -> None:
     check_transport(config.transfer)
     check_port(config.router)
     check_telemetry(config.telemetry, config.cluster.num_routers)
+    if config.gateway.port:
+        check_gateway(config.gateway)
     check_credentials(config.security)
     warn_without_collector(config.telemetry, console)
     if config.cluster.address:
@@ -85,6 +88,24 @@ def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
         from runtime.telemetry import JsonLinesExporter
 
         JsonLinesExporter(Path(config.trace_file))
+
+
+def check_gateway(config: GatewayConfig) -> None:
+    """Raises `ConfigError` if the gateway could not listen, or could not use its certificate."""
+    error = _listen_error(config.host, config.port)
+    if error is not None:
+        flag = "--http" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--http-host"
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with {flag}"
+        ) from error
+    if config.tls_cert:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key, lambda: b"")
+        except (OSError, ValueError) as fault:
+            raise ConfigError(
+                "[gateway] tls_cert and tls_key must be a certificate and its unencrypted key, both PEM: "
+                f"{config.tls_cert}, {config.tls_key}"
+            ) from fault
 
 
 def _listen_error(host: str, port: int) -> OSError | None:

@@ -53,7 +53,7 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
         telemetry = replace(telemetry, metrics_port=telemetry.metrics_port + placement.ordinal)
     load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
     place = RouterPlace(placement.ordinal, bool(placement.address), placement.scale)
-    return RouterService(router, load, telemetry, place, config.security)
+    return RouterService(router, load, telemetry, place, config.security, config.api_keys)
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:

@@ -21,10 +21,11 @@ from core.config import TandemConfig
 from core.errors import ConfigError
 from model_files.catalogue import default_cache_dir
 from runtime.security import Credentials, load_credentials, read_token
-from tandem_client import AsyncClient
+from tandem_client import NO_RETRY, AsyncClient
 from tandem_client import Credentials as ClientCredentials
 
 TOKEN_BYTES = 32
+API_KEY_VARIABLE = "TANDEM_API_KEY"
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "[::]", "")
 
 
@@ -46,12 +47,15 @@ def find_credentials(config: Path | None, address: str) -> Credentials:
 
 
 def client_of(address: str, credentials: Credentials) -> AsyncClient:
+    """The client of a command. Its API key comes from the environment, where other users of the machine cannot see it."""
     return AsyncClient(
         address,
         ClientCredentials(
-            credentials.token, credentials.cert, credentials.key, credentials.ca, credentials.server_name
+            credentials.token, credentials.cert, credentials.key, credentials.ca, credentials.server_name,
+            os.environ.get(API_KEY_VARIABLE, ""),
         ),
-    )
+        NO_RETRY,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -50,6 +50,9 @@ CONFIG_FLAGS = tuple(
     for flag in FLAGS
 )
 
+# For `gateway`, which takes the other options from the config file.
+GATEWAY_FLAGS = tuple(flag for flag in CONFIG_FLAGS if flag.name.startswith("http"))
+
 REQUEST_FLAGS = (
     RequestFlag("max-tokens", int, "Most tokens to generate. (default: the rest of the context)", "stop.max_tokens"),
     RequestFlag("temperature", float, "Sampling temperature; 0 = always the most likely token. (default: 1)",

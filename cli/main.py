@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 
 from cli.exit_codes import FAILED, INTERRUPTED
-from cli.flags import CHOICE_FLAGS, CONFIG_FLAGS, REQUEST_FLAGS, ROUTE_FLAGS, fill_request, with_flags
+from cli.flags import (
+    CHOICE_FLAGS,
+    CONFIG_FLAGS,
+    GATEWAY_FLAGS,
+    REQUEST_FLAGS,
+    ROUTE_FLAGS,
+    fill_request,
+    with_flags,
+)  # fmt: skip
 from cli.simulate_flags import SIMULATE_FLAGS, values_of
 from core.errors import TandemError
 
@@ -63,6 +71,8 @@ def _line_of(error: Exception) -> str:
     if isinstance(error, UnicodeError):
         return "the given text is not UTF-8"
     if isinstance(error, CallFailed) and error.code.name == "UNAUTHENTICATED":
+        if "API key" in str(error):
+            return f"{error} (this command: set TANDEM_API_KEY)"
         return f"{error}; give the config file with the token in [security] by --config"
     return str(error) if isinstance(error, TandemError | CallFailed | OSError) else ""
 
@@ -102,6 +112,27 @@ def serve(
         serve_fleet(loaded, cluster, console)
     finally:
         cluster.close()
+
+
+@app.command()
+@with_flags(GATEWAY_FLAGS)
+def gateway(
+    router: Annotated[
+        list[str] | None, typer.Option("--router", help="host:port of a router of the fleet. May be repeated.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help=r"TOML file with \[gateway], \[security], models and rules.")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Serve OpenAI's HTTP API for a running fleet, until Ctrl-C."""
+    from cli.checks import check_gateway
+    from cli.config_file import load_config
+    from cli.gateway import serve_gateway
+
+    loaded = load_config(config, flags)
+    check_gateway(loaded.gateway)
+    serve_gateway(loaded, router or [DEFAULT_ROUTER], console)
 
 
 @app.command()
@@ -259,6 +290,17 @@ def calibrate(
         raise typer.BadParameter(str(error)) from error
     client = client_of(router, find_credentials(config, router))
     calibration.report(asyncio.run(calibration.calibrate(client, plan, local_prefill)), output, console)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="Name of the key in logs and metrics.")],
+    tenant: Annotated[str, typer.Option(help="Tenant of every request with the key; default: the name.")] = "",
+) -> None:
+    """Make an API key: print it once, and the lines for the config, which hold only its hash."""
+    from cli.key import print_new_key
+
+    print_new_key(name, tenant, console)
 
 
 @app.command()

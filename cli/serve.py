@@ -20,6 +20,7 @@ from rich.console import Console
 from cli import compose
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
+from cli.gateway import gateway_beside
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
 from core.config import ClusterConfig, TandemConfig
@@ -220,8 +221,9 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
             with contextlib.ExitStack() as token_files:
                 for address in addresses:
                     token_files.enter_context(token_file(address, generated_token))
-                print_line(ready_line(config.engine.model, addresses, config.cluster))
-                await print_notices(cluster, print_line)
+                async with gateway_beside(config, addresses, credentials, print_line):
+                    print_line(ready_line(config.engine.model, addresses, config.cluster))
+                    await print_notices(cluster, print_line)
 
     if not config.cluster.address:
         pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash

@@ -17,6 +17,8 @@ from core.errors import ConfigError
 MIN_TOKEN_CHARS = 16
 MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
+MAX_KEY_NAME_CHARS = 128
+MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 
@@ -313,12 +315,23 @@ class ApiKeyConfig:
 
     def __post_init__(self) -> None:
         _require_given(self, "name")
+        for option in ("name", "tenant"):
+            value = getattr(self, option)
+            _require(
+                len(value) <= MAX_KEY_NAME_CHARS and value.isprintable(),
+                f"{option} must have at most {MAX_KEY_NAME_CHARS} printable characters",
+            )
         _require(re.fullmatch("[0-9a-f]{64}", self.sha256) is not None, "sha256 must be 64 lower-case hex digits")
         _require(self.max_streams >= 0, f"max_streams must be 0 (no limit) or more, is {self.max_streams}")
         _require(
-            self.requests_per_minute >= 0,
-            f"requests_per_minute must be 0 (no limit) or more, is {self.requests_per_minute}",
+            0 <= self.requests_per_minute <= MAX_REQUESTS_PER_MINUTE,
+            f"requests_per_minute must be in [0, {MAX_REQUESTS_PER_MINUTE}] (0 = no limit), "
+            f"is {self.requests_per_minute}",
         )
+
+    @property
+    def effective_tenant(self) -> str:
+        return self.tenant or self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ class ErrorCode(Enum):
     RESOURCE_EXHAUSTED = "resource_exhausted"
     FAILED_PRECONDITION = "failed_precondition"
     UNAUTHENTICATED = "unauthenticated"
+    PERMISSION_DENIED = "permission_denied"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
     UNAVAILABLE = "unavailable"
@@ -49,9 +50,15 @@ class ModelNotFound(TandemError):
 
 
 class Unauthenticated(TandemError):
-    """The call did not carry the cluster token."""
+    """The call has no valid credentials: the token of the cluster, or an API key."""
 
     code = ErrorCode.UNAUTHENTICATED
+
+
+class PermissionDenied(TandemError):
+    """The call has a valid API key, but the key does not allow this call."""
+
+    code = ErrorCode.PERMISSION_DENIED
 
 
 class QueueFull(TandemError):
@@ -63,6 +70,10 @@ class QueueFull(TandemError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class KeyLimitReached(QueueFull):
+    """An API key has reached one of its limits."""
 
 
 class DeadlineExceeded(TandemError):

@@ -13,7 +13,7 @@ from core.handoff import AgentAddress, Location
 
 
 class Lane(Enum):
-    """What carries the bytes."""
+    """The medium that carries the bytes."""
 
     UNKNOWN = "unknown"
     SHARED_MEMORY = "shared memory"

@@ -1,4 +1,4 @@
-"""What a step may take of prompts: tokens, and seconds while sequences in decode are in the step.
+"""The limit of prompt tokens in a step: a token budget, and a time budget while sequences decode.
 
     max_batched_tokens = decodes of the step + prompt tokens + decodes still to be added
     step limit        >= predicted seconds of all decodes + predicted seconds of the prompt tokens

@@ -19,7 +19,7 @@ from core.step import StepPlan
 
 
 class StepWork(NamedTuple):
-    """What a step computes; the terms of the model, without the constant one."""
+    """The work of a step: the terms of the cost model, without the constant one."""
 
     num_decodes: int
     decode_context: int  # tokens

@@ -3,9 +3,9 @@
     minimise  sum over steps of weight x ((predicted - measured) / measured)^2
               + prior weight x sum over coefficients of (coefficient / prior - scale)^2 / scale^2     (about)
 
-`scale` is the one factor by which the prior fits all steps best. What the steps do not tell apart, such as the cost of
-prompts while only decodes run, therefore keeps the proportions of the prior. The prior weighs as much as the steps
-scatter: on a busy machine, a few steps do not tell a decode's own cost from that of the whole step.
+`scale` is the one factor by which the prior fits all steps best. Terms that the steps do not tell apart, such as the
+cost of prompts while only decodes run, therefore keep the proportions of the prior. The prior weighs as much as the
+steps scatter: on a busy machine, a few steps do not tell a decode's own cost from that of the whole step.
 
     - Steps of similar work share a bin. Each new step of a bin lowers the weight of the older ones there, so a thousand
       decodes do not make the fit forget the one prompt before them.

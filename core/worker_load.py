@@ -1,4 +1,4 @@
-"""What a worker reports to routers: its load, and the changes of load, prefix cache and paths (worker.proto)."""
+"""The reports of a worker to routers: its load, and the changes of load, prefix cache and paths (worker.proto)."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ class RouterCalls(NamedTuple):
     last_call: int = 0  # the highest number
     num_open: int = 0
 
+
+STEP_BOUNDS_S = tuple(0.0005 * 2**i for i in range(14))  # 0.5 ms to 4.1 s: upper ends of the buckets of step times
 
 NUM_SIZE_CLASSES = 18  # the last one begins at 131 s
 
@@ -71,6 +73,16 @@ class WorkerLoad:
     prompt_backlog: tuple[float, ...] = ()  # seconds of prompt work to do, by `size_class` of the remaining work
     num_promised_blocks: int = 0  # blocks that waiting and unfinished pulls still need
     num_released_blocks: int = 0  # that sequences have given back since the start
+    batch_sequences: int = 0  # in the newest step
+    batch_tokens: int = 0  # in the newest step
+    busy_seconds: float = 0.0  # in steps since the start
+    decode_steps: tuple[int, ...] = ()  # steps with a decode since the start, by STEP_BOUNDS_S; no zeros at the end
+    decode_step_seconds: float = 0.0  # of these steps
+    flop: float = 0.0  # of all steps since the start; 0 = not known
+    memory_bytes: float = 0.0  # read and written by all steps since the start; 0 = not known
+    flop_use: float = 0.0  # share of the peak in recent steps; 0 = not known
+    bandwidth_use: float = 0.0  # share of the peak in recent steps; 0 = not known
+    slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 
 from core.config import GatewayConfig
 from gateway.fleets import Fleets
+from gateway.front_door import FrontDoor
+from gateway.metrics import GatewayMetrics
+
+ROUTES = (
+    "gateway.operations", "gateway.completions", "gateway.chat", "gateway.responses", "gateway.tokens",
+    "gateway.dashboard.routes",
+)  # fmt: skip
 
 
-def build_app(config: GatewayConfig, fleets: Fleets) -> FastAPI:
+def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | None = None) -> FastAPI:
     """The application. It opens `fleets` when it starts, and closes them when it ends."""
 
     @contextlib.asynccontextmanager
@@ -22,11 +32,31 @@ def build_app(config: GatewayConfig, fleets: Fleets) -> FastAPI:
         finally:
             await fleets.close()
 
-    app = FastAPI(title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # the gateway has its own
+    )  # fmt: skip
     app.state.config, app.state.fleets = config, fleets
+    app.state.metrics = metrics or GatewayMetrics()
+    for name in ROUTES:
+        if importlib.util.find_spec(name) is not None:
+            app.include_router(importlib.import_module(name).router)
+    if importlib.util.find_spec("gateway.errors") is not None:
+        importlib.import_module("gateway.errors").install_error_handlers(app)
+    app.add_middleware(FrontDoor, config=config, metrics=app.state.metrics)
+    if config.cors_origins:  # the last one added is the outermost, so refusals have its headers, too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+        )  # fmt: skip
     return app
 
 
 def fleets_of(request: Request) -> Fleets:
     fleets: Fleets = request.app.state.fleets
     return fleets
+
+
+def metrics_of(request: Request) -> GatewayMetrics:
+    metrics: GatewayMetrics = request.app.state.metrics
+    return metrics

@@ -1,19 +1,49 @@
-"""The fleets behind the gateway: a model name -> the client of a fleet that serves it."""
+"""The fleets behind the gateway: a model name -> the client of a fleet that serves it.
+
+Without `[[models]]` there is one fleet, and it serves its model under the router's name for it. With `[[models]]`, each
+model names the fleet that serves it; aliases and rules choose among the models. A fleet that is away takes only its own
+models with it.
+
+Every router is asked for its model once a second, so the gateway knows a restarted router soon. The gRPC channel
+connects again by itself.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tandem_client import AsyncClient, GetModelResponse
+from grpc import StatusCode
+
+from core.config import ModelConfig, ModelRuleConfig
+from tandem_client import AsyncClient, CallFailed, GetModelResponse
+
+OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
+ASK_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 0.2  # of a router that is away
+READY_TIMEOUT_S = 2.0
+
+Connect = Callable[[str], AsyncClient]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model, and the client of the fleet that serves it."""
 
-    name: str  # as clients name it; the `model` of every answer
+    name: str  # the `model` of every answer
     client: AsyncClient
     info: GetModelResponse  # info.name is the name for the router
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A name that clients may use."""
+
+    name: str
+    model: str  # the model that the name stands for; empty if a rule decides
+    info: GetModelResponse | None  # None as long as the fleet has never answered, and for a rule
 
 
 class ModelUnknown(Exception):
@@ -24,30 +54,160 @@ class ModelUnknown(Exception):
         self.names = names
 
 
+class RouterLink:
+    """One router: its client, and its newest answer."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.info: GetModelResponse | None = None  # the last answer, also of a router that is away now
+        self.fault = "not asked yet"  # empty while the router answers
+        self.answered = asyncio.Event()
+
+    async def ask(self) -> None:
+        try:
+            self.info = await self.client.model()
+            self.fault = ""
+            self.answered.set()
+        except CallFailed as error:
+            self.fault = str(error)
+
+    async def keep_asking(self) -> None:
+        while True:
+            await self.ask()
+            await asyncio.sleep(RETRY_INTERVAL_S if self.fault else ASK_INTERVAL_S)
+
+
+class Fleet:
+    """The routers of one fleet. They serve the same workers, so requests go to them in turn."""
+
+    def __init__(self, routers: Sequence[str], connect: Connect) -> None:
+        self.links = [RouterLink(connect(address)) for address in routers]
+        self._turn = 0
+
+    @property
+    def info(self) -> GetModelResponse | None:
+        return next((link.info for link in self.links if link.info is not None), None)
+
+    async def answered(self) -> None:
+        """Wait until one of the routers has answered."""
+        waiting = [asyncio.create_task(link.answered.wait()) for link in self.links]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    def pick(self) -> RouterLink:
+        """The next router that answers; if all are away, one that has answered before. Raises `CallFailed`."""
+        present = [link for link in self.links if not link.fault] or [link for link in self.links if link.info]
+        if not present:
+            raise CallFailed(StatusCode.UNAVAILABLE, self.links[0].fault, retryable=True)
+        self._turn += 1
+        return present[self._turn % len(present)]
+
+    async def fault(self) -> str:
+        """The reason why no request can be served now; empty if one can."""
+        for link in self.links:
+            try:
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    await link.ask()
+            except TimeoutError:
+                link.fault = f"no answer from {link.client.address} within {READY_TIMEOUT_S:g} s"
+        serving = [link for link in self.links if not link.fault]
+        if not serving:
+            return self.links[0].fault
+        able = any(link.info is not None and link.info.can_decode for link in serving)
+        return "" if able else "no decode worker serves"
+
+
 class Fleets:
     """Open it with `await open()` on the event loop of the gateway."""
 
-    def __init__(self, router: str) -> None:
-        self._client = AsyncClient(router)
-        self._served: ServedModel | None = None
+    def __init__(
+        self,
+        routers: str | Sequence[str],
+        models: Sequence[ModelConfig] = (),
+        rules: Sequence[ModelRuleConfig] = (),
+        connect: Connect = AsyncClient,
+    ) -> None:
+        """`routers` of this fleet, which serves every model without a router of its own."""
+        own = (routers,) if isinstance(routers, str) else tuple(routers)
+        used = {(model.router,) if model.router else own for model in models} or {own}
+        self._fleets = {addresses: Fleet(addresses, connect) for addresses in sorted(used)}
+        self._models = {model.name: self._fleets[(model.router,) if model.router else own] for model in models}
+        self._aliases = {alias: model.name for model in models for alias in model.aliases}
+        self._rules = tuple(rules)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def fleets(self) -> list[Fleet]:
+        return list(self._fleets.values())
+
+    def _links(self) -> Iterator[RouterLink]:
+        for fleet in self.fleets:
+            yield from fleet.links
 
     async def open(self) -> None:
-        """Connect. Raises `tandem_client.CallFailed` if no router answers."""
-        await self._client.__aenter__()
-        info = await self._client.model()
-        self._served = ServedModel(info.name, self._client, info)
+        """Connect, and wait at most `OPEN_TIMEOUT_S` for a router of each fleet. A missing fleet may come later."""
+        for link in self._links():
+            await link.client.__aenter__()
+            self._tasks.append(asyncio.create_task(link.keep_asking()))
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await asyncio.gather(*(fleet.answered() for fleet in self.fleets))
 
     async def close(self) -> None:
-        await self._client.__aexit__(None, None, None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._links():
+            await link.client.__aexit__(None, None, None)
 
     def names(self) -> list[str]:
-        assert self._served is not None
-        return [self._served.name]
+        return [listed.name for listed in self.listed()]
+
+    def listed(self) -> list[ListedModel]:
+        """Every name that `resolve` accepts: models first, then aliases and rules."""
+        if not self._models:
+            (fleet,) = self.fleets
+            return [ListedModel(fleet.info.name, fleet.info.name, fleet.info)] if fleet.info is not None else []
+        models = [ListedModel(name, name, fleet.info) for name, fleet in self._models.items()]
+        aliases = [ListedModel(alias, name, self._models[name].info) for alias, name in self._aliases.items()]
+        rules = [ListedModel(name, "", None) for name in dict.fromkeys(rule.name for rule in self._rules)]
+        return models + aliases + rules
 
     def resolve(self, model: str, num_prompt_chars: int = 0, tag: str = "") -> ServedModel:
-        """The model that `model` names. Raises `ModelUnknown`."""
-        del num_prompt_chars, tag
-        assert self._served is not None
-        if model not in ("", self._served.name):
+        """The model that `model` names; empty = the first one. Raises `ModelUnknown`, and `CallFailed` if the fleet of
+        the model has never answered."""
+        if not self._models:
+            (fleet,) = self.fleets
+            link = fleet.pick()
+            assert link.info is not None
+            if model not in ("", link.info.name):
+                raise ModelUnknown(model, self.names())
+            return ServedModel(link.info.name, link.client, link.info)
+        name = self._name_of(model, num_prompt_chars, tag)
+        if name not in self._models:
             raise ModelUnknown(model, self.names())
-        return self._served
+        link = self._models[name].pick()
+        assert link.info is not None
+        return ServedModel(name, link.client, link.info)
+
+    def _name_of(self, model: str, num_prompt_chars: int, tag: str) -> str:
+        if not model:
+            return next(iter(self._models))
+        for rule in self._rules:
+            short_enough = not rule.max_prompt_chars or num_prompt_chars <= rule.max_prompt_chars
+            if rule.name == model and short_enough and rule.tag in ("", tag):
+                return rule.model
+        return self._aliases.get(model, model)
+
+    async def faults(self) -> dict[str, str]:
+        """Model -> the reason why it cannot be served now; empty for a model that can."""
+        fleets = self.fleets
+        found = dict(zip(map(id, fleets), await asyncio.gather(*(fleet.fault() for fleet in fleets)), strict=True))
+        if not self._models:
+            name = fleets[0].info.name if fleets[0].info is not None else "model"
+            return {name: found[id(fleets[0])]}
+        return {name: found[id(fleet)] for name, fleet in self._models.items()}

@@ -317,17 +317,19 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "vocab_size", "context_length", "eos_token_ids", "has_chat_template", "tool_format")
+    __slots__ = ("name", "vocab_size", "context_length", "eos_token_ids", "has_chat_template", "tool_format", "can_decode")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    CAN_DECODE_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     context_length: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     has_chat_template: bool
     tool_format: str
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., tool_format: _Optional[str] = ...) -> None: ...
+    can_decode: bool
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., tool_format: _Optional[str] = ..., can_decode: _Optional[bool] = ...) -> None: ...

@@ -23,6 +23,8 @@ _COUNTS = (
     "num_sampled_tokens", "num_transfers", "transferred_bytes", "num_expired_leases", "num_preemptions",
     "num_malformed_messages", "num_dropped_messages", "transfer_seconds", "num_corrupt_blocks", "max_step_tokens",
     "step_limit_s", "num_decoding", "decode_context", "num_promised_blocks", "num_released_blocks",
+    "batch_sequences", "batch_tokens", "busy_seconds", "decode_step_seconds", "flop", "memory_bytes", "flop_use",
+    "bandwidth_use", "slo_itl_s",
 )  # fmt: skip
 _COLUMNS = tuple(Column)
 _STEP_COST = ("step_s", "sequence_s", "context_s", "token_s", "pair_s")
@@ -44,6 +46,7 @@ def encode_load(load: WorkerLoad, paths: Iterable[PathStatus] = ()) -> worker_pb
         paths=map(encode_path, paths),
         step_cost=worker_pb2.StepCost(**{name: getattr(load.step_cost, name) for name in _STEP_COST}),
         prompt_backlog=load.prompt_backlog,
+        decode_steps=load.decode_steps,
         **{name: getattr(load, name) for name in _COUNTS},
     )
 
@@ -58,6 +61,7 @@ def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
         router_calls={calls.router_id: RouterCalls(calls.last_call, calls.num_open) for calls in wire.router_calls},
         step_cost=StepCost(*_read_step_cost(wire.step_cost)),
         prompt_backlog=tuple(wire.prompt_backlog),
+        decode_steps=tuple(wire.decode_steps),
         **dict(zip(_COUNTS, _read_counts(wire), strict=True)),
     )
 

@@ -14,6 +14,7 @@ from core.service import SIZE_FIELDS, FleetRouter, PoolSizes, Scale
 from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2, report_codec, worker_pb2
 from router import validation
 from router.bounded_pool import BoundedPool
+from router.callers import Callers
 from router.policy import Candidate, reason_for
 from router.shell import RouterShell
 from router.worker_link import WorkerLink
@@ -38,12 +39,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         shell: RouterShell,
         validation_pool: BoundedPool,
         scale: Scale | None,
+        callers: Callers,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
         self._scale = scale
+        self._callers = callers
         self.routers: list[FleetRouter] = []
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: Context) -> cluster_pb2.GetFleetResponse:
@@ -98,6 +101,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def Explain(self, request: inference_pb2.GenerateRequest, context: Context) -> cluster_pb2.ExplainResponse:
         machine = self._shell.machine
         try:
+            self._callers.claim(request, context.invocation_metadata() or ())
             generation = await self._validation_pool.run(
                 remaining_s(context, self._config.default_timeout_s), request.ByteSize(), validation.prepare,
                 request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
@@ -143,6 +147,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.GetLedgerResponse(
             workers=await asyncio.gather(*(_ask_for_ledger(link, max_holders, timeout_s) for link in asked))
         )
+
+    async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: Context) -> cluster_pb2.GetMetricsResponse:
+        """In a thread, because a large fleet takes milliseconds."""
+        return cluster_pb2.GetMetricsResponse(text=await asyncio.to_thread(self._shell.metrics.text))
 
 
 async def _ask_for_ledger(link: WorkerLink, max_holders: int, timeout_s: float) -> cluster_pb2.WorkerLedger:

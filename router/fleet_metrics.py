@@ -15,7 +15,8 @@ from router.events import Fail, Finish
 from router.machine import RouterMachine
 from router.worker_record import WorkerRecord
 from router.workers import WorkerTable
-from runtime.metrics import REQUEST, Metric, Metrics, Reading
+from runtime.metrics import REQUEST, Metric
+from runtime.metrics_page import Metrics, Reading
 
 # Phases of PhaseTimings. The time to the first token and the total have metrics of their own.
 PHASES = ("tokenize", "router_queue", "prefill_queue", "prefill", "decode")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from typing import Any
 
 import grpc.aio
 
 from core.config import RouterConfig
-from core.errors import DeadlineExceeded, InvalidRequest, TandemError
+from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError
 from core.request import MAX_SEED
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.bounded_pool import BoundedPool
+from router.callers import Callers
 from router.choice_stream import ChoiceStream, call_attributes
 from router.events import Fail
 from router.shell import RouterShell
@@ -28,19 +30,29 @@ WRITE_GRACE_S = 0.1
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def __init__(
-        self, config: RouterConfig, tokenizer: ModelTokenizer, shell: RouterShell, validation_pool: BoundedPool
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        shell: RouterShell,
+        validation_pool: BoundedPool,
+        callers: Callers,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
+        self._callers = callers
 
     def _remaining_s(self, context: Context) -> float:
         return remaining_s(context, self._config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self._generate(request, context)
+            with self._callers.admit(request, context.invocation_metadata() or (), self._shell.now()):
+                await self._generate(request, context)
+        except KeyLimitReached as error:
+            self._shell.count_refusal(error)
+            await abort(context, error)
         except TandemError as error:
             await abort(context, error)
 
@@ -159,6 +171,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             context_length=info.context_length,
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
+            tool_format=self._tokenizer.tool_format,
+            can_decode=self._shell.machine.workers.served_until == math.inf,
         )
 
 

@@ -150,7 +150,7 @@ class Policy(Protocol):
         """None if the request has to wait for a worker with room."""
 
     def candidates(self, question: RoutingQuestion) -> list[Candidate]:
-        """What `choose` compares; its choice comes first."""
+        """The candidates that `choose` compares, its choice first."""
 
 
 class SecondsPolicy:
@@ -289,7 +289,7 @@ def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: 
 
 
 def _stream_s(question: RoutingQuestion, worker: WorkerView) -> float:
-    """What one more sequence in decode adds to each step."""
+    """Seconds that one more sequence in decode adds to each step."""
     return worker.cost.sequence_s + question.num_tokens * worker.cost.context_s
 
 

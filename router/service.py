@@ -8,14 +8,16 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from core.config import RouterConfig, SecurityConfig, TelemetryConfig
+from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Scale
 from protos import cluster_pb2_grpc, inference_pb2_grpc
 from router.bounded_pool import BoundedPool
+from router.callers import Callers
 from router.cluster_servicer import ClusterServicer
 from router.inference_servicer import InferenceServicer
 from router.shell import RouterShell
+from runtime.api_keys import ApiKeys
 from runtime.grpc_server import GrpcServer
 from runtime.security import load_credentials, router_rules
 from runtime.telemetry import Telemetry
@@ -43,6 +45,7 @@ class RouterService:
         telemetry_config: TelemetryConfig,
         place: RouterPlace = RouterPlace(),
         security: SecurityConfig = SecurityConfig(),  # noqa: B008 - it is frozen
+        api_keys: tuple[ApiKeyConfig, ...] = (),
     ) -> None:
         """Raises `ConfigError` if the credentials of `security` cannot be read."""
         self._config = config
@@ -51,7 +54,8 @@ class RouterService:
         self._place = place
         self._router_id = f"router-{place.ordinal}.{secrets.token_hex(4)}"
         self._telemetry = Telemetry(telemetry_config, "tandem-router", self._router_id)
-        self._credentials, self._rules = load_credentials(security), router_rules(security)
+        self._credentials, self._rules = load_credentials(security), router_rules(security, api_keys)
+        self._callers = Callers(ApiKeys(api_keys))
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
         self._cluster: ClusterServicer | None = None
@@ -67,8 +71,11 @@ class RouterService:
             self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules,
             self._place.shares_port,
         )  # fmt: skip
-        inference = InferenceServicer(self._config, tokenizer, shell, self._validation)
-        self._cluster = cluster = ClusterServicer(self._config, tokenizer, shell, self._validation, self._place.scale)
+        server.on_refused = shell.count_refusal
+        inference = InferenceServicer(self._config, tokenizer, shell, self._validation, self._callers)
+        self._cluster = cluster = ClusterServicer(
+            self._config, tokenizer, shell, self._validation, self._place.scale, self._callers
+        )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
         address = await server.start()

@@ -20,7 +20,7 @@ from router.machine import RouterMachine
 from router.routed_request import request_id_of
 from router.worker_link import Metadata, WorkerLink
 from runtime.driver import Driver
-from runtime.metrics import Metrics
+from runtime.metrics_page import Metrics
 from runtime.security import Credentials
 from runtime.telemetry import Attribute, AttributeValue, Telemetry, inject
 
@@ -90,6 +90,10 @@ class RouterShell:
         root = self.telemetry.start_root(headers, arrived_at)
         attributes = {**attributes, Attribute.ERROR_TYPE: error.code.value}
         self.telemetry.end_root(root, self.now(), attributes, error=str(error))
+
+    def count_refusal(self, error: TandemError) -> None:
+        """Count a call that was refused before the request was read."""
+        record_refusal(self.metrics, error)
 
     def post(self, event: RouterEvent) -> None:
         self._driver.post(event)

@@ -6,7 +6,7 @@ of millions of ids is one call into C, which would block the router's loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from core.config import RouterConfig
@@ -21,14 +21,12 @@ from core.request import (
     Request,
 )
 from protos import codec, inference_pb2
+from router.chat_prompt import check_chat, quoted
 from text.tokenizer import ModelTokenizer
 
-CHAT_ROLES = ("system", "user", "assistant")
-MAX_CHAT_MESSAGES = 1024
 MAX_PRIORITY = 100
 MAX_REQUEST_ID_CHARS = 128
 MAX_MIN_INTERVAL_MS = 60_000
-MAX_SHOWN_CHARS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ def prepare(
     info = tokenizer.info
     _check_plain_fields(wire)
     if wire.model and wire.model != info.name:
-        raise ModelNotFound(f"model {_quoted(wire.model)} is not served here; the served model is {info.name!r}")
+        raise ModelNotFound(f"model {quoted(wire.model)} is not served here; the served model is {info.name!r}")
     token_ids = tokenize_prompt(wire, tokenizer, config)
     num_prompt_tokens = len(token_ids)
     _check_room("prompt", num_prompt_tokens, info.context_length)
@@ -105,8 +103,8 @@ def tokenize_prompt(
         parse_special = True if chosen is None else chosen
         token_ids = tuple(tokenizer.encode(wire.text, True, parse_special, salt)) if wire.text else ()
     else:
-        messages = _check_chat(wire.chat.messages, config.max_prompt_chars)
-        token_ids = tuple(tokenizer.encode_chat(messages, bool(chosen), salt))
+        chat = check_chat(wire.chat, tokenizer, config.max_prompt_chars)
+        token_ids = tuple(tokenizer.encode_chat(chat, bool(chosen), salt))
     if not token_ids:
         raise InvalidRequest(kind, "must have at least 1 token, has 0")
     return token_ids
@@ -142,26 +140,6 @@ def _check_room(field: str, num_tokens: int, context_length: int) -> None:
         )
 
 
-def _check_chat(messages: Sequence[inference_pb2.ChatMessage], max_chars: int) -> list[dict[str, str]]:
-    if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
-        raise InvalidRequest("chat.messages", f"must have 1 to {MAX_CHAT_MESSAGES} messages, has {len(messages)}")
-    num_chars = sum(len(message.content) for message in messages)
-    if num_chars > max_chars:
-        raise InvalidRequest("chat.messages", f"must have at most {max_chars} characters in all, has {num_chars}")
-    for position, message in enumerate(messages):
-        field = f"chat.messages[{position}].role"
-        if message.role not in CHAT_ROLES:
-            raise InvalidRequest(field, f"must be one of {', '.join(CHAT_ROLES)}, is {_quoted(message.role)}")
-        if message.role == "system" and position > 0:
-            raise InvalidRequest(field, "must be 'user' or 'assistant', is 'system' (only for the first message)")
-    return [{"role": message.role, "content": message.content} for message in messages]
-
-
 def _check_length(field: str, text: str, limit: int) -> None:
     if len(text) > limit:
         raise InvalidRequest(field, f"must have at most {limit} characters, has {len(text)}")
-
-
-def _quoted(text: str) -> str:
-    """A client's text for an error message. Shortened: a message beyond the size of a gRPC status would be lost."""
-    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}...")

@@ -32,7 +32,7 @@ RELEASE_HALF_LIFE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """What a call brings to its worker."""
+    """The work that a call adds to its worker."""
 
     prompt_s: float = 0.0  # of prompt work
     num_blocks: int = 0  # that it takes

@@ -19,6 +19,7 @@ from core.errors import (
     ErrorCode,
     InvalidRequest,
     ModelNotFound,
+    PermissionDenied,
     QueueFull,
     RequestCancelled,
     TandemError,
@@ -28,6 +29,7 @@ from core.errors import (
     WorkerUnavailable,
 )
 from core.service import join_address
+from runtime.api_keys import ApiKeys
 from runtime.security import OPEN, TOKEN_KEY, Credentials, ServerRules
 
 STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
@@ -36,6 +38,7 @@ _ERROR_OF: dict[grpc.StatusCode, Callable[[str], TandemError]] = {
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: RequestCancelled,
     grpc.StatusCode.UNAVAILABLE: WorkerUnavailable,
@@ -112,13 +115,45 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         tokens = [value for key, value in handler_call_details.invocation_metadata if key == TOKEN_KEY]
         if len(tokens) == 1 and hmac.compare_digest(_as_bytes(tokens[0]), self._token):
             return handler
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_refuse)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        return _refusing(handler, Unauthenticated("this call needs the cluster's token"))
 
 
-async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    await abort(context, Unauthenticated("this call needs the cluster's token"))
+class KeyGuard(grpc.aio.ServerInterceptor):
+    """Refuses calls without the API key that they need, before the request is read."""
+
+    def __init__(self, keys: ApiKeys, on_refused: Callable[[TandemError], None]) -> None:
+        self._keys = keys
+        self._on_refused = on_refused
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        try:
+            self._keys.check(handler_call_details.method, handler_call_details.invocation_metadata or ())
+        except TandemError as error:
+            self._on_refused(error)
+            return _refusing(handler, error)
+        return handler
+
+
+def _refusing(handler: Any, error: TandemError) -> Any:
+    """A handler of the same kind that ends every call with `error`."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    if handler.request_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    else:
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    return make(refuse)
 
 
 def _as_bytes(value: str | bytes) -> bytes:
@@ -137,10 +172,19 @@ class GrpcServer:
         rules: ServerRules,
         shares_port: bool = False,
     ) -> None:
-        """`shares_port`: other servers may listen on the port, which is claimed (runtime/shared_port.py)."""
+        """`shares_port`: other servers may listen on the port, which is claimed (runtime/shared_port.py).
+
+        `on_refused` may be set before `start`; it gets the error of each call that lacks its API key.
+        """
+        self.on_refused: Callable[[TandemError], None] = lambda _: None
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
-        guards = [TokenGuard(credentials.token, rules.guarded)] if credentials.token else []
+        guards: list[grpc.aio.ServerInterceptor] = []
+        if credentials.token:
+            guards.append(TokenGuard(credentials.token, rules.guarded))
+        if rules.api_keys:
+            keys = ApiKeys(rules.api_keys, credentials.token)
+            guards.append(KeyGuard(keys, lambda error: self.on_refused(error)))
         options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
         self._server = grpc.aio.server(interceptors=guards, options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it

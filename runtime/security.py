@@ -1,12 +1,15 @@
 """The credentials of a process: the token of the cluster and, with TLS, a certificate.
 
-    call                                   token       certificate (with TLS)
-    router -> worker, every method         required    required
-    other router -> worker, vllm_engine    if guarded  required
-    client -> router, Scale and GetLedger  required    with require_client_certs
-    client -> router, other methods        -           with require_client_certs
+    call                                    needs                                       certificate (with TLS)
+    router -> worker, every method          the token                                   required
+    other router -> worker, vllm_engine     the token, if guarded                       required
+    client -> router, Scale and GetLedger   the token                                   with require_client_certs
+    client -> router, the other of Cluster  the token or a key of an operator, if there are keys     "
+    client -> router, all other methods     an API key, if there are keys                            "
+    client -> router, OPEN_METHODS          -                                                        "
 
-Health and reflection need no token. A server compares tokens in constant time. No log and no `repr` shows a token.
+Health and reflection need no credentials. A server compares tokens, and hashes of keys (runtime/api_keys.py), in
+constant time. No log and no `repr` shows a token or a key.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import grpc
 
-from core.config import TOKEN_RULE, SecurityConfig, is_token
+from core.config import TOKEN_RULE, ApiKeyConfig, SecurityConfig, is_token
 from core.errors import ConfigError
 
 TOKEN_KEY = "tandem-cluster-token"
@@ -30,6 +33,7 @@ class ServerRules:
 
     guarded: tuple[str, ...]  # prefixes of the full names of methods that need the token
     require_client_certs: bool
+    api_keys: tuple[ApiKeyConfig, ...] = ()  # with at least one, every method that is not open needs a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,17 @@ class Credentials:
 OPEN = Credentials()
 WORKER_RULES = ServerRules(("/tandem.v1.PrefillWorker/", "/tandem.v1.DecodeWorker/", "/tandem.v1.Worker/"), True)
 CONTROL_METHODS = ("/tandem.v1.Cluster/Scale", "/tandem.v1.Cluster/GetLedger")
+OPERATOR_METHODS = ("/tandem.v1.Cluster/",)
+OPEN_METHODS = (
+    "/grpc.health.v1.Health/",
+    "/grpc.reflection.",
+    "/tandem.v1.Inference/GetModel",  # gateways read the name and the limits of the model, without a key of their own
+    "/inference.GRPCInferenceService/ServerLive",
+    "/inference.GRPCInferenceService/ServerReady",
+    "/inference.GRPCInferenceService/ModelReady",
+    "/inference.GRPCInferenceService/ServerMetadata",
+    "/inference.GRPCInferenceService/ModelMetadata",
+)
 
 
 def worker_rules(guarded_guests: Sequence[str]) -> ServerRules:
@@ -68,8 +83,8 @@ def worker_rules(guarded_guests: Sequence[str]) -> ServerRules:
     return replace(WORKER_RULES, guarded=WORKER_RULES.guarded + tuple(f"/{name}/" for name in guarded_guests))
 
 
-def router_rules(config: SecurityConfig) -> ServerRules:
-    return ServerRules(CONTROL_METHODS, config.require_client_certs)
+def router_rules(config: SecurityConfig, api_keys: tuple[ApiKeyConfig, ...] = ()) -> ServerRules:
+    return ServerRules(CONTROL_METHODS, config.require_client_certs, api_keys)
 
 
 def load_credentials(config: SecurityConfig) -> Credentials:

@@ -18,7 +18,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the simulator has in place of a model, its devices and a network."""
+    """Times that stand for a model, its devices and a network."""
 
     source: str  # where the numbers come from, for readers
     prefill: StepCost

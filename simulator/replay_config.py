@@ -1,4 +1,4 @@
-"""What is replayed: workers, routers, the times of steps and transfers, arrivals, and the limits of the goals."""
+"""The setting of a replay: workers, routers, step and transfer times, arrivals, and the limits of the goals."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def fewest_workers(points: Sequence[Point], target: float = WANTED_ATTAINMENT) -
 
 
 def answer(points: Sequence[Point]) -> list[str]:
-    """What the grid says: a sentence about the highest rate if only rates differ, else one for each rate."""
+    """The conclusion of the grid: a sentence about the highest rate if only rates differ, else one for each rate."""
     by_rate: defaultdict[float, list[Point]] = defaultdict(list)
     for point in sorted(points, key=lambda point: point.rate):
         by_rate[point.rate].append(point)

@@ -1,16 +1,21 @@
 """The Python client of a Tandem router, for asyncio programs (`AsyncClient`) and for all others (`Client`).
 
-from tandem_client import ChatMessage, ChatPrompt, Client, GenerateRequest
+from tandem_client import Client
 
-prompt = ChatPrompt(messages=[ChatMessage(role="user", content="What is the capital of France?")])
 with Client("127.0.0.1:50051") as client:
-    for response in client.generate(GenerateRequest(chat=prompt), timeout_s=30):
-        print(response.tokens.text, end="", flush=True)
+    stream = client.stream([{"role": "user", "content": "What is the capital of France?"}], max_tokens=32)
+    for piece in stream:
+        print(piece.text, end="", flush=True)
+    print(stream.result.usage, stream.result.path)
 """
 
 from tandem_client.client import AsyncClient, Client
 from tandem_client.credentials import Credentials
 from tandem_client.errors import CallFailed
+from tandem_client.prompts import Options, Prompt
+from tandem_client.results import Completion, Piece, Promise, Receipt, Timings, TokenLogprob, TopLogprob, Usage
+from tandem_client.retries import NO_RETRY, Clock, RetryPolicy
+from tandem_client.streams import AsyncStream, Stream
 from tandem_client.stubs.cluster_pb2 import ExplainResponse, GetFleetResponse, GetLedgerResponse, ScaleResponse
 from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
@@ -31,11 +36,15 @@ from tandem_client.stubs.inference_pb2 import (
 )
 
 __all__ = [
+    "NO_RETRY",
     "AsyncClient",
+    "AsyncStream",
     "CallFailed",
     "ChatMessage",
     "ChatPrompt",
     "Client",
+    "Clock",
+    "Completion",
     "Credentials",
     "DetokenizeRequest",
     "DetokenizeResponse",
@@ -47,11 +56,22 @@ __all__ = [
     "GetFleetResponse",
     "GetLedgerResponse",
     "GetModelResponse",
+    "Options",
+    "Piece",
+    "Promise",
+    "Prompt",
+    "Receipt",
     "RequestPath",
+    "RetryPolicy",
     "SamplingParams",
     "ScaleResponse",
     "StopConditions",
+    "Stream",
+    "Timings",
     "TokenIds",
+    "TokenLogprob",
     "TokenizeRequest",
     "TokenizeResponse",
+    "TopLogprob",
+    "Usage",
 ]

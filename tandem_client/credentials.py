@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import grpc
+
+Metadata = Sequence[tuple[str, str]]
+AUTHORIZATION = "authorization"
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -23,17 +27,25 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Every field may be empty. With `cert` or `ca` the channel is TLS; `scale` and `ledger` send `token`."""
+    """Every field may be empty. With `cert` or `ca` the channel is TLS.
 
-    token: str = field(default="", repr=False)
+    Every call sends `api_key`, unless the metadata of the call has an `authorization` of its own. Calls of operators
+    (`fleet`, `scale`, ...) send `token`, too.
+    """
+
+    token: str = field(default="", repr=False)  # of the cluster
     cert: bytes = field(default=b"", repr=False)  # PEM, as the next two
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     server_name: str = ""  # in the router's certificate, where its address is not
+    api_key: str = field(default="", repr=False)  # one of [[api_keys]] of the fleet
 
-    @property
-    def metadata(self) -> list[tuple[str, str]]:
-        return [("tandem-cluster-token", self.token)] if self.token else []
+    def headers(self, given: Metadata, operator: bool = False) -> list[tuple[str, str]]:
+        """The metadata of a call: `given`, and these credentials."""
+        own = [("tandem-cluster-token", self.token)] if operator and self.token else []
+        if self.api_key and all(name != AUTHORIZATION for name, _ in given):
+            own.append((AUTHORIZATION, f"Bearer {self.api_key}"))
+        return [*given, *own]
 
     def for_channel(self) -> grpc.ChannelCredentials | None:
         """None: the channel has no TLS."""

@@ -38,7 +38,6 @@ ALLOWED_SKIPS = {
 
 # Files that take longest. They start first, so that no process computes alone at the end of a run.
 LONG_FILES = (
-    "tests/integration/test_calibrated.py",
     "tests/integration/test_machines_on_a_network.py",
     "tests/integration/test_two_nodes.py",
     "tests/unit/engine/cpu/test_sanitizer.py",

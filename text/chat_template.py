@@ -1,23 +1,42 @@
 """Renders a chat with the chat template of a model.
 
 Templates come with model files from anywhere, so they run in a sandbox (`text/template_sandbox.py`). A template refuses
-a conversation with `raise_exception`, which raises `InvalidRequest`.
+a conversation with `raise_exception`, which raises `InvalidRequest`. `strftime_now` gives a template the date.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Mapping
+
+from jinja2 import meta
 
 from core.errors import ConfigError, InvalidRequest
+from text.chat import Chat
 from text.template_sandbox import MAX_VALUE_SIZE, Meter, TemplateSandbox, meter
 
 MAX_TEMPLATE_CHARS = 256 * 1024
 MAX_RENDERED_CHARS = MAX_VALUE_SIZE
 MAX_MESSAGES = 4096
+MAX_DATE_FORMAT_CHARS = 64
+
+# tool_format -> what a template that shows this format to its model contains
+_TOOL_FORMATS = {
+    "hermes": re.compile("<tool_call>"),
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "llama3_json": re.compile(r'\{\\?"name\\?":.*?\\?"parameters\\?"\s*:', re.DOTALL),
+}
 
 
 def _refuse(message: str) -> None:
     raise InvalidRequest("messages", str(message))
+
+
+def _date(date_format: str) -> str:
+    if len(date_format) > MAX_DATE_FORMAT_CHARS or re.search(r"\d{3}", date_format):  # "%999d" is padded
+        raise InvalidRequest("messages", "the chat template formats the date with a format that is too long")
+    return time.strftime(date_format)
 
 
 class ChatTemplate:
@@ -30,14 +49,21 @@ class ChatTemplate:
             )
         environment = TemplateSandbox()
         environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _date
         self._special_tokens = dict(special_tokens)  # bos_token, eos_token
         try:
+            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(environment.metered(source))
         except Exception as error:  # jinja compiles the template to Python, which may raise any exception
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+        formats = [name for name, pattern in _TOOL_FORMATS.items() if pattern.search(source)]
+        self.tool_format = formats[0] if formats and self.knows_tools else ""
+        self._knows_developer = "developer" in source
+        self.reserved = frozenset({"messages", "tools", "add_generation_prompt", *special_tokens, *environment.globals})
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, chat: Chat) -> str:
         """The prompt for the next message of the assistant. Raises `InvalidRequest`, which names the field."""
+        messages = chat.messages
         if not messages:
             raise InvalidRequest("messages", "must have at least 1 message, has 0")
         if len(messages) > MAX_MESSAGES:
@@ -52,9 +78,7 @@ class ChatTemplate:
         num_chars = 0
         meter.set(Meter())
         try:
-            for piece in self._template.generate(
-                messages=[dict(message) for message in messages], add_generation_prompt=True, **self._special_tokens
-            ):
+            for piece in self._template.generate(self._variables(chat)):
                 num_chars += len(piece)
                 if num_chars > MAX_RENDERED_CHARS:
                     raise InvalidRequest("messages", f"must render to at most {MAX_RENDERED_CHARS} characters")
@@ -67,3 +91,16 @@ class ChatTemplate:
                 "messages", f"the model's chat template cannot render the messages: {shown}"
             ) from error
         return "".join(pieces)
+
+    def _variables(self, chat: Chat) -> dict[str, object]:
+        messages = [dict(message) for message in chat.messages]
+        if not self._knows_developer:
+            for message in messages:
+                message["role"] = "system" if message["role"] == "developer" else message["role"]
+        return {
+            **chat.options,
+            **self._special_tokens,
+            "messages": messages,
+            "tools": list(chat.tools) or None,
+            "add_generation_prompt": True,
+        }

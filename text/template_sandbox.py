@@ -22,7 +22,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from jinja2 import nodes, pass_context
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.visitor import NodeTransformer
@@ -110,11 +111,19 @@ def _replaced(text: object, old: object, new: object, count: int | None = None) 
     return text.replace(old, new, -1 if count is None else count)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # The tojson of jinja escapes HTML characters, which a prompt needs unchanged.
+    if separators is not None and sum(map(len, separators)) > MAX_INDENT:
+        raise TemplateLimit(f"the separators of tojson must have at most {MAX_INDENT} characters")
     if indent is not None and not 0 <= indent <= MAX_INDENT:
         raise TemplateLimit(f"the indent of tojson must be in [0, {MAX_INDENT}], is {indent}")
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _check_operands(operator: str, left: object, right: object) -> None:
@@ -160,12 +169,22 @@ def _turns(_: Context, items: Iterable[object]) -> Iterator[object]:
         yield item
 
 
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks what the assistant wrote, for training. The text stays."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja declares the attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
 
     def __init__(self) -> None:
         # The optimizer of jinja would run steps of the template at compile time, without a meter.
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], optimized=False)
         own = {"join": _joined, "replace": _replaced, "tojson": _to_json, "_joined": _joined, "_counted": lambda v: v}
         kept = {name: function for name, function in self.filters.items() if name in FILTERS} | own
         self.filters = {name: _metered(function) for name, function in kept.items()} | {"_turns": _turns}

@@ -7,21 +7,30 @@ stays plain text (`text/special_tokens.py`), unless the caller sets `parse_speci
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
 from model_files.builtin_configs import BYTE_SPECIAL_TOKENS
 from model_files.model_source import SourceKind, describe, resolve_model
+from text.chat import Chat, Message
 from text.chat_template import ChatTemplate
 from text.detokenizer import IncrementalDetokenizer, decode_tokens
 from text.file_codec import FileCodec
 from text.special_tokens import BREAK, Codec, Encoded, Marks, encode_framed, markings, refuse_reserved
 from text.tokenizer_files import from_directory, from_gguf
 
+# ChatML, with tools in the style of Hermes.
 BYTE_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% set has_system = tools and messages[0].role == 'system' %}"
+    "{% if tools %}<|im_start|>system\n{% if has_system %}{{ messages[0].content }}\n\n{% endif %}"
+    "Tools: <tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>\n"
+    'Call a tool: <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in (messages[1:] if has_system else messages) %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}"
+    '{% for call in message.tool_calls or [] %}\n<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}'
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -39,6 +48,21 @@ class ModelTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def knows_tools(self) -> bool:
+        """The chat template shows tools to the model."""
+        return self._template is not None and self._template.knows_tools
+
+    @property
+    def tool_format(self) -> str:
+        """How the model writes calls of tools (GetModelResponse.tool_format)."""
+        return "" if self._template is None else self._template.tool_format
+
+    @property
+    def reserved_options(self) -> frozenset[str]:
+        """Variables of the chat template that no option may set."""
+        return frozenset() if self._template is None else self._template.reserved
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -64,32 +88,33 @@ class ModelTokenizer:
         return encode_framed(self._codec, marks, marks.mark(text), add_special, cache_salt)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], parse_special: bool = False, cache_salt: str = ""
+        self, chat: Chat | Sequence[Message], parse_special: bool = False, cache_salt: str = ""
     ) -> list[int]:
-        """Token ids of the prompt for `messages` ({role, content} each). The caller checks the roles.
+        """Token ids of the prompt for a chat, or for messages ({role, content} each). The caller checks the roles.
 
-        With `parse_special`, the text of a special token in a message becomes that token; else it is plain text.
+        With `parse_special`, the text of a special token in a message becomes that token; else it is plain text. The
+        same holds for the texts of tools and of their calls.
         Calls with equal salts share cached pieces. Raises `InvalidRequest` as `render_chat` does, and for reserved
         noncharacters (`refuse_reserved`).
         """
-        for index, message in enumerate(messages):
-            refuse_reserved(f"messages[{index}].content", str(message.get("content")))
+        chat = chat if isinstance(chat, Chat) else Chat(chat)
+        for field, text in chat.texts():
+            refuse_reserved(field, text)
         if parse_special:
-            return self._codec.encode(self.render_chat(messages), False, cache_salt).token_ids
-        marked, marks = self._render_marked(messages)
+            return self._codec.encode(self.render_chat(chat), False, cache_salt).token_ids
+        marked, marks = self._render_marked(chat)
         return encode_framed(self._codec, marks, marked, False, cache_salt)
 
-    def _render_marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, Marks]:
+    def _render_marked(self, chat: Chat) -> tuple[str, Marks]:
         """The prompt with marked content, from the first marking under which the template treats content as before.
 
         If every marking changes the result, because the template searches content for key characters, the last one is
         used: a changed prompt is better than a forged special token.
         """
-        rendered = plain = self.render_chat(messages)
+        rendered = plain = self.render_chat(chat)
+        texts = "".join(text for _, text in chat.texts())
         for marks in self._markings:
-            contents = [marks.mark(message["content"]) for message in messages]
-            marked = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
-            rendered = plain if marked == messages else self.render_chat(marked)
+            rendered = plain if marks.mark(texts) == texts else self.render_chat(chat.changed(marks.mark))
             if marks.restore(rendered) == plain:
                 break
         return rendered, marks
@@ -113,14 +138,14 @@ class ModelTokenizer:
         """A new detokenizer, for one output."""
         return IncrementalDetokenizer(self._codec.token_bytes, strip_first_space=self._codec.strip_first_space)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of the prompt for `messages` ({role, content} each).
+    def render_chat(self, chat: Chat | Sequence[Message]) -> str:
+        """The text of the prompt for a chat, or for messages ({role, content} each).
 
         Raises `InvalidRequest` if the model has no template, or if the template refuses the messages.
         """
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send text or token ids")
-        return self._template.render(messages)
+        return self._template.render(chat if isinstance(chat, Chat) else Chat(chat))
 
 
 def load_tokenizer(spec: str, max_context: int = 0, cache_dir: Path | None = None) -> ModelTokenizer:

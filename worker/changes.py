@@ -1,4 +1,4 @@
-"""What has changed on a worker since its last report. Pure: a shell and the simulator ask for the changes."""
+"""The changes of a worker since its last report. Pure: a shell and the simulator ask for the changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policies are compared on: workloads, workers, loads and limits; and one replay of one policy.
+"""The cases in which policies are compared: workloads, workers, loads and limits; and one replay of one policy.
 
 A load is the share of the time in which the prefill workers would be busy if nothing were cached and decode workers
 computed no prompt. Above 1, the queues of a policy that uses no cache grow until the end of the trace.

@@ -157,7 +157,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self, limit: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class RequestSummary(_message.Message):
-    __slots__ = ("number", "request_id", "choice", "trace_id", "arrived_at_unix_ms", "total_ms", "first_token_ms", "tpot_ms", "end", "usage", "path", "prefill_worker", "decode_worker", "attempts", "tenant")
+    __slots__ = ("number", "request_id", "choice", "trace_id", "arrived_at_unix_ms", "total_ms", "first_token_ms", "tpot_ms", "end", "usage", "path", "prefill_worker", "decode_worker", "attempts", "tenant", "timings", "transferred_bytes")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,8 @@ class RequestSummary(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     choice: int
@@ -188,7 +190,9 @@ class RequestSummary(_message.Message):
     decode_worker: str
     attempts: int
     tenant: str
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., choice: _Optional[int] = ..., trace_id: _Optional[str] = ..., arrived_at_unix_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., end: _Optional[str] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., path: _Optional[_Union[_inference_pb2.RequestPath, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    timings: _inference_pb2.PhaseTimings
+    transferred_bytes: int
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., choice: _Optional[int] = ..., trace_id: _Optional[str] = ..., arrived_at_unix_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., end: _Optional[str] = ..., usage: _Optional[_Union[_inference_pb2.Usage, _Mapping]] = ..., path: _Optional[_Union[_inference_pb2.RequestPath, str]] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., tenant: _Optional[str] = ..., timings: _Optional[_Union[_inference_pb2.PhaseTimings, _Mapping]] = ..., transferred_bytes: _Optional[int] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests",)

@@ -1,8 +1,8 @@
 """The simulator is calibrated: it predicts the median TTFT and TPOT of a live run from what the workers of the run fit.
 
-The only test that compares times. A slow machine slows the fit as much as the requests. A machine that other programs
-slow for a while does not: then equal requests take unequal times, and the run says nothing. So a run may be repeated,
-and a wrong prediction fails in a quiet run.
+The only test that compares times, so `make soak` runs it, and `make test` does not. A slow machine slows the fit as
+much as the requests. A machine that other programs slow for a while does not: then equal requests take unequal times,
+and the run says nothing. So a run may be repeated, and a wrong prediction fails in a quiet run.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ async def calibrated(seed: int) -> Calibration:
         return await calibrate(AsyncClient(deployment.router_address), replace(PLAN, seed=seed), "never")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_simulation_predicts_the_medians_of_a_live_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RANDOM_CONFIGS, "calibrated", replace(RANDOM_CONFIGS["qwen2-tiny"], **SIZES))

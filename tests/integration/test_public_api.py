@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from core.service import FleetRouter
+from model_files.builtin_configs import BYTE_EOS_ID
 from protos import cluster_pb2, inference_pb2, worker_pb2
 from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from runtime.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
@@ -89,7 +90,7 @@ REFUSED: dict[str, tuple[GenerateRequest, str, str]] = {
     "user too long": (text(user="u" * 257), "user", "at most 256"),
     "request id too long": (text(request_id="r" * 129), "request_id", "at most 128"),
     "no messages": (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
-    "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, user, assistant"),
+    "unknown role": (chat(("robot", "hi")), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
     "endless role": (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
     "late system": (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only for the first message"),
 }  # fmt: skip
@@ -413,3 +414,29 @@ async def test_health_and_reflection_are_served(deployment: Deployment) -> None:
     )
     names = {service.name for reply in [await call.read()] for service in reply.list_services_response.service}
     assert {"tandem.v1.Inference", "tandem.v1.Cluster", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_chat_with_tools_is_rendered_and_the_model_tells_its_format_of_calls(deployment: Deployment) -> None:
+    chat = inference_pb2.ChatPrompt(
+        messages=[
+            inference_pb2.ChatMessage(role="developer", content="Be brief."),
+            inference_pb2.ChatMessage(role="user", content="How warm is it?"),
+            inference_pb2.ChatMessage(
+                role="assistant",
+                tool_calls=[inference_pb2.ToolCall(id="1", name="warmth", arguments_json='{"in":"K"}')],
+            ),
+            inference_pb2.ChatMessage(role="tool", tool_call_id="1", content="280<|im_end|>"),
+        ],
+        tools=[inference_pb2.Tool(name="warmth", description="The temperature")],
+    )
+    tokens = await deployment.inference.Tokenize(inference_pb2.TokenizeRequest(chat=chat), timeout=PATIENCE_S)
+    assert list(tokens.token_ids).count(BYTE_EOS_ID) == 4, "one for each message, and none from the answer of the tool"
+    plain = bytes(token_id for token_id in tokens.token_ids if token_id < 256).decode()
+    for part in ("Be brief.", "The temperature", '"arguments": {"in": "K"}', "280<|im_end|>"):
+        assert part in plain
+    [answer] = await deployment.generate_all(
+        GenerateRequest(chat=chat, stop=StopConditions(max_tokens=3, ignore_eos=True))
+    )
+    assert len(answer.token_ids) == 3
+    model = await deployment.inference.GetModel(inference_pb2.GetModelRequest(), timeout=PATIENCE_S)
+    assert model.tool_format == "hermes"

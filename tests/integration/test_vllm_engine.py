@@ -44,7 +44,9 @@ async def engines() -> AsyncIterator[Engines]:
 
 async def hand_off(engines: Engines, sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
     """Prefill, then decode with the parameters of the answer, as smg does."""
-    first = generate_request(PROMPT, sampling={"max_tokens": 1} | (sampling or {}), kv_transfer_params_json=REMOTE_DECODE)
+    first = generate_request(
+        PROMPT, sampling={"max_tokens": 1} | (sampling or {}), kv_transfer_params_json=REMOTE_DECODE
+    )
     (prefilled,) = await complete(engines.prefill, first)
     params = prefilled.kv_transfer_params_json
     return await complete(
@@ -201,7 +203,9 @@ async def test_a_parameter_of_a_newer_protocol_is_refused(engines: Engines) -> N
     await refused(engines.decode, request, "sampling_params")
 
 
-@pytest.mark.parametrize("params", ["{", "[]", '{"do_remote_prefill": true}', '{"tandem": {"version": 9}}', '{"tandem": 1}'])
+@pytest.mark.parametrize(
+    "params", ["{", "[]", '{"do_remote_prefill": true}', '{"tandem": {"version": 9}}', '{"tandem": 1}']
+)
 async def test_malformed_parameters_of_a_hand_off_are_refused(engines: Engines, params: str) -> None:
     await refused(engines.decode, generate_request(PROMPT, kv_transfer_params_json=params), "kv_transfer_params_json")
 
@@ -235,7 +239,9 @@ async def test_the_prefix_cache_is_reported_as_a_snapshot_and_then_as_changes(en
 
 async def test_the_worker_describes_itself(engines: Engines) -> None:
     model = await engines.decode.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), timeout=10)
-    own = await engines.deployment.inference.GetModel(__import__("protos.inference_pb2").inference_pb2.GetModelRequest())
+    own = await engines.deployment.inference.GetModel(
+        __import__("protos.inference_pb2").inference_pb2.GetModelRequest()
+    )
     assert (model.served_model_name, model.vocab_size, model.max_context_length) == (
         own.name,
         own.vocab_size,

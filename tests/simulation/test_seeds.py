@@ -1,4 +1,6 @@
-"""Two hundred small worlds. A failing seed is named; `python -m simulator --seed N --verbose` replays it."""
+"""One hundred small worlds. A failing seed is named; `python -m simulator --seed N --verbose` replays it.
+
+`make soak` runs two hundred more, `make explore` fresh ones."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from simulator.__main__ import main
 from simulator.scenario import make_scenario
 from simulator.simulation import Result, run_seed
 
-NUM_SEEDS = 200
+NUM_SEEDS = 100
 HARSH_SEEDS = (80, 60_002, 60_236, *range(8))  # replay with `python -m simulator --harsh --seed N`
 BATCH = 20
 
@@ -77,7 +79,7 @@ def test_the_faults_really_happened_and_were_answered() -> None:
 
 def test_half_pulled_prompts_compete_for_blocks_in_many_worlds() -> None:
     num_worlds = sum(result_of(seed).counts["half-pulled together"] > 0 for seed in range(NUM_SEEDS))
-    assert num_worlds >= 20
+    assert num_worlds >= 10
 
 
 def test_most_requests_finish_in_spite_of_everything() -> None:

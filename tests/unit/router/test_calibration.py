@@ -15,7 +15,8 @@ from router.choice_stream import ChoiceStream, route_attributes
 from router.events import Fail, Finish, Outcome
 from router.fleet_metrics import record_end
 from router.policy import Candidate
-from runtime.metrics import RATIO_BUCKETS, Metric, Metrics
+from runtime.metrics import RATIO_BUCKETS, Metric
+from runtime.metrics_page import Metrics
 
 CANDIDATE = Candidate(
     "prefill-0", "decode-0", cached_tokens=64, uncached_tokens=16, transfer_blocks=5, num_dispatched=0, queue_s=0.1,

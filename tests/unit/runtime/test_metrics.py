@@ -10,7 +10,8 @@ from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from prometheus_client.core import Metric as Family
 
 from core.config import TelemetryConfig
-from runtime.metrics import METRICS, Kind, Metric, Metrics, Reading
+from runtime.metrics import METRICS, Kind, Metric
+from runtime.metrics_page import Metrics, Reading
 from runtime.telemetry import Attribute
 
 

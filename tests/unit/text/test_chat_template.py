@@ -9,6 +9,7 @@ import pytest
 
 from core.errors import ConfigError, InvalidRequest
 from text import template_sandbox
+from text.chat import Chat
 from text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -61,13 +62,13 @@ def test_a_template_can_neither_leave_its_sandbox_nor_run_without_bound(
     monkeypatch.setattr(template_sandbox, "MAX_CPU_S", 0.2)
     started_at = time.thread_time()
     with pytest.raises(InvalidRequest, match="messages"):
-        ChatTemplate(template, {}).render(CHAT)
+        ChatTemplate(template, {}).render(Chat(CHAT))
     assert time.thread_time() - started_at < 2.0
 
 
 def test_a_template_says_why_it_refuses() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        ChatTemplate(REFUSED["refuses"], {}).render(CHAT)
+        ChatTemplate(REFUSED["refuses"], {}).render(Chat(CHAT))
 
 
 UNREADABLE = {
@@ -100,7 +101,7 @@ def test_the_features_that_templates_of_models_use_work() -> None:
 {{- messages | tojson(indent=1) | length }}{{ '%02d' % 7 }}{{ '{}-{}'.format(1, 'a') }}{{ 'aXa'.replace('X', '-') }}
 {{- bos_token ~ ('x' if add_generation_prompt is defined else 'y') }}"""
     chat = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "<think>no</think>\nyes"}]
-    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(chat)
+    rendered = ChatTemplate(source, {"bos_token": "<s>"}).render(Chat(chat))
     size = len(json.dumps(chat, indent=1))
     assert rendered == f"<user>hi  1|0<assistant>yes 2.1 hi {size}071-aa-a<s>x"
 
@@ -108,4 +109,4 @@ def test_the_features_that_templates_of_models_use_work() -> None:
 def test_a_long_chat_stays_within_the_limits() -> None:
     chat = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 250
     source = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] | trim + '\n' }}{% endfor %}"
-    assert len(ChatTemplate(source, {}).render(chat)) > 1_000_000
+    assert len(ChatTemplate(source, {}).render(Chat(chat))) > 1_000_000

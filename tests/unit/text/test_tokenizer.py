@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 
 from core.errors import ConfigError, InvalidRequest
+from text.chat import Chat
 from text.chat_template import MAX_MESSAGES, ChatTemplate
 from text.tokenizer import load_tokenizer
 from text.tokenizer_files import byte_level_bytes
@@ -152,7 +153,7 @@ def test_an_error_names_the_malformed_message(messages: list[dict[str, str]], na
 
 def test_a_template_says_why_it_refuses() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([{"role": "a", "content": "b"}])
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(Chat([{"role": "a", "content": "b"}]))
 
 
 def test_the_text_of_a_message_is_never_run_as_a_template() -> None:

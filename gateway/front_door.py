@@ -1,0 +1,151 @@
+"""Every HTTP request passes here first: the bound of open requests, the limit of the body, and the metrics.
+
+The body is read before a route runs. A body over the limit is refused as soon as its length, or the part that has
+arrived, exceeds the limit. Then the connection closes. Many clients read no answer before they have sent the whole
+body, and a close would take the answer from them. So the rest is received and dropped for at most `LINGER_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from core.config import GatewayConfig
+from gateway.metrics import GatewayMetrics
+
+MAX_OPEN_REQUESTS = 4096  # of one process; the routers refuse excess load much earlier
+BODY_TIMEOUT_S = 60.0  # for the whole body
+LINGER_S = 2.0
+UNBOUNDED = ("/health", "/ready", "/metrics", "/version")  # answered also when too many requests are open
+
+
+class BodyRefused(Exception):
+    """The body breaks a limit."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class ClientGone(Exception):
+    """The client closed the connection inside its body."""
+
+
+class FrontDoor:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics) -> None:
+        self._app, self._metrics = app, metrics
+        self._max_body_bytes = config.max_body_bytes
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit(receive, send, self._metrics)
+        scope["state"]["arrived_at"] = visit.arrived_at
+        self._num_open += 1
+        try:
+            if self._num_open > MAX_OPEN_REQUESTS and scope["path"] not in UNBOUNDED:
+                raise BodyRefused(503, "overloaded", f"this gateway process has {MAX_OPEN_REQUESTS} open requests")
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    visit.body = await self._read_body(scope, receive)
+            await self._app(scope, visit.receive, visit.send)
+        except BodyRefused as error:
+            await _refuse(visit, error.status, error.code, str(error))
+        except TimeoutError:
+            if visit.status:
+                raise
+            await _refuse(visit, 408, "timeout", f"body: not complete after {BODY_TIMEOUT_S:g} s")
+        except ClientGone:
+            visit.client_left = True
+        finally:
+            self._num_open -= 1
+            visit.end(scope)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises `BodyRefused` and `ClientGone`."""
+        limit = self._max_body_bytes
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
+                raise _too_large(limit)
+        parts, size, more = [], 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise _too_large(limit)
+            more = message.get("more_body", False)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Visit:
+    """One request: what it has received and sent, for the routes and for the metrics."""
+
+    def __init__(self, receive: Receive, send: Send, metrics: GatewayMetrics) -> None:
+        self._receive, self._send, self._metrics = receive, send, metrics
+        self.arrived_at = time.perf_counter()
+        self.body: bytes | None = None
+        self.status = 0
+        self.client_left = False
+        self._is_stream = self._is_complete = False
+
+    async def receive(self) -> Message:
+        if self.body is not None:
+            body, self.body = self.body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._is_complete:
+            self.client_left = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            kinds = (value for name, value in message.get("headers", ()) if name == b"content-type")
+            self._is_stream = next(kinds, b"").startswith(b"text/event-stream")
+            if self._is_stream:
+                self._metrics.open_streams.inc()
+        elif not message.get("more_body", False):
+            self._is_complete = True
+        await self._send(message)
+
+    async def drop_rest_of_body(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (message := await self._receive())["type"] == "http.request" and message.get("more_body"):
+                    pass
+
+    def end(self, scope: Scope) -> None:
+        if self._is_stream:
+            self._metrics.open_streams.dec()
+        if self.client_left:
+            self._metrics.disconnects.inc()
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.count_request(route, self.status or 499, time.perf_counter() - self.arrived_at)
+
+
+def _too_large(limit: int) -> BodyRefused:
+    return BodyRefused(413, "request_too_large", f"body: larger than {limit} bytes (gateway.max_body_bytes)")
+
+
+async def _refuse(visit: Visit, status: int, code: str, message: str) -> None:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close"),
+    ]  # fmt: skip
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    await visit.send({"type": "http.response.start", "status": status, "headers": headers})
+    await visit.send({"type": "http.response.body", "body": body, "more_body": True})
+    await visit.drop_rest_of_body()
+    await visit.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,134 @@
+"""Guardrails: code of the operator that sees each prompt before the model does, and each output before the client does.
+
+    gateway starts    load_guardrail("module:function")           one Guardrail for each gateway process
+    request arrives   check_prompt(guardrail, messages)           unchanged, rewritten, or `Refused`: status 400
+    choice begins     GuardedOutput(guardrail, messages)          one OutputGuardrail for each choice
+    chunk arrives     await output.push(text)                     the text that goes to the client now, or `Refused`
+    choice ends       await output.finish()                       the text that was held back, or `Refused`
+
+A guardrail that raises anything but `Refused`, takes longer than `GUARDRAIL_TIMEOUT_S`, or returns a value of another
+shape, refuses the request: without an answer of the guardrail, nothing passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GUARDRAIL_TIMEOUT_S = 10.0  # of one call of a guardrail
+FAILED = "the guardrail of this server failed, so the request is refused"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat, or a whole text prompt."""
+
+    role: str  # empty: a text prompt
+    text: str
+
+
+class Refused(Exception):
+    """The guardrail refuses. Clients read the message."""
+
+
+class OutputGuardrail(Protocol):
+    """Sees the output of one choice. The object lives as long as the choice, and may remember the text so far."""
+
+    async def push(self, text: str, /) -> str:
+        """The text to send now. It may lack an end that depends on later text. Raises `Refused`."""
+
+    async def finish(self) -> str:
+        """The text still held back. The output has ended. Raises `Refused`."""
+
+
+class Guardrail(Protocol):
+    async def check_prompt(self, messages: Sequence[Message], /) -> Sequence[Message]:
+        """The messages for the model: as many as given, with the same roles. Raises `Refused`."""
+
+    def open_output(self, messages: Sequence[Message], /) -> OutputGuardrail:
+        """The guardrail of one choice. `messages`: what `check_prompt` returned."""
+
+
+def load_guardrail(name: str) -> Guardrail | None:
+    """Call the function that "module:function" names; empty = None. Raises `ConfigError`.
+
+    The module must be importable: installed, or in a folder of PYTHONPATH.
+    """
+    if not name:
+        return None
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"[gateway] guardrail: cannot import {module_name}: {error} (see PYTHONPATH)") from error
+    make = getattr(module, function_name, None)
+    if not callable(make):
+        raise ConfigError(f"[gateway] guardrail: {module_name} has no function {function_name}")
+    guardrail: Any = make()
+    if not callable(getattr(guardrail, "check_prompt", None)) or not callable(getattr(guardrail, "open_output", None)):
+        raise ConfigError(f"[gateway] guardrail: {name} must return an object with check_prompt and open_output")
+    made: Guardrail = guardrail
+    return made
+
+
+async def check_prompt(guardrail: Guardrail | None, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages for the model. Raises `Refused`."""
+    if guardrail is None:
+        return tuple(messages)
+    checked = tuple(await _answer(guardrail.check_prompt(messages), (list, tuple)))
+    if [getattr(message, "role", None) for message in checked] != [message.role for message in messages]:
+        logger.error("the guardrail returned messages of other roles than it was given")
+        raise Refused(FAILED)
+    return checked
+
+
+class GuardedOutput:
+    """The output of one choice on its way through the guardrail; without a guardrail, text passes unchanged."""
+
+    def __init__(self, guardrail: Guardrail | None, messages: Sequence[Message]) -> None:
+        """Raises `Refused`."""
+        self._output: OutputGuardrail | None = None
+        if guardrail is not None:
+            try:
+                self._output = guardrail.open_output(messages)
+            except Refused:
+                raise
+            except Exception as error:
+                logger.exception("the guardrail failed")
+                raise Refused(FAILED) from error
+
+    async def push(self, text: str) -> str:
+        """The text to send now. Raises `Refused`."""
+        if self._output is None or not text:
+            return text
+        return await _answer(self._output.push(text), str)
+
+    async def finish(self) -> str:
+        """The text still held back. Raises `Refused`."""
+        return "" if self._output is None else await _answer(self._output.finish(), str)
+
+
+async def _answer(call: Awaitable[T], kind: type | tuple[type, ...]) -> T:
+    """The answer of a guardrail. Raises `Refused`, also if the guardrail fails."""
+    try:
+        async with asyncio.timeout(GUARDRAIL_TIMEOUT_S):
+            answer = await call
+    except Refused:
+        raise
+    except Exception as error:
+        logger.exception("the guardrail failed")
+        raise Refused(FAILED) from error
+    if not isinstance(answer, kind):
+        logger.error("the guardrail returned a %s", type(answer).__name__)
+        raise Refused(FAILED)
+    return answer

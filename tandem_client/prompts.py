@@ -1,0 +1,72 @@
+"""A `GenerateRequest` from a prompt and keyword arguments. protos/inference.proto gives the range of each option."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
+
+from tandem_client.stubs import inference_pb2
+
+# Text without a chat template; messages for the chat template; or token ids.
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[inference_pb2.ChatMessage] | Sequence[int]
+
+
+class Options(TypedDict, total=False):
+    """The options of `stream` and `complete`."""
+
+    model: str
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    logprobs: int
+    cache_salt: str
+    priority: int
+    request_id: str
+    user: str
+
+
+_STOP = {name: name for name in ("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos")} | {"stop": "stop_strings"}
+_SAMPLING = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
+
+
+def build_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    """Raises `TypeError` for an unknown option or a value of the wrong type."""
+    unknown = set(options) - Options.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"{sorted(unknown)[0]!r} is not an option; known: {', '.join(Options.__annotations__)}")
+    values = dict(options)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    stop = {_STOP[name]: values.pop(name) for name in _STOP if name in values}
+    sampling = {name: values.pop(name) for name in _SAMPLING if name in values}
+    request = inference_pb2.GenerateRequest(
+        stop=inference_pb2.StopConditions(**stop), sampling=inference_pb2.SamplingParams(**sampling), **values
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif prompt and isinstance(prompt[0], int):
+        request.token_ids.ids.extend(cast("Sequence[int]", prompt))
+    else:
+        messages = cast("Sequence[Mapping[str, Any] | inference_pb2.ChatMessage]", prompt)
+        request.chat.messages.extend(map(_message, messages))
+    return request
+
+
+def _message(message: Mapping[str, Any] | inference_pb2.ChatMessage) -> inference_pb2.ChatMessage:
+    if isinstance(message, inference_pb2.ChatMessage):
+        return message
+    try:
+        return inference_pb2.ChatMessage(**message)
+    except ValueError as error:  # of protobuf, for a field that a message does not have
+        raise TypeError(f"a message has role and content, this one has {', '.join(message)}") from error

@@ -1,0 +1,161 @@
+"""What `stream` yields and `complete` returns: frozen objects with plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem_client.stubs import inference_pb2
+
+FinishReasonName = Literal["stop", "length"]
+PathName = Literal["disaggregated", "local", "recomputed", "migrated", "unknown"]
+
+FINISH_REASONS: dict[int, FinishReasonName] = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+}
+PATHS: dict[int, PathName] = {
+    inference_pb2.REQUEST_PATH_UNSPECIFIED: "unknown",
+    inference_pb2.REQUEST_PATH_DISAGGREGATED: "disaggregated",
+    inference_pb2.REQUEST_PATH_LOCAL: "local",
+    inference_pb2.REQUEST_PATH_RECOMPUTED: "recomputed",
+    inference_pb2.REQUEST_PATH_MIGRATED: "migrated",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    token: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of one generated token: its log-probability, and those of the most likely tokens at its place."""
+
+    token_id: int
+    token: bytes  # perhaps a part of a character
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens and the text that they complete. Either may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # one for each token, if the request asks for logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompt, found in a prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Durations of the phases, in milliseconds; PhaseTimings of inference.proto describes each."""
+
+    tokenize_ms: float
+    router_queue_ms: float
+    prefill_queue_ms: float
+    prefill_ms: float
+    first_token_ms: float
+    transfer_ms: float
+    transfer_exposed_ms: float
+    decode_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the router predicted when it dispatched the request."""
+
+    ttft_ms: float
+    tpot_ms: float
+    path: PathName
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the request took of the fleet."""
+
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    kv_block_seconds: float
+    transferred_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReasonName
+    stop_match: str  # the stop string or the id of the stop token, if that ended the output
+    usage: Usage
+    timings: Timings
+    path: PathName
+    promise: Promise | None
+    receipt: Receipt | None
+    request_id: str
+    trace_id: str
+    seed: int
+    prefill_worker: str
+    decode_worker: str
+    num_attempts: int  # of the router
+
+
+class Collector:
+    """Turns the messages of a call with one choice into pieces and, at the end, the completion."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self.completion: Completion | None = None
+
+    def take(self, response: inference_pb2.GenerateResponse) -> Piece | None:
+        """None for the last message, which makes `completion`."""
+        if response.HasField("finished"):
+            self.completion = _completion(self._pieces, response.finished)
+            return None
+        chunk = response.tokens
+        ids = tuple(chunk.token_ids)
+        piece = Piece(chunk.text, ids, tuple(map(_logprob, ids, chunk.logprobs)))
+        self._pieces.append(piece)
+        return piece
+
+
+def _logprob(token_id: int, found: inference_pb2.TokenLogprobs) -> TokenLogprob:
+    top = tuple(TopLogprob(entry.token_id, entry.token, entry.logprob) for entry in found.top)
+    return TokenLogprob(token_id, found.token, found.logprob, top)
+
+
+def _completion(pieces: list[Piece], end: inference_pb2.Finished) -> Completion:
+    promise, receipt = end.promise, end.receipt
+    return Completion(
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        finish_reason=FINISH_REASONS[end.finish_reason],
+        stop_match=end.stop_match,
+        usage=Usage(end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_tokens),
+        timings=Timings(**{name: getattr(end.timings, name) for name in Timings.__dataclass_fields__}),
+        path=PATHS[end.path],
+        promise=Promise(promise.ttft_ms, promise.tpot_ms, PATHS[promise.path]) if end.HasField("promise") else None,
+        receipt=Receipt(**{name: getattr(receipt, name) for name in Receipt.__dataclass_fields__})
+        if end.HasField("receipt")
+        else None,
+        request_id=end.request_id,
+        trace_id=end.trace_id,
+        seed=end.seed,
+        prefill_worker=end.prefill_worker,
+        decode_worker=end.decode_worker,
+        num_attempts=end.attempts,
+    )

@@ -1,0 +1,151 @@
+"""When a failed call is sent again, and after which pause. A call is retried inside its deadline, or not at all.
+
+A call is sent again only if its failure is retryable and no token of the answer has reached the caller. The pause
+doubles from try to try, is drawn at random (many clients must not come back together), and is never shorter than the
+hint of the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from tandem_client.errors import CallFailed
+
+T = TypeVar("T")
+
+HINT_SPREAD = 0.25  # a pause that the router asked for gets up to this share longer, at random
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    max_attempts: int = 5  # 1 = no retries
+    first_pause_s: float = 0.05
+    max_pause_s: float = 2.0  # a longer hint of the router is honoured
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1 or self.first_pause_s < 0 or self.max_pause_s < self.first_pause_s:
+            raise ValueError(f"max_attempts must be at least 1, and pauses in [0, max_pause_s]: {self}")
+
+    def pause_s(self, error: CallFailed, num_attempts: int, remaining_s: float, draw: float) -> float | None:
+        """Seconds until the next attempt; None = give up, with this error.
+
+        `num_attempts` have failed, the last one with `error`. `draw` is a random number in [0, 1).
+        """
+        if not error.retryable or num_attempts >= self.max_attempts:
+            return None
+        longest = min(self.max_pause_s, self.first_pause_s * 2.0 ** min(num_attempts - 1, 30))
+        pause = longest * (0.5 + 0.5 * draw)
+        if error.retry_after_s is not None:
+            pause = max(pause, error.retry_after_s * (1.0 + HINT_SPREAD * draw))
+        return pause if pause < remaining_s else None
+
+
+NO_RETRY = RetryPolicy(max_attempts=1)
+
+
+class Clock(Protocol):
+    """Time and chance, for tests to replace."""
+
+    def now(self) -> float:
+        """Seconds, never going back."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+    async def sleep_async(self, seconds: float) -> None: ...
+
+    def draw(self) -> float:
+        """A random number in [0, 1)."""
+
+
+class SystemClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def sleep_async(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def draw(self) -> float:
+        return random.random()
+
+
+SYSTEM_CLOCK = SystemClock()
+
+
+class Retrying:
+    """Makes calls again by `policy`. Each function that is given makes one attempt within so many seconds."""
+
+    def __init__(self, policy: RetryPolicy, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._policy, self._clock = policy, clock
+
+    def answer(self, attempt: Callable[[float], T], timeout_s: float) -> T:
+        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        while True:
+            try:
+                return attempt(deadline - self._clock.now())
+            except CallFailed as error:
+                num_attempts += 1
+                pause_s = self._pause_s(error, num_attempts, deadline)
+            self._clock.sleep(pause_s)
+
+    async def answer_async(self, attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        while True:
+            try:
+                return await attempt(deadline - self._clock.now())
+            except CallFailed as error:
+                num_attempts += 1
+                pause_s = self._pause_s(error, num_attempts, deadline)
+            await self._clock.sleep_async(pause_s)
+
+    def stream(
+        self, attempt: Callable[[float], Generator[T, None, None]], timeout_s: float
+    ) -> Generator[T, None, None]:
+        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        while True:
+            streaming = False
+            try:
+                for response in attempt(deadline - self._clock.now()):
+                    streaming = True
+                    yield response
+                return
+            except CallFailed as error:
+                if streaming:
+                    raise
+                num_attempts += 1
+                pause_s = self._pause_s(error, num_attempts, deadline)
+            self._clock.sleep(pause_s)
+
+    async def stream_async(
+        self, attempt: Callable[[float], AsyncGenerator[T, None]], timeout_s: float
+    ) -> AsyncGenerator[T, None]:
+        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        while True:
+            streaming = False
+            try:
+                async with contextlib.aclosing(attempt(deadline - self._clock.now())) as responses:
+                    async for response in responses:
+                        streaming = True
+                        yield response
+                return
+            except CallFailed as error:
+                if streaming:
+                    raise
+                num_attempts += 1
+                pause_s = self._pause_s(error, num_attempts, deadline)
+            await self._clock.sleep_async(pause_s)
+
+    def _pause_s(self, error: CallFailed, num_attempts: int, deadline: float) -> float:
+        """The pause before the next attempt. Raises `error` if there is none."""
+        pause_s = self._policy.pause_s(error, num_attempts, deadline - self._clock.now(), self._clock.draw())
+        if pause_s is None:
+            raise error
+        return pause_s

@@ -1,0 +1,195 @@
+"""API keys on a real router: who may call, for which tenant, and how much."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from core.config import ApiKeyConfig, SecurityConfig, TelemetryConfig
+from protos import inference_pb2
+from runtime.api_keys import hash_of
+from tandem_client import (
+    NO_RETRY,
+    AsyncClient,
+    CallFailed,
+    Credentials,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+)
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.waiting import until
+
+TOKEN = "the-token-of-this-cluster"
+KEYS = ("alice", "bob", "team-a", "team-b", "olga")
+PROMPT = list(range(3, 3 + 64))
+
+
+def key_of(name: str) -> str:
+    return f"tandem-key-of-{name}"
+
+
+def config_of(name: str, **options: object) -> ApiKeyConfig:
+    return ApiKeyConfig(name=name, sha256=hash_of(key_of(name)), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spans") / "spans.jsonl"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(trace_file: Path) -> AsyncIterator[Deployment]:
+    config = replace(
+        tiny_config(telemetry=TelemetryConfig(trace_file=str(trace_file))),
+        security=SecurityConfig(cluster_token=TOKEN),
+        api_keys=(
+            config_of("alice", max_streams=1),
+            config_of("bob", requests_per_minute=2),
+            config_of("team-a", tenant="team"),
+            config_of("team-b", tenant="team"),
+            config_of("olga", operator=True),
+        ),
+    )
+    async with deploy(config) as deployed:
+        yield deployed
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def client(deployment: Deployment, name: str = "", token: str = "") -> AsyncClient:
+    credentials = Credentials(token=token, api_key=key_of(name) if name else "")
+    return AsyncClient(deployment.router_address, credentials, NO_RETRY)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_without_a_key_a_client_learns_the_model_and_nothing_else(deployment: Deployment) -> None:
+    async with client(deployment) as nobody:
+        assert (await nobody.model()).name
+        for call in (nobody.complete([1, 2], max_tokens=2), nobody.fleet(), nobody.explain(GenerateRequest(text="hi"))):
+            with pytest.raises(CallFailed, match="this call needs an API key") as failed:
+                await call
+            assert failed.value.code is grpc.StatusCode.UNAUTHENTICATED
+            assert not failed.value.retryable
+    async with grpc.aio.insecure_channel(deployment.router_address) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_the_token_of_the_cluster_opens_no_call_of_clients(deployment: Deployment) -> None:
+    async with client(deployment, token=TOKEN) as operator:
+        assert len((await operator.fleet()).workers) == 2
+        assert await operator.explain(GenerateRequest(text="hello there"))
+        with pytest.raises(CallFailed, match="needs an API key"):
+            await operator.complete([1, 2], max_tokens=2)
+
+
+async def test_a_key_generates_and_only_an_operator_s_key_lists_the_fleet(deployment: Deployment) -> None:
+    async with client(deployment, "team-a") as user, client(deployment, "olga") as operator:
+        assert (await user.complete([1, 2], max_tokens=2, temperature=0)).usage.completion_tokens == 2
+        with pytest.raises(CallFailed, match="'team-a' is not the key of an operator") as failed:
+            await user.fleet()
+        assert failed.value.code is grpc.StatusCode.PERMISSION_DENIED
+        assert len((await operator.fleet()).workers) == 2
+        with pytest.raises(CallFailed, match="needs the cluster's token"):
+            await operator.scale(prefill=1)
+
+
+async def test_tenants_share_no_cached_prefix_and_two_keys_of_a_tenant_do(deployment: Deployment) -> None:
+    async def cached(name: str, user: str = "") -> int:
+        async with client(deployment, name) as one:
+            answer = await one.complete(PROMPT, max_tokens=2, temperature=0, user=user)
+        await deployment.settle()
+        return answer.usage.cached_tokens
+
+    assert await cached("team-a") == 0
+    assert await cached("team-b") > 0
+    assert await cached("olga", user="team") == 0  # to name another tenant is of no use
+
+
+async def test_a_key_at_its_limit_of_streams_is_refused_until_one_ends(deployment: Deployment) -> None:
+    endless = GenerateRequest(
+        text="hello", sampling=SamplingParams(temperature=0), stop=StopConditions(max_tokens=120, ignore_eos=True)
+    )
+    async with client(deployment, "alice") as alice, client(deployment, "team-a") as other:
+        stream = alice.generate(endless, timeout_s=30.0)
+        await anext(stream)
+        with pytest.raises(CallFailed, match=r"API key 'alice' has 1 open requests, its limit \(max_streams\)") as full:
+            await alice.complete("hello", max_tokens=1)
+        assert (full.value.code, full.value.retryable, full.value.retry_after_s) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED, True, 1.0,
+        )  # fmt: skip
+        await other.complete("hello", max_tokens=1)
+        await stream.aclose()
+        limits = deployment.router._callers._limits
+        await until(lambda: limits.num_open("alice") == 0, "the stream has ended at the router")
+        await alice.complete("hello", max_tokens=1)
+
+
+async def test_a_key_at_its_limit_of_requests_learns_when_to_come_back(deployment: Deployment) -> None:
+    async with client(deployment, "bob") as bob:
+        await bob.complete("hello", max_tokens=1)
+        await bob.complete("hello", max_tokens=1)
+        with pytest.raises(CallFailed, match=r"'bob' has made 2 requests in the last minute") as full:
+            await bob.complete("hello", max_tokens=1)
+    assert full.value.retry_after_s is not None
+    assert 30.0 < full.value.retry_after_s <= 60.0
+
+
+async def test_refusals_are_counted_by_their_code(deployment: Deployment) -> None:
+    shell = deployment.router._shell
+    assert shell is not None
+    recorded: list[str] = []
+    record = shell.metrics.record
+
+    def remember(metric: object, value: float, **labels: str) -> None:
+        recorded.append(labels.get("end", ""))
+        record(metric, value, **labels)  # type: ignore[arg-type]
+
+    shell.metrics.record = remember  # type: ignore[method-assign]
+    try:
+        async with client(deployment) as nobody, client(deployment, "bob") as bob, client(deployment, "bob") as user:
+            for call in (nobody.complete("hi"), bob.complete("hi"), user.fleet()):
+                with pytest.raises(CallFailed):
+                    await call
+    finally:
+        shell.metrics.record = record  # type: ignore[method-assign]
+    assert recorded == ["unauthenticated", "resource_exhausted", "permission_denied"]
+
+
+async def test_a_refused_stream_of_another_protocol_ends_with_a_status_too(deployment: Deployment) -> None:
+    """A handler with a streamed request, as reflection has, is refused as well as the others."""
+    async with grpc.aio.insecure_channel(deployment.router_address) as channel:
+        call = channel.unary_stream(
+            "/tandem.v1.Inference/Generate",
+            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(inference_pb2.GenerateRequest(), metadata=[("authorization", "Bearer x")]).read()
+        assert refused.value.details() == "this API key is not known here"
+
+
+async def test_no_log_and_no_span_shows_a_key(
+    deployment: Deployment, trace_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    async with client(deployment, "team-a") as user, asyncio.timeout(20.0):
+        done = await user.complete("say something", max_tokens=2, request_id="watched")
+        with pytest.raises(CallFailed):
+            await user.fleet()
+    await until(lambda: "watched" in text_of(trace_file), "the span is written")
+    shown = caplog.text + text_of(trace_file) + repr(deployment.config) + repr(done)
+    assert not any(key_of(name) in shown or hash_of(key_of(name)) in shown for name in KEYS)

@@ -1,0 +1,139 @@
+"""A chat with tools is checked field by field before the template sees it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from core.errors import InvalidRequest
+from core.model_info import ModelInfo
+from protos.inference_pb2 import ChatMessage, ChatPrompt, Tool, ToolCall
+from router.chat_prompt import MAX_JSON_CHARS, MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOLS, check_chat
+from text.chat_template import ChatTemplate
+from text.tokenizer import ByteCodec, ModelTokenizer, load_tokenizer
+
+USER = ChatMessage(role="user", content="hi")
+MAX_CHARS = 1_000_000
+
+
+def check(wire: ChatPrompt) -> Any:
+    return check_chat(wire, load_tokenizer("fake:tiny"), MAX_CHARS)
+
+
+def with_call(**call: str) -> ChatPrompt:
+    fields = {"id": "1", "name": "f", "arguments_json": "{}"} | call
+    return ChatPrompt(messages=[USER, ChatMessage(role="assistant", tool_calls=[ToolCall(**fields)])])
+
+
+def with_tool(**tool: str) -> ChatPrompt:
+    return ChatPrompt(messages=[USER], tools=[Tool(**({"name": "f"} | tool))])
+
+
+def with_options(text: str) -> ChatPrompt:
+    return ChatPrompt(messages=[USER], template_options_json=text)
+
+
+def test_a_chat_with_tools_gets_the_form_of_chat_templates() -> None:
+    wire = with_call(arguments_json='{"city": "Rome", "days": [1, 2.5, null]}')
+    wire.messages.append(ChatMessage(role="tool", content="7 degrees", tool_call_id="1"))
+    wire.tools.extend([Tool(name="f", description="d", parameters_json='{"type": "object"}'), Tool(name="g")])
+    wire.template_options_json = '{"enable_thinking": false}'
+    chat = check(wire)
+    function = {"name": "f", "arguments": {"city": "Rome", "days": [1, 2.5, None]}}
+    assert chat.messages[0] == {"role": "user", "content": "hi"}
+    assert chat.messages[1]["tool_calls"] == [{"type": "function", "id": "1", "function": function}]
+    assert chat.messages[2] == {"role": "tool", "content": "7 degrees", "tool_call_id": "1", "name": "f"}
+    assert chat.tools[0]["function"] == {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert chat.tools[1]["function"]["parameters"] == {"type": "object", "properties": {}}
+    assert chat.options == {"enable_thinking": False}
+
+
+DEEP = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
+MANY = [Tool(name="f")] * (MAX_TOOLS + 1)
+MANY_CALLS = [ToolCall(id="1", name="f")] * (MAX_TOOL_CALLS + 1)
+REFUSED = {
+    "a robot": (ChatPrompt(messages=[ChatMessage(role="robot")]), "chat.messages[0].role", "developer, user"),
+    "a late developer": (
+        ChatPrompt(messages=[USER, ChatMessage(role="developer")]), "chat.messages[1].role", "only for the first",
+    ),
+    "too many tools": (ChatPrompt(messages=[USER], tools=MANY), "chat.tools", "at most 128"),
+    "a tool twice": (ChatPrompt(messages=[USER], tools=[Tool(name="f")] * 2), "chat.tools[1].name", "unique"),
+    "a name with a space": (with_tool(name="a b"), "chat.tools[0].name", "1 to 64 letters"),
+    "no name": (with_tool(name=""), "chat.tools[0].name", "1 to 64"),
+    "a long name": (with_tool(name="x" * 65), "chat.tools[0].name", "1 to 64"),
+    "parameters that are no JSON": (with_tool(parameters_json="{"), "chat.tools[0].parameters_json", "JSON object"),
+    "parameters that are a list": (with_tool(parameters_json="[]"), "chat.tools[0].parameters_json", "JSON object"),
+    "parameters too long": (
+        with_tool(parameters_json=" " * (MAX_JSON_CHARS + 1)), "chat.tools[0].parameters_json", "65536 characters",
+    ),
+    "parameters too deep": (with_tool(parameters_json=f'{{"a": {DEEP}}}'), "chat.tools[0].parameters_json", "32 deep"),
+    "parameters far too deep": (
+        with_tool(parameters_json=f'{{"a": {"[" * 30_000}{"]" * 30_000}}}'), "chat.tools[0].parameters_json", "32 deep",
+    ),
+    "a description too long": (with_tool(description="x" * (MAX_CHARS + 1)), "chat", "1000000 characters"),
+    "no id of a call": (with_call(id=""), "chat.messages[1].tool_calls[0].id", "1 to 128"),
+    "a wrong name of a call": (with_call(name="<|im_end|>"), "chat.messages[1].tool_calls[0].name", "1 to 64"),
+    "arguments that are text": (
+        with_call(arguments_json='"x"'), "chat.messages[1].tool_calls[0].arguments_json", "JSON object",
+    ),
+    "an infinite argument": (
+        with_call(arguments_json='{"x": 1e999}'), "chat.messages[1].tool_calls[0].arguments_json", "finite",
+    ),
+    "an argument NaN": (with_call(arguments_json='{"x": NaN}'), "chat.messages[1].tool_calls[0].arguments_json", "NaN"),
+    "half a surrogate pair": (
+        with_call(arguments_json='{"x": "\\ud800"}'), "chat.messages[1].tool_calls[0].arguments_json", "surrogate",
+    ),
+    "calls of the user": (
+        ChatPrompt(messages=[ChatMessage(role="user", tool_calls=[ToolCall(id="1", name="f")])]),
+        "chat.messages[0].tool_calls", "only the assistant",
+    ),
+    "too many calls": (
+        ChatPrompt(messages=[ChatMessage(role="assistant", tool_calls=MANY_CALLS)]),
+        "chat.messages[0].tool_calls", "at most 128",
+    ),
+    "an answer of the user to a call": (
+        ChatPrompt(messages=[ChatMessage(role="user", tool_call_id="1")]), "chat.messages[0].tool_call_id", "only for",
+    ),
+    "an answer to no call": (
+        ChatPrompt(messages=[USER, ChatMessage(role="tool", tool_call_id="9")]),
+        "chat.messages[1].tool_call_id", "a message before, is '9'",
+    ),
+    "options that are a list": (with_options("[1]"), "chat.template_options_json", "JSON object"),
+    "options that replace messages": (with_options('{"messages": []}'), "chat.template_options_json", "messages"),
+    "options that are no names": (with_options('{"a b": 1}'), "chat.template_options_json", "names of variables"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wire", "field", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_field_is_named_with_its_limit(wire: ChatPrompt, field: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check(wire)
+    assert refused.value.field == field
+    assert says in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+def test_values_at_the_limits_are_accepted() -> None:
+    deep = json.loads(f'{{"a": {DEEP[1:-1]}}}')
+    assert check(with_tool(parameters_json=json.dumps(deep))).tools[0]["function"]["parameters"] == deep
+    assert (
+        len(check(ChatPrompt(messages=[USER], tools=[Tool(name=f"f{n}") for n in range(MAX_TOOLS)])).tools) == MAX_TOOLS
+    )
+
+
+@pytest.mark.parametrize(
+    ("wire", "field"),
+    [
+        (with_tool(), "chat.tools"),
+        (with_call(), "chat.messages[1].tool_calls"),
+        (ChatPrompt(messages=[ChatMessage(role="tool", tool_call_id="1")]), "chat.messages[0].role"),
+    ],
+)
+def test_a_template_that_does_not_know_tools_refuses_them(wire: ChatPrompt, field: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    tokenizer = ModelTokenizer(ModelInfo("test", "", 259, 1000, frozenset()), ByteCodec(), template)
+    with pytest.raises(InvalidRequest, match="does not know tools") as refused:
+        check_chat(wire, tokenizer, MAX_CHARS)
+    assert refused.value.field == field

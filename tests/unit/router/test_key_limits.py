@@ -1,0 +1,108 @@
+"""Each key stays inside its limits, and the refusal says which limit and when to come back."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.config import ApiKeyConfig
+from core.errors import KeyLimitReached
+from core.request import MAX_CACHE_SALT_CHARS
+from protos import inference_pb2
+from router.callers import Callers, tenant_salt
+from router.key_limits import WINDOW_S, KeyLimits
+from runtime.api_keys import ApiKeys, hash_of
+
+STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=2)
+MINUTE = ApiKeyConfig(name="bob", sha256=hash_of("bob's key"), tenant="builders", requests_per_minute=3)
+
+
+def headers(key: str) -> list[tuple[str, str | bytes]]:
+    return [("authorization", f"Bearer {key}")]
+
+
+def test_a_key_has_no_more_open_requests_than_its_limit() -> None:
+    limits = KeyLimits()
+    limits.admit(STREAMS, 0.0)
+    limits.admit(STREAMS, 0.0)
+    with pytest.raises(KeyLimitReached, match=r"API key 'alice' has 2 open requests, its limit \(max_streams\)"):
+        limits.admit(STREAMS, 0.0)
+    limits.release(STREAMS)
+    limits.admit(STREAMS, 0.0)
+
+
+def test_a_key_makes_no_more_requests_in_a_minute_than_its_limit_and_learns_when_the_next_may_come() -> None:
+    limits = KeyLimits()
+    for now in (0.0, 10.0, 20.0):
+        limits.admit(MINUTE, now)
+        limits.release(MINUTE)
+    with pytest.raises(KeyLimitReached, match=r"'bob' has made 3 requests .* \(requests_per_minute\)") as refused:
+        limits.admit(MINUTE, 45.0)
+    assert refused.value.retry_after_s == 15.0
+    limits.admit(MINUTE, 60.0)
+    with pytest.raises(KeyLimitReached):
+        limits.admit(MINUTE, 69.0)
+
+
+def test_keys_do_not_count_against_each_other_and_0_is_no_limit() -> None:
+    limits = KeyLimits()
+    for _ in range(100):
+        limits.admit(ApiKeyConfig(name="free", sha256="0" * 64), 0.0)
+    limits.admit(STREAMS, 0.0)
+    assert (limits.num_open("free"), limits.num_open("alice")) == (100, 1)
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=60), st.integers(1, 4), st.integers(1, 5))
+def test_the_law_of_the_limits(steps: list[tuple[float, bool]], max_streams: int, per_minute: int) -> None:
+    key = ApiKeyConfig(name="k", sha256="0" * 64, max_streams=max_streams, requests_per_minute=per_minute)
+    limits, now, admitted = KeyLimits(), 0.0, []
+    for pause, ends_one in steps:
+        now += pause
+        if ends_one and limits.num_open("k"):
+            limits.release(key)
+        with contextlib.suppress(KeyLimitReached):
+            limits.admit(key, now)
+            admitted.append(now)
+        assert limits.num_open("k") <= max_streams
+        assert sum(now - WINDOW_S < time for time in admitted) <= per_minute
+
+
+def test_a_request_belongs_to_the_tenant_of_its_key_whatever_it_says() -> None:
+    callers = Callers(ApiKeys((STREAMS, MINUTE)))
+    request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
+    with callers.admit(request, headers("bob's key"), 0.0):
+        assert (request.user, request.cache_salt) == ("builders", tenant_salt("builders", "mine"))
+        assert callers._limits.num_open("bob") == 1
+    assert callers._limits.num_open("bob") == 0
+
+
+def test_tenants_share_no_salt_and_a_tenant_s_own_salts_stay_apart() -> None:
+    salts = {tenant_salt(tenant, salt) for tenant in ("a", "ab", "") for salt in ("", "b", "a")}
+    assert len(salts) == 9
+    assert all(len(salt) <= MAX_CACHE_SALT_CHARS for salt in salts)
+
+
+def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
+    callers = Callers(ApiKeys((STREAMS,)))
+    request = inference_pb2.GenerateRequest(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1))
+    with callers.admit(request, headers("alice's key"), 0.0):
+        assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
+
+
+def test_without_keys_a_request_stays_as_it_is() -> None:
+    request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
+    with Callers(ApiKeys(())).admit(request, [], 0.0):
+        assert (request.user, request.cache_salt) == ("alice", "mine")
+
+
+def test_the_slot_of_a_request_that_fails_is_free_again() -> None:
+    callers = Callers(ApiKeys((STREAMS,)))
+    for _ in range(3):
+        with (
+            pytest.raises(RuntimeError, match="the stream broke"),
+            callers.admit(inference_pb2.GenerateRequest(), headers("alice's key"), 0.0),
+        ):
+            raise RuntimeError("the stream broke")

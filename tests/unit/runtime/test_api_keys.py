@@ -1,0 +1,146 @@
+"""Which calls an API key opens. Comparison takes the same time for every key, and nothing shows a key."""
+
+from __future__ import annotations
+
+import hmac
+
+import pytest
+
+from core.config import ApiKeyConfig
+from core.errors import ConfigError, PermissionDenied, Unauthenticated
+from runtime.api_keys import ApiKeys, hash_of, new_key
+from runtime.security import TOKEN_KEY
+
+USER, OPERATOR = "tandem-user-key", "tandem-operator-key"
+TOKEN = "the-token-of-this-cluster"
+KEYS = (
+    ApiKeyConfig(name="alice", sha256=hash_of(USER), tenant="research"),
+    ApiKeyConfig(name="olga", sha256=hash_of(OPERATOR), operator=True),
+)
+GENERATE = "/tandem.v1.Inference/Generate"
+GET_FLEET = "/tandem.v1.Cluster/GetFleet"
+SCALE = "/tandem.v1.Cluster/Scale"
+OPEN = [
+    "/grpc.health.v1.Health/Check",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    "/tandem.v1.Inference/GetModel",
+    "/inference.GRPCInferenceService/ServerReady",
+]
+
+Headers = list[tuple[str, str | bytes]]
+
+
+def bearer(key: str) -> Headers:
+    return [("authorization", f"Bearer {key}")]
+
+
+def outcome(keys: ApiKeys, method: str, metadata: Headers) -> type[Exception] | None:
+    try:
+        keys.check(method, metadata)
+    except (Unauthenticated, PermissionDenied) as error:
+        return type(error)
+    return None
+
+
+TABLE = [
+    # method, nothing, user's key, operator's key, token
+    (GENERATE, Unauthenticated, None, None, Unauthenticated),
+    ("/tandem.v1.Inference/Tokenize", Unauthenticated, None, None, Unauthenticated),
+    ("/inference.GRPCInferenceService/ModelInfer", Unauthenticated, None, None, Unauthenticated),
+    ("/a.service.of.tomorrow/Method", Unauthenticated, None, None, Unauthenticated),
+    (GET_FLEET, Unauthenticated, PermissionDenied, None, None),
+    ("/tandem.v1.Cluster/ListRequests", Unauthenticated, PermissionDenied, None, None),
+    (SCALE, Unauthenticated, Unauthenticated, Unauthenticated, None),
+    ("/tandem.v1.Cluster/GetLedger", Unauthenticated, Unauthenticated, Unauthenticated, None),
+    *((method, None, None, None, None) for method in OPEN),
+]
+
+
+@pytest.mark.parametrize(("method", "nothing", "user", "operator", "token"), TABLE)
+def test_what_each_caller_may_call(
+    method: str,
+    nothing: type[Exception] | None,
+    user: type[Exception] | None,
+    operator: type[Exception] | None,
+    token: type[Exception] | None,
+) -> None:
+    keys = ApiKeys(KEYS, TOKEN)
+    assert outcome(keys, method, []) is nothing
+    assert outcome(keys, method, bearer(USER)) is user
+    assert outcome(keys, method, bearer(OPERATOR)) is operator
+    assert outcome(keys, method, [(TOKEN_KEY, TOKEN)]) is token
+
+
+def test_without_keys_every_call_passes() -> None:
+    assert all(outcome(ApiKeys((), TOKEN), method, []) is None for method, *_ in TABLE)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [],
+        bearer(""),
+        bearer(USER + "x"),
+        bearer(USER[:-1]),
+        bearer(hash_of(USER)),
+        [("authorization", USER)],
+        [("authorization", f"Basic {USER}")],
+        [*bearer(USER), *bearer(USER)],
+        [("authorization", b"Bearer \xff\xfe")],
+        [(TOKEN_KEY, "another-token-altogether")],
+    ],
+    ids=["none", "empty", "longer", "shorter", "the hash", "no scheme", "basic", "two", "no text", "wrong token"],
+)
+def test_a_call_without_exactly_one_valid_key_is_refused(metadata: Headers) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        ApiKeys(KEYS, TOKEN).check(GENERATE, metadata)
+    assert USER not in str(refused.value)
+
+
+def test_the_scheme_is_read_in_any_case_and_the_key_as_bytes_too() -> None:
+    keys = ApiKeys(KEYS)
+    assert keys.find([("authorization", f"bearer {USER}")]) is KEYS[0]
+    assert keys.find([("authorization", f"Bearer {OPERATOR}".encode())]) is KEYS[1]
+
+
+def test_a_refusal_of_an_operator_s_call_names_the_key() -> None:
+    with pytest.raises(PermissionDenied, match="the API key 'alice' is not the key of an operator"):
+        ApiKeys(KEYS).check(GET_FLEET, bearer(USER))
+
+
+def test_without_a_token_an_operator_s_key_steers() -> None:
+    assert outcome(ApiKeys(KEYS), SCALE, bearer(OPERATOR)) is None
+    assert outcome(ApiKeys(KEYS), SCALE, bearer(USER)) is PermissionDenied
+
+
+def test_every_configured_hash_is_compared_also_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def compare(configured: str, presented: str) -> bool:
+        compared.append(configured)
+        return configured == presented
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert ApiKeys(KEYS).find(bearer(USER)) is KEYS[0]
+    assert compared == [key.sha256 for key in KEYS]
+
+
+def test_a_new_key_has_256_random_bits_and_only_its_hash_is_configured() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key.startswith("tandem-") and len(key) == len("tandem-") + 43 for key in keys)
+    assert hash_of(USER) not in repr(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sha256": "A" * 64}, "sha256 must be 64 lower-case hex digits"),
+        ({"tenant": "a\x1fb"}, "tenant must have at most 128 printable characters"),
+        ({"name": "n" * 129}, "name must have at most 128 printable characters"),
+        ({"requests_per_minute": 100_001}, r"requests_per_minute must be in \[0, 100000\]"),
+    ],
+)
+def test_a_key_that_cannot_work_is_refused_by_the_config(options: dict[str, str | int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ApiKeyConfig(**({"name": "alice", "sha256": "0" * 64} | options))  # type: ignore[arg-type]
