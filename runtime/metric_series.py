@@ -1,4 +1,4 @@
-"""The numbers behind counters and histograms: plain lists and dicts, because they are written on the way of every token.
+"""The numbers behind counters and histograms: plain lists and dicts, because every token writes them.
 
 One thread writes. The thread of a scrape copies what it finds: it may miss the newest values, and no value is lost.
 """
