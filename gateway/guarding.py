@@ -48,7 +48,7 @@ async def check_chat(guardrail: Guardrail | None, chat: ChatPrompt) -> tuple[Mes
 def _unescaped(text: str) -> str:
     """JSON as the model reads it: no character is hidden behind an escape such as \\u0061."""
     with contextlib.suppress(ValueError, RecursionError):  # the router refuses text that is no JSON
-        return json.dumps(json.loads(text), ensure_ascii=False)
+        return json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
     return text
 
 

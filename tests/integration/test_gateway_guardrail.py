@@ -124,6 +124,7 @@ def tool(description: str) -> dict[str, Any]:
 SIDE_DOORS: dict[str, dict[str, Any]] = {
     "arguments": {"messages": called('{"what": "sarin"}')},
     "escaped arguments": {"messages": called('{"what": "s\\u0061rin"}')},
+    "beside half a character": {"messages": called('{"what": "s\\u0061rin \\ud800"}')},
     "tool": {"tools": [tool("explains sarin")]},
     "template options": {"chat_template_kwargs": {"note": "sarin"}},
 }
