@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from gateway.fields import CHAT, COMPLETION, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
+from gateway.fields import CALL, CHAT, COMPLETION, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
 from gateway.tokens import TOKENIZE
 
 DOCUMENT = Path(__file__).resolve().parent / "gateway.md"
@@ -24,6 +24,7 @@ GROUPS: dict[str, Mapping[str, FieldRule]] = {
     "a chat message": MESSAGE,
     "an item of input": ITEM,
     "a part of a content": PART,
+    "a call of a tool": CALL,
     "a tool": TOOL,
 }
 

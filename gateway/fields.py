@@ -138,13 +138,14 @@ ITEM: dict[str, FieldRule] = {
     "refusal": _refuse("earlier refusals are no input"),
 }
 
-# Fields of one part of a content, and of a tool.
+# Fields of one part of a content, of a call of a tool, and of a tool.
 PART: dict[str, FieldRule] = {
     "annotations": _ignore("are no part of the text"),
     "logprobs": _ignore("are no part of the text"),
     "cache_control": _ignore("the router finds cached prefixes by itself"),
     "prompt_cache_breakpoint": _ignore("the router finds cached prefixes by itself"),
 }
+CALL: dict[str, FieldRule] = {"index": _ignore("calls keep their order")}
 TOOL: dict[str, FieldRule] = {"cache_control": _ignore("the router finds cached prefixes by itself")}
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import refused
-from gateway.fields import MESSAGE, PART, STRUCTURED, TOOL, check_extra
+from gateway.fields import CALL, MESSAGE, PART, STRUCTURED, TOOL, check_extra
 from gateway.schema_sampling import Count, SamplingFields, Schema
 from tandem_client import ChatMessage
 from tandem_client.stubs.inference_pb2 import Tool, ToolCall
@@ -104,11 +104,7 @@ def wire_messages(messages: list[Message]) -> tuple[list[ChatMessage], list[str]
             raise refused(f"{path}.tool_calls", "only messages of the assistant have tool calls")
         if (message.tool_call_id is not None) != (message.role == "tool"):
             raise refused(f"{path}.tool_call_id", "is required for role tool, and for no other role")
-        calls = [
-            ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments or "{}")
-            for call in message.tool_calls or ()
-            if _require_function(call.type, f"{path}.tool_calls")
-        ]
+        calls = [_wire_call(call, f"{path}.tool_calls[{at}]") for at, call in enumerate(message.tool_calls or ())]
         wire.append(
             ChatMessage(
                 role=message.role,
@@ -120,10 +116,16 @@ def wire_messages(messages: list[Message]) -> tuple[list[ChatMessage], list[str]
     return wire, warnings
 
 
-def _require_function(kind: str, path: str) -> bool:
+def _wire_call(call: MessageToolCall, path: str) -> ToolCall:
+    _require_function(call.type, f"{path}.type")
+    check_extra(call.model_extra, CALL, f"{path}.")
+    check_extra(call.function.model_extra, {}, f"{path}.function.")
+    return ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments or "{}")
+
+
+def _require_function(kind: str, path: str) -> None:
     if kind != "function":
         raise refused(path, f"only tools of type 'function' are supported, one is {kind[:40]!r}")
-    return True
 
 
 def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> tuple[list[Tool], list[str]]:

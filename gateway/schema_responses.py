@@ -130,6 +130,7 @@ def check_text_options(body: ResponsesBody) -> list[str]:
     options = body.text
     if options is None:
         return []
+    check_extra(options.model_extra, {}, "text.")
     if options.format is not None and options.format.type != "text":
         message = f"{options.format.type[:40]} is not supported: {STRUCTURED}; use text"
         raise refused("text.format", message, "unsupported_parameter")

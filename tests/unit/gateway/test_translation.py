@@ -69,6 +69,7 @@ def test_messages_of_every_role_reach_the_wire() -> None:
     [
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [CALL | {"mood": 1}]}, "messages[0].tool_calls[0].mood"),
         ({"role": "tool", "content": "a"}, "messages[0].tool_call_id"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
