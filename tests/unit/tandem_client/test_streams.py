@@ -49,13 +49,14 @@ class Router(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         self.headers.append({name: str(value) for name, value in context.invocation_metadata() or ()})
-        for chunk in ANSWER:
-            await context.write(inference_pb2.GenerateResponse(tokens=chunk))
-        if request.text == "endless":
-            try:
+        try:
+            for chunk in ANSWER:
+                await context.write(inference_pb2.GenerateResponse(tokens=chunk))
+            if request.text == "endless":
                 await asyncio.Event().wait()
-            finally:
-                self.cancelled.set()
+        except asyncio.CancelledError:  # during a write as well
+            self.cancelled.set()
+            raise
         await context.write(inference_pb2.GenerateResponse(finished=FINISHED))
 
 

@@ -1,0 +1,92 @@
+"""A server with API keys refuses calls of every kind before their handler runs, and tells who counts refusals."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from core.config import ApiKeyConfig
+from core.errors import ErrorCode, TandemError
+from runtime.api_keys import hash_of
+from runtime.grpc_server import FIELD_KEY, RETRYABLE_KEY, GrpcServer
+from runtime.security import OPEN, ServerRules
+
+KEY = "tandem-key-of-a-test"
+SERVICE = "some.other.Protocol"
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class Echo:
+    """One method of each kind; it answers with the last request."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def unary_unary(self, request: bytes, _: Any) -> bytes:
+        self.num_calls += 1
+        return request
+
+    async def unary_stream(self, request: bytes, _: Any) -> AsyncIterator[bytes]:
+        self.num_calls += 1
+        yield request
+
+    async def stream_unary(self, requests: AsyncIterator[bytes], _: Any) -> bytes:
+        self.num_calls += 1
+        return [request async for request in requests][-1]
+
+    async def stream_stream(self, requests: AsyncIterator[bytes], _: Any) -> AsyncIterator[bytes]:
+        self.num_calls += 1
+        async for request in requests:
+            yield request
+
+
+def register(echo: Any, server: grpc.aio.Server) -> None:
+    handlers = {kind: getattr(grpc, f"{kind}_rpc_method_handler")(getattr(echo, kind)) for kind in KINDS}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+def refusals() -> list[TandemError]:
+    return []
+
+
+@pytest_asyncio.fixture
+async def channel(echo: Echo, refusals: list[TandemError]) -> AsyncIterator[grpc.aio.Channel]:
+    rules = ServerRules((), require_client_certs=False, api_keys=(ApiKeyConfig(name="test", sha256=hash_of(KEY)),))
+    server = GrpcServer("127.0.0.1", 0, 1 << 20, OPEN, rules)
+    server.on_refused = refusals.append
+    server.add(register, echo, SERVICE)
+    address = await server.start()
+    async with grpc.aio.insecure_channel(address) as opened:
+        yield opened
+    await server.stop(0.0)
+
+
+async def answer(channel: grpc.aio.Channel, kind: str, key: str) -> bytes:
+    call = getattr(channel, kind)(f"/{SERVICE}/{kind}")
+    request = iter([b"hello"]) if kind.startswith("stream") else b"hello"
+    made = call(request, timeout=10.0, metadata=[("authorization", f"Bearer {key}")])
+    return await (made.read() if kind.endswith("_stream") else made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_call_of_any_kind_needs_a_key(
+    channel: grpc.aio.Channel, echo: Echo, refusals: list[TandemError], kind: str
+) -> None:
+    assert await answer(channel, kind, KEY) == b"hello"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await answer(channel, kind, "tandem-another-key")
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    pairs: Any = refused.value.trailing_metadata()
+    assert (dict(pairs)[RETRYABLE_KEY], FIELD_KEY in dict(pairs)) == ("false", False)
+    assert (echo.num_calls, [error.code for error in refusals]) == (1, [ErrorCode.UNAUTHENTICATED])
