@@ -31,14 +31,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat, or a whole text prompt."""
+    """One text of a prompt: the content of a message, the arguments of a call in it, a tool, or a whole text prompt."""
 
-    role: str  # empty: a text prompt
+    role: str  # of the message; "tools", "template_options"; empty: a text prompt
     text: str
 
 
 class Refused(Exception):
-    """The guardrail refuses. Clients read the message."""
+    """The guardrail refuses. Clients read the message.
+
+    A refused prompt ends with the error code "content_policy_violation", a refused output with the finish reason
+    "content_filter".
+    """
 
 
 class OutputGuardrail(Protocol):

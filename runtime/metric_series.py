@@ -1,4 +1,4 @@
-"""The numbers behind counters and histograms: plain lists and dicts, because they are written on the way of every token.
+"""The numbers behind counters and histograms: plain lists and dicts, because every token writes them.
 
 One thread writes. The thread of a scrape copies what it finds: it may miss the newest values, and no value is lost.
 """
@@ -54,13 +54,14 @@ Labels = tuple[str, ...]  # values, in the order of the names
 class Series:
     """Every series of one recorded metric, by its labels. A metric without labels begins at 0."""
 
-    __slots__ = ("bounds", "values")
+    __slots__ = ("bounds", "names", "values")
 
-    def __init__(self, has_labels: bool, bounds: tuple[float, ...] | None) -> None:
-        """`bounds`: of a histogram; None for a counter."""
+    def __init__(self, names: tuple[str, ...], bounds: tuple[float, ...] | None) -> None:
+        """`names` of the labels. `bounds`: of a histogram; None for a counter."""
+        self.names = names
         self.bounds = bounds
         self.values: dict[Labels, Value] = {}
-        if not has_labels:
+        if not names:
             self.values[()] = 0.0 if bounds is None else Buckets(bounds)
 
     def add(self, labels: Labels, value: float) -> None:
