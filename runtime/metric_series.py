@@ -54,13 +54,14 @@ Labels = tuple[str, ...]  # values, in the order of the names
 class Series:
     """Every series of one recorded metric, by its labels. A metric without labels begins at 0."""
 
-    __slots__ = ("bounds", "values")
+    __slots__ = ("bounds", "names", "values")
 
-    def __init__(self, has_labels: bool, bounds: tuple[float, ...] | None) -> None:
-        """`bounds`: of a histogram; None for a counter."""
+    def __init__(self, names: tuple[str, ...], bounds: tuple[float, ...] | None) -> None:
+        """`names` of the labels. `bounds`: of a histogram; None for a counter."""
+        self.names = names
         self.bounds = bounds
         self.values: dict[Labels, Value] = {}
-        if not has_labels:
+        if not names:
             self.values[()] = 0.0 if bounds is None else Buckets(bounds)
 
     def add(self, labels: Labels, value: float) -> None:

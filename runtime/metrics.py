@@ -89,6 +89,9 @@ class Metric(Enum):
     WORKER_DROPPED_MESSAGES = "tandem_worker_dropped_messages_total"
     WORKER_CORRUPT_BLOCKS = "tandem_worker_corrupt_blocks_total"
 
+    # Each record hashes a metric, and Enum.__hash__ is slow Python code.
+    __hash__ = object.__hash__
+
 
 class Kind(Enum):
     COUNTER = "counter"
@@ -172,7 +175,7 @@ METRICS: dict[Metric, Description] = {
     ),
     Metric.SLO_REQUESTS: Description(
         Kind.COUNTER, "Choices by whether they met slo_ttft_ms and, with their mean gap between tokens, slo_itl_ms: "
-        "met or missed. A failed choice missed both; a cancelled one is not counted. The rate of met, met is the goodput",
+        "met or missed. A failed choice missed both; a cancelled one is not counted. Goodput = the rate of met, met",
         ("ttft", "itl"),
     ),
     Metric.REFUSALS: Description(

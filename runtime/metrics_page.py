@@ -30,7 +30,7 @@ class Metrics:
         self._read = read
         self.model = ""  # name of the served model, for `ALIASES`
         self._recorded = {
-            metric: Series(bool(about.labels), about.buckets if about.kind is Kind.HISTOGRAM else None)
+            metric: Series(about.labels, about.buckets if about.kind is Kind.HISTOGRAM else None)
             for metric, about in METRICS.items()
             if about.kind in RECORDED
         }
@@ -66,7 +66,8 @@ class Metrics:
 
     def record(self, metric: Metric, value: float, **labels: str) -> None:
         """Add to a counter or a histogram."""
-        self._recorded[metric].add(tuple([labels[name] for name in METRICS[metric].labels]), value)
+        series = self._recorded[metric]
+        series.add(tuple([labels[name] for name in series.names]), value)
 
     def buckets(self, metric: Metric, **labels: str) -> Buckets:
         """A series of a histogram, for a caller that records many values."""
