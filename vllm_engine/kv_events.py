@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from smg_grpc_proto.generated import common_pb2
 
@@ -55,7 +55,7 @@ class KvEvents:
         self._subscribers.discard(queue)
         queue.put_nowait(None)
 
-    async def subscribe(self, start: int) -> AsyncIterator[common_pb2.KvEventBatch]:
+    async def subscribe(self, start: int) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Ends if the subscriber reads too slowly, or with `close`."""
         if self._closed:
             return

@@ -11,11 +11,13 @@ the blocks; without them, or if the hand-off fails before the first token, the d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import grpc
 import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
@@ -201,7 +203,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 self._start(call, first, None)
             if waiting and (first.tokens or first.ended):
                 for choice in waiting:
-                    self._start(call, choice, None)
+                    if not choice.ended:
+                        self._start(call, choice, None)
                 waiting = []
             for choice in left:
                 if choice.error is not None:
@@ -287,11 +290,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                     choice.abort()  # the end of the call cancels its sequences
         return vllm_engine_pb2.AbortResponse()
 
-    async def SubscribeKvEvents(
-        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
-    ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        async for batch in self._events.subscribe(request.start_sequence_number):
-            yield batch
+    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest, context: Context) -> None:
+        async with contextlib.aclosing(self._events.subscribe(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                await context.write(batch)
         await abort(context, WorkerUnavailable("the subscriber read too slowly, or this worker is stopping"))
 
     async def HealthCheck(
@@ -312,3 +314,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def GetLoads(self, _: vllm_engine_pb2.GetLoadsRequest, __: Context) -> vllm_engine_pb2.GetLoadsResponse:
         return info.loads(self._parts)
+
+    async def _unsupported(self, _: object, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker does not support the call")
+
+    Embed = FlushCache = StartProfile = StopProfile = GetTokenizer = _unsupported

@@ -29,7 +29,6 @@ from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.security import OPEN, Credentials, worker_rules
-from runtime.telemetry import Telemetry
 from worker.changes import ChangeTracker
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.executor import StepExecutor
@@ -127,7 +126,6 @@ class WorkerService:
         config: WorkerConfig,
         build: BuildParts,
         servicer: Servicer,
-        telemetry: Telemetry,
         credentials: Credentials = OPEN,
         guests: Sequence[Guest] = (),
     ) -> None:
@@ -136,7 +134,6 @@ class WorkerService:
         self._config = config
         self._build = build
         self._servicer = servicer
-        self._telemetry = telemetry
         self._credentials = credentials
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -203,7 +200,6 @@ class WorkerService:
             self._parts.agent.close(STOP_TIMEOUT_S)
         except TandemError as error:
             logger.warning("%s", error)
-        self._telemetry.close()
 
     def _end_calls(self, error: TandemError) -> None:
         self._servicer.fail_all(error)

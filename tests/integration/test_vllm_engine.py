@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -15,8 +15,11 @@ pytest.importorskip("smg_grpc_proto", reason="needs the extra smg: pip install s
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
+from core.config import SecurityConfig
 from core.handoff import OwnerState, PullerState
+from runtime.security import load_credentials
 from tests.support.deployment import Deployment, busy_blocks, deploy, machine_of, tiny_config, trailers_of, transfers
+from tests.support.steps import slow_down
 from tests.support.vllm_calls import REMOTE_DECODE, complete, engine_of, generate_request, with_vllm_engine
 from tests.support.waiting import until
 
@@ -44,7 +47,9 @@ async def engines() -> AsyncIterator[Engines]:
 
 async def hand_off(engines: Engines, sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
     """Prefill, then decode with the parameters of the answer, as smg does."""
-    first = generate_request(PROMPT, sampling={"max_tokens": 1} | (sampling or {}), kv_transfer_params_json=REMOTE_DECODE)
+    first = generate_request(
+        PROMPT, sampling={"max_tokens": 1} | (sampling or {}), kv_transfer_params_json=REMOTE_DECODE
+    )
     (prefilled,) = await complete(engines.prefill, first)
     params = prefilled.kv_transfer_params_json
     return await complete(
@@ -201,7 +206,9 @@ async def test_a_parameter_of_a_newer_protocol_is_refused(engines: Engines) -> N
     await refused(engines.decode, request, "sampling_params")
 
 
-@pytest.mark.parametrize("params", ["{", "[]", '{"do_remote_prefill": true}', '{"tandem": {"version": 9}}', '{"tandem": 1}'])
+@pytest.mark.parametrize(
+    "params", ["{", "[]", '{"do_remote_prefill": true}', '{"tandem": {"version": 9}}', '{"tandem": 1}']
+)
 async def test_malformed_parameters_of_a_hand_off_are_refused(engines: Engines, params: str) -> None:
     await refused(engines.decode, generate_request(PROMPT, kv_transfer_params_json=params), "kv_transfer_params_json")
 
@@ -226,7 +233,6 @@ async def test_the_prefix_cache_is_reported_as_a_snapshot_and_then_as_changes(en
     assert change.events[0].stored.parent_block_hash == stored.blocks[-1].block_hash
     assert [list(block.token_ids) for block in change.events[0].stored.blocks] == [longer[32:48], longer[48:]]
     engines.deployment.drop_caches(engines.deployment.prefill)
-    machine_of(engines.deployment.prefill[0])
     await complete(engines.prefill, generate_request([1, 2], sampling={"max_tokens": 1}))
     removed = await asyncio.wait_for(call.read(), 10)
     assert len([event for event in removed.events if event.HasField("removed")]) == 4
@@ -235,7 +241,9 @@ async def test_the_prefix_cache_is_reported_as_a_snapshot_and_then_as_changes(en
 
 async def test_the_worker_describes_itself(engines: Engines) -> None:
     model = await engines.decode.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest(), timeout=10)
-    own = await engines.deployment.inference.GetModel(__import__("protos.inference_pb2").inference_pb2.GetModelRequest())
+    own = await engines.deployment.inference.GetModel(
+        __import__("protos.inference_pb2").inference_pb2.GetModelRequest()
+    )
     assert (model.served_model_name, model.vocab_size, model.max_context_length) == (
         own.name,
         own.vocab_size,
@@ -254,3 +262,55 @@ async def test_it_is_off_by_default() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await engine.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=10)
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("name", ["Embed", "GetTokenizer"])
+async def test_calls_that_a_worker_lacks_are_unimplemented(engines: Engines, name: str) -> None:
+    request = vllm_engine_pb2.EmbedRequest() if name == "Embed" else common_pb2.GetTokenizerRequest()
+    call = getattr(engines.decode, name)(request, timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await (call if name == "Embed" else call.read())
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_guarded_calls_need_the_token_of_the_cluster() -> None:
+    config = with_vllm_engine(tiny_config(), "guarded")
+    config = replace(config, security=SecurityConfig(cluster_token="0123456789abcdef0123"))
+    async with deploy(config) as deployment, engine_of(deployment, deployment.decode[0]) as engine:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await engine.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=10)
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        metadata = load_credentials(config.security).metadata
+        assert (await engine.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=10, metadata=metadata)).healthy
+
+
+async def read_to_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_a_worker_that_stops_ends_calls_and_event_streams() -> None:
+    config = with_vllm_engine(tiny_config())
+    async with deploy(config) as deployment, engine_of(deployment, deployment.decode[0]) as engine:
+        events = engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=30)
+        await events.read()
+        call = engine.Generate(generate_request(PROMPT, stream=True, sampling={"max_tokens": LONG}), timeout=30)
+        await call.read()
+        await deployment.decode[0].stop()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await read_to_end(call)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(grpc.aio.AioRpcError) as no_more:
+            await read_to_end(events)
+        assert no_more.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_deadline_that_nobody_set_is_the_default_timeout() -> None:
+    config = with_vllm_engine(tiny_config())
+    config = replace(config, worker=replace(config.worker, default_timeout_s=0.3))
+    async with deploy(config) as deployment, engine_of(deployment, deployment.decode[0]) as engine:
+        slow_down(deployment.decode[0], 0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await complete(engine, generate_request(PROMPT, sampling={"max_tokens": LONG}), timeout_s=None)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: not busy_blocks(deployment.decode[0]), "the request still holds blocks")

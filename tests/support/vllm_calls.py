@@ -41,7 +41,7 @@ async def engine_of(deployment: Deployment, worker: WorkerService) -> AsyncItera
 
 
 async def complete(
-    engine: Any, request: vllm_engine_pb2.GenerateRequest, timeout_s: float = 30.0
+    engine: Any, request: vllm_engine_pb2.GenerateRequest, timeout_s: float | None = 30.0
 ) -> list[vllm_engine_pb2.GenerateComplete]:
     """The last message of each choice, by index."""
     ends = [r.complete async for r in engine.Generate(request, timeout=timeout_s) if r.HasField("complete")]
