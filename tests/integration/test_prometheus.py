@@ -23,12 +23,16 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from core.config import TandemConfig, TelemetryConfig
-from tests.support.deployment import Answer, Deployment, deploy, tiny_config
+from core.errors import QueueFull
+from core.request import MAX_CHOICES
+from prefill_worker.machine import PrefillArrived
+from tests.support.deployment import Deployment, deploy, machine_of, make_request, tiny_config
 from tests.support.observability import FOLDER, RULES, compared, read_yaml, rules, targets
 from tests.support.ports import kept_port
 from tests.support.waiting import until
+from worker.service import WorkerService
 
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
 INTERVAL = "200ms"
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("prometheus", "promtool"))), reason="prometheus is not installed: make tools"
@@ -106,29 +110,46 @@ async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[Any]:
 
 
 def small_config(metrics_port: int) -> TandemConfig:
-    """A model that counts FLOP, and workers that refuse a third request, so that the router tries again."""
-    config = tiny_config("random:llama-tiny", telemetry=TelemetryConfig(metrics_port=metrics_port), max_queued=8)
+    """A model that counts FLOP, and a router that soon has a full queue."""
+    telemetry = TelemetryConfig(metrics_port=metrics_port)
+    config = tiny_config("random:llama-tiny", telemetry=telemetry, max_queued=1, max_in_flight_per_worker=2)
     return replace(
         config,
         engine=replace(config.engine, peak_tflops=1.0, peak_gb_per_s=10.0),
-        scheduler=replace(config.scheduler, max_running=1, max_waiting=1),
         worker=replace(config.worker, idle_report_interval_s=0.05),
     )
 
 
+def refuse_next_prompt(worker: WorkerService, patch: pytest.MonkeyPatch) -> None:
+    machine = machine_of(worker)
+    handle = machine.handle
+
+    def refuse(event: Any, now: float) -> Any:
+        if isinstance(event, PrefillArrived):
+            patch.undo()
+            raise QueueFull("this worker refuses one prompt")
+        return handle(event, now)
+
+    patch.setattr(machine, "handle", refuse)
+
+
 async def send_requests_of_all_kinds(deployment: Deployment) -> None:
-    request: dict[str, Any] = {
-        "text": "a prompt of several blocks, so that some of them move to the decode worker",
-        "max_tokens": 6,
-    }
-    await deployment.generate(**request)
-    await deployment.generate(**request, user="somebody", temperature=1.0)
+    prompt = "a prompt of several blocks, so that some of them move to the decode worker"
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_next_prompt(deployment.prefill[0], patch)
+        answer = await deployment.generate(text=prompt, max_tokens=6)
+    assert answer.finished is not None
+    assert answer.finished.attempts == 2
+    await deployment.generate(text=prompt, max_tokens=6, user="somebody", temperature=1.0)
     with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
-        await deployment.generate(**request, temperature=-1)
-    burst = [deployment.generate(text=f"{number} of many", max_tokens=2) for number in range(32)]
-    ended = await asyncio.gather(*burst, return_exceptions=True)
-    assert any(isinstance(answer, grpc.aio.AioRpcError) for answer in ended), "a full queue refuses some"
-    assert any(isinstance(answer, Answer) for answer in ended)
+        await deployment.generate(text=prompt, temperature=-1)
+    many = asyncio.create_task(deployment.generate_all(make_request(text=prompt, max_tokens=8, n=MAX_CHOICES)))
+    shell = deployment.router._shell
+    assert shell is not None
+    await until(lambda: shell.machine.num_queued, "choices wait in the router", DEADLINE_S)
+    with pytest.raises(grpc.aio.AioRpcError, match="max_queued"):
+        await deployment.generate(text="finds the queue full")
+    assert len(await many) == MAX_CHOICES
 
 
 async def test_every_query_of_every_panel_and_rule_gives_data(tmp_path: Path, metrics_port: int) -> None:
@@ -139,26 +160,23 @@ async def test_every_query_of_every_panel_and_rule_gives_data(tmp_path: Path, me
     for rule in rules():
         is_alert = "alert" in rule
         queries[rule["alert" if is_alert else "record"]] = compared(rule) if is_alert else rule["expr"]
-
     async with deploy(small_config(metrics_port)) as deployment:
         await send_requests_of_all_kinds(deployment)
         async with prometheus(tmp_path, metrics_port) as ask:
-
-            def without_data() -> list[str]:
-                """The queries without a number in their result. A query with an error raises."""
-                return [name for name, query in queries.items() if not has_number(ask("query", query=query)["result"])]
-
-            async def sent_and_scraped() -> list[str]:
-                await send_requests_of_all_kinds(deployment)
-                return await asyncio.to_thread(without_data)
-
+            await send_requests_of_all_kinds(deployment)  # now every counter has grown since the first scrape
+            missing = dict(queries)
             deadline = asyncio.get_running_loop().time() + DEADLINE_S
-            while (missing := await sent_and_scraped()) and asyncio.get_running_loop().time() < deadline:
-                pass
+            while missing and asyncio.get_running_loop().time() < deadline:
+                missing = await asyncio.to_thread(without_data, ask, missing)
             assert not missing, "\n".join(["without data:", *missing])
             evaluated = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
             assert len(evaluated) == len(list(rules()))
             assert [rule["name"] for rule in evaluated if rule["health"] != "ok"] == []
+
+
+def without_data(ask: Any, queries: dict[str, str]) -> dict[str, str]:
+    """The queries without a number in their result. A query with an error raises."""
+    return {name: query for name, query in queries.items() if not has_number(ask("query", query=query)["result"])}
 
 
 def has_number(result: list[dict[str, Any]]) -> bool:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.tool_calls import FORMATS, TextDelta, ToolCallDelta, ToolCallParser, new_mistral_id, parser_for
+from tests.support.tool_templates import FAMILIES
 
 Call = tuple[str, str]  # name, arguments
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris {\\"}", "days": [1, {"a": null}]}}'
@@ -185,6 +186,10 @@ def test_text_before_a_call_and_arguments_stream_at_once() -> None:
 def test_a_format_without_a_parser_has_none() -> None:
     assert parser_for("") is None
     assert parser_for("unheard of") is None
+
+
+def test_there_is_a_parser_for_every_format_that_a_template_may_show() -> None:
+    assert FORMATS.keys() == FAMILIES.keys()
 
 
 def test_ids_are_new_and_those_of_mistral_have_nine_letters_or_digits() -> None:
