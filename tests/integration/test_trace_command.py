@@ -19,12 +19,6 @@ from tests.support.deployment import Answer, deploy, tiny_config
 STAGES = (
     "tandem.request", "  router.queue", "  router.attempt", "    prefill_worker.prefill", "    decode_worker.transfer",
 )  # fmt: skip
-    "tandem.request",
-    "  router.queue",
-    "  router.attempt",
-    "    prefill_worker.prefill",
-    "    decode_worker.transfer",
-)
 
 
 async def from_router(address: str, name: str | None, verbose: bool = False) -> str:
