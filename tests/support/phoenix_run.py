@@ -1,4 +1,4 @@
-"""Sends requests through a gateway and two fleets in this process, and looks at their traces in Phoenix: `make phoenix`.
+"""Sends requests through a gateway and two fleets of this process, and reads their traces in Phoenix: `make phoenix`.
 
 Phoenix is installed into <cache>/tandem/phoenix (850 MB), listens on this machine alone, and ends with the program. The
 program reads the spans back over Phoenix's API and checks that each request is one tree with every stage. It writes
@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import venv
 from collections.abc import AsyncIterator
@@ -43,7 +42,7 @@ REQUESTS: list[tuple[str, int, dict[str, Any], dict[str, str], set[str]]] = [
      ROUTER | {"decode_worker.queue", "decode_worker.prefill", "decode_worker.decode"}),
     ("too many tokens", 1, {"max_tokens": 1_000_000}, {}, REFUSED),
 ]  # fmt: skip
-START_TIMEOUT_S, ARRIVAL_TIMEOUT_S, CALL_TIMEOUT_S = 120.0, 30.0, 30.0
+START_TIMEOUT_S, ARRIVAL_TIMEOUT_S, CALL_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 30.0, 30.0, 20.0
 RECORD, SCREENSHOT = Path("docs/phoenix.json"), Path("docs/images/phoenix.png")
 
 
@@ -73,8 +72,8 @@ async def phoenix() -> AsyncIterator[tuple[str, int]]:
             "PHOENIX_GRPC_PORT": str(grpc_port), "PHOENIX_TELEMETRY_ENABLED": "false",
             "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false", "PYTHONPATH": "",
         }  # fmt: skip
-        command = [install(), "-m", "phoenix.server.main", "serve"]
-        process = subprocess.Popen(command, env=environment, cwd=directory, stdout=log, stderr=log)
+        command = (str(await asyncio.to_thread(install)), "-m", "phoenix.server.main", "serve")
+        process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=directory, stdout=log, stderr=log)
         try:
             url = f"http://127.0.0.1:{port}"
             async with asyncio.timeout(START_TIMEOUT_S), httpx.AsyncClient() as client:
@@ -82,14 +81,15 @@ async def phoenix() -> AsyncIterator[tuple[str, int]]:
                     with contextlib.suppress(httpx.TransportError):
                         if (await client.get(f"{url}/healthz")).is_success:
                             break
-                    if process.poll() is not None:
+                    if process.returncode is not None:
                         log.seek(0)
                         raise SystemExit(f"Phoenix ended:\n{log.read()[-2000:]}")
                     await asyncio.sleep(0.2)
             yield url, grpc_port
         finally:
             process.terminate()
-            process.wait(10)
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
 
 
 async def send(telemetry: TelemetryConfig) -> dict[str, tuple[str, int]]:
@@ -148,7 +148,8 @@ async def take_screenshot(url: str, trace_id: str) -> None:
         await browser.close()
 
 
-async def run() -> None:
+async def run() -> dict[str, Any]:
+    """The record. Raises `AssertionError` for a trace that is not one tree with every stage."""
     async with phoenix() as (url, port):
         telemetry = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{port}", service_namespace=PROJECT)
         answers = await send(telemetry)
@@ -160,10 +161,10 @@ async def run() -> None:
             tree = check_tree(name, [s for s in spans if s["context"]["trace_id"] == trace_id], expected)
             record["requests"][name] = {"http_status": status, **tree}
             print(f"{name}: HTTP {status}, {len(tree['spans'])} spans in one tree")
-        RECORD.write_text(json.dumps(record, indent=2) + "\n")
         await take_screenshot(url, answers["disaggregated"][0])
-        print(f"wrote {RECORD} and {SCREENSHOT}")
+    return record
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(run()))
+    RECORD.write_text(json.dumps(asyncio.run(run()), indent=2) + "\n")
+    print(f"wrote {RECORD} and {SCREENSHOT}")
