@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway vllm_engine simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients soak explore protos clean bench-metrics
+.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-metrics bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -81,6 +81,9 @@ bench-gateway: setup  ## Measure what the HTTP gateway adds, and its tokens/s be
 clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway: make clients TRACE=f
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.clients --write-docs $(if $(TRACE),--trace $(TRACE))
+
+phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
+	$(BIN)/python -m tests.support.phoenix_run
 
 soak: setup  ## Send 20,000 requests while one transport operation in ten fails, then the slow tests (8 minutes)
 	$(BIN)/python -m tests.support.soak

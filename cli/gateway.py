@@ -24,7 +24,13 @@ def gateway_spec(config: TandemConfig, routers: Sequence[str], credentials: Cred
         cert=credentials.cert, key=credentials.key, ca=credentials.ca, server_name=credentials.server_name
     )
     return GatewaySpec(
-        config.gateway, tuple(routers), config.models, config.model_rules, channel, config.router.drain_timeout_s
+        config.gateway,
+        tuple(routers),
+        config.models,
+        config.model_rules,
+        channel,
+        config.router.drain_timeout_s,
+        config.telemetry,
     )
 
 

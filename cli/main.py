@@ -205,6 +205,29 @@ def explain(
 
 
 @app.command()
+def trace(
+    request: Annotated[str | None, typer.Argument(metavar="ID", help="Request id or trace id; none: list.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read this trace file instead of asking the router.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=512, help="Requests to list.")] = 20,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the attributes of every span.")] = False,
+    router: Router = DEFAULT_ROUTER,
+    config: Security = None,
+) -> None:
+    """Show where the time of a request went, span by span, and why the router chose its workers; or list the last."""
+    from cli.credentials import client_of, find_credentials
+    from cli.trace import show_from_router, show_list, show_trace
+    from cli.trace_file import trace_in_file, traces_in_file
+
+    if file is None:
+        client = client_of(router, find_credentials(config, router))
+        asyncio.run(show_from_router(client, request, limit, verbose, console))
+    elif request is None:
+        show_list(traces_in_file(file, limit), console)
+    else:
+        show_trace(trace_in_file(file, request), verbose, console)
+
+
+@app.command()
 def status(
     once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Count KV blocks by state, and list their holders.")] = False,

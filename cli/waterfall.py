@@ -49,9 +49,14 @@ def draw(timings: inference_pb2.PhaseTimings, width: int = 48) -> list[str]:
     span_ms = max([timings.total_ms, *(phase.start_ms + phase.duration_ms for phase in rows)]) or 1.0
     lines = []
     for phase in rows:
-        start = min(width - 1, int(phase.start_ms / span_ms * width))
-        length = min(width - start, round(phase.duration_ms / span_ms * width))
-        mark = BAR * length if length else (SLIVER if phase.duration_ms > 0 else " ")
-        bar = (" " * start + mark).ljust(width)
+        bar = bar_of(phase.start_ms, phase.duration_ms, span_ms, width)
         lines.append(f"{phase.name:<{NAME_WIDTH}} {bar} {phase.duration_ms:9.1f} ms")
     return lines
+
+
+def bar_of(start_ms: float, duration_ms: float, span_ms: float, width: int) -> str:
+    """A line of `width` columns that span `span_ms`, with a mark from `start_ms` for `duration_ms`."""
+    start = max(0, min(width - 1, int(start_ms / span_ms * width)))
+    length = min(width - start, round(duration_ms / span_ms * width))
+    mark = BAR * length if length else (SLIVER if duration_ms > 0 else " ")
+    return (" " * start + mark).ljust(width)

@@ -20,6 +20,7 @@ from typing import Any
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
 from runtime.metrics import ALIASES, METRICS, TYPES
+from runtime.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS
 
 DOCS = Path(__file__).resolve().parent
 
@@ -121,6 +122,16 @@ def draw_aliases() -> str:
     return "\n".join(["| name | labels | the same as |", "|---|---|---|", *rows])
 
 
+def draw_spans() -> str:
+    rows = [f"| `{name.value}` | {meaning} |" for name, meaning in SPAN_MEANINGS.items()]
+    return "\n".join(["| span | meaning |", "|---|---|", *rows])
+
+
+def draw_attributes() -> str:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in ATTRIBUTE_MEANINGS.items()]
+    return "\n".join(["| attribute | meaning |", "|---|---|", *rows])
+
+
 def _listed(labels: tuple[str, ...]) -> str:
     return ", ".join(f"`{label}`" for label in labels)
 
@@ -130,6 +141,8 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     **{name: (table.document, partial(draw, table)) for name, table in TABLES.items()},
     "metrics": ("metrics.md", draw_metrics),
     "aliases": ("metrics.md", draw_aliases),
+    "spans": ("traces.md", draw_spans),
+    "attributes": ("traces.md", draw_attributes),
 }
 
 

@@ -52,7 +52,7 @@ def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | N
     if config.cors_origins:  # the last one added is the outermost, so refusals have its headers, too
         app.add_middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id", "x-tandem-trace-id", "traceresponse"],
         )  # fmt: skip
     return app
 

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.fleets import ModelUnknown
+from gateway.tracing import note_error
 from tandem_client import CallFailed
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,13 @@ def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The answer to a request that `error` ended. An unexpected error is logged here."""
+    """The answer to a request that `error` ended. The trace notes each error, the log an unexpected one."""
+    found = _api_error(error)
+    note_error(found.code or str(found.status), found.message)
+    return found
+
+
+def _api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 
 import uvicorn
 
-from core.config import GatewayConfig, ModelConfig, ModelRuleConfig
+from core.config import GatewayConfig, ModelConfig, ModelRuleConfig, TelemetryConfig
 from gateway.app import build_app
 from gateway.fleets import Fleets
 from gateway.http_protocol import BoundedHttpProtocol
+from gateway.tracing import SERVICE, Tracing
+from runtime.telemetry import Telemetry
 from tandem_client import NO_RETRY, AsyncClient, Credentials
 
 BACKLOG = 2048
@@ -35,6 +38,7 @@ class GatewaySpec:
     rules: tuple[ModelRuleConfig, ...] = ()
     credentials: Credentials = field(default_factory=Credentials)  # for the channels; no token and no key
     drain_timeout_s: float = 10.0
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def fleets(self) -> Fleets:
         def connect(address: str) -> AsyncClient:
@@ -85,11 +89,11 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def make_server(
-    config: GatewayConfig, fleets: Fleets, drain_timeout_s: float, on_ready: Callable[[], None]
+    config: GatewayConfig, fleets: Fleets, drain_timeout_s: float, on_ready: Callable[[], None], telemetry: Telemetry
 ) -> GatewayServer:
     """A server for the running event loop."""
     options = uvicorn.Config(
-        build_app(config, fleets),
+        Tracing(build_app(config, fleets), telemetry),
         http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none",
         log_config=None, access_log=False, server_header=False,
         backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
@@ -101,6 +105,10 @@ def make_server(
 async def serve(spec: GatewaySpec, on_ready: Callable[[Fleets], None]) -> None:
     """Serve until SIGTERM. `on_ready` is called once connections are accepted."""
     fleets = spec.fleets()
-    server = make_server(spec.config, fleets, spec.drain_timeout_s, lambda: on_ready(fleets))
+    telemetry = Telemetry(spec.telemetry, SERVICE, f"gateway.{secrets.token_hex(4)}")
+    server = make_server(spec.config, fleets, spec.drain_timeout_s, lambda: on_ready(fleets), telemetry)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
-    await server.serve(listen(spec.config.host, spec.config.port))
+    try:
+        await server.serve(listen(spec.config.host, spec.config.port))
+    finally:
+        await asyncio.to_thread(telemetry.close)

@@ -21,6 +21,7 @@ from tandem_client.results import Completion
 from tandem_client.retries import SYSTEM_CLOCK, Clock, Retrying, RetryPolicy
 from tandem_client.streams import AsyncStream, Stream
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tandem_client.tracing import with_trace
 
 CALL_TIMEOUT_S = 10.0
 GENERATE_TIMEOUT_S = 300.0
@@ -90,7 +91,9 @@ class AsyncClient:
         self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Stream the messages of any request, with one attempt. Leaving the loop early cancels it on every worker."""
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._credentials.headers(metadata))
+        call = self._inference.Generate(
+            request, timeout=timeout_s, metadata=self._credentials.headers(with_trace(metadata))
+        )
         streaming = False
         try:
             async for response in call:
@@ -226,7 +229,9 @@ class Client:
         self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> Generator[inference_pb2.GenerateResponse, None, None]:
         """Stream the messages of any request, with one attempt. Leaving the loop early cancels it on every worker."""
-        call = self._inference.Generate(request, timeout=timeout_s, metadata=self._credentials.headers(metadata))
+        call = self._inference.Generate(
+            request, timeout=timeout_s, metadata=self._credentials.headers(with_trace(metadata))
+        )
         streaming = False
         try:
             for response in call:

@@ -80,3 +80,29 @@ async def test_an_unknown_request_and_a_bad_limit_are_refused() -> None:
         assert failure.value.code is grpc.StatusCode.NOT_FOUND
         with pytest.raises(grpc.aio.AioRpcError, match=r"limit: must be in \[1, 512\]"):
             await deployment.cluster.ListRequests(cluster_pb2.ListRequestsRequest(limit=513), timeout=5)
+
+
+async def test_each_attempt_is_in_the_trace_and_a_failed_one_has_its_error() -> None:
+    async with deploy(tiny_config(), num_decode=2) as deployment, AsyncClient(deployment.router_address) as client:
+        request = make_request(text="hello over there", max_tokens=400)
+        finished, stopped = None, ""
+        async for response in deployment.inference.Generate(request, timeout=60):
+            if not stopped:
+                fleet = await client.fleet()
+                stopped = next(w.worker_id for w in fleet.workers if "decode" in w.worker_id and w.num_dispatched)
+                worker = next(w for w in deployment.decode if deployment.endpoints[id(w)].service_id == stopped)
+                await worker.stop()
+            finished = response.finished if response.HasField("finished") else None
+        assert finished is not None
+        assert finished.attempts == 2
+        trace = await client.get_trace(finished.trace_id)
+    first, second = [span for span in trace.spans if span.name == "router.attempt"]
+    assert first.attributes["tandem.decode_worker"] == stopped
+    assert first.error
+    assert first.attributes["error.type"] == "unavailable"
+    assert second.attributes["tandem.decode_worker"] != stopped
+    assert not second.error
+    stages = {(span.name, span.attributes["tandem.attempt"]) for span in trace.spans if "worker." in span.name}
+    assert ("prefill_worker.prefill", "1") in stages, "the prefill of the first attempt had ended"
+    assert ("decode_worker.decode", "2") in stages
+    assert ("decode_worker.decode", "1") not in stages

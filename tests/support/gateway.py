@@ -6,20 +6,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from core.config import GatewayConfig
+from core.config import GatewayConfig, TelemetryConfig
 from gateway.fleets import Fleets
 from gateway.server import listen, make_server
+from gateway.tracing import SERVICE
+from runtime.telemetry import Telemetry
 
 START_TIMEOUT_S = 10.0
 
 
 @contextlib.asynccontextmanager
 async def serving_gateway(
-    fleets: Fleets, config: GatewayConfig | None = None, drain_timeout_s: float = 2.0
+    fleets: Fleets,
+    config: GatewayConfig | None = None,
+    drain_timeout_s: float = 2.0,
+    telemetry: TelemetryConfig = TelemetryConfig(),  # noqa: B008 - it is frozen
 ) -> AsyncIterator[str]:
     """The URL of a gateway for these fleets, such as Fleets(deployment.router_address)."""
     config, ready = config or GatewayConfig(), asyncio.Event()
-    server = make_server(config, fleets, drain_timeout_s, ready.set)
+    tracer = Telemetry(telemetry, SERVICE, "gateway.test")
+    server = make_server(config, fleets, drain_timeout_s, ready.set, tracer)
     sockets = listen("127.0.0.1", 0)
     task = asyncio.create_task(server.serve(sockets))
     try:
@@ -30,3 +36,4 @@ async def serving_gateway(
     finally:
         server.stop()
         await task
+        tracer.close()

@@ -1,0 +1,81 @@
+"""An HTTP request is one trace: client, gateway, router, prefill, transfer, decode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from core.config import TelemetryConfig
+from gateway.fleets import Fleets
+from tandem_client import AsyncClient
+from tests.support.deployment import deploy, make_request, tiny_config
+from tests.support.gateway import serving_gateway
+
+TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+BODY = {"model": "fake:tiny", "prompt": "hello over there", "max_tokens": 3}
+TIMEOUT_S = 10.0
+
+
+def spans_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def post(telemetry: TelemetryConfig, body: dict[str, Any], **headers: str) -> httpx.Response:
+    async with (
+        deploy(tiny_config(telemetry=telemetry)) as deployment,
+        serving_gateway(Fleets(deployment.router_address), telemetry=telemetry) as url,
+        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
+    ):
+        return await client.post("/v1/completions", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_continues_the_client_s_trace_through_the_gateway(tmp_path: Path, stream: bool) -> None:
+    telemetry = TelemetryConfig(trace_file=str(tmp_path / "spans.jsonl"))
+    answer = await post(telemetry, BODY | {"stream": stream}, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-01")
+    spans = {span["name"]: span for span in spans_in(tmp_path / "spans.jsonl")}
+    gateway, root = spans["gateway.request"], spans["tandem.request"]
+    assert {span["context"]["trace_id"] for span in spans.values()} == {f"0x{TRACE_ID}"}
+    assert gateway["parent_id"] == f"0x{SPAN_ID}"
+    assert root["parent_id"] == gateway["context"]["span_id"]
+    assert {"prefill_worker.prefill", "decode_worker.transfer", "decode_worker.decode"} <= spans.keys()
+    assert gateway["attributes"]["http.response.status_code"] == 200
+    assert gateway["attributes"]["gen_ai.response.id"] == answer.headers["x-request-id"]
+    assert answer.headers["x-tandem-trace-id"] == TRACE_ID
+    assert answer.headers["traceresponse"] == f"00-{TRACE_ID}-{gateway['context']['span_id'][2:]}-01"
+    assert gateway["status"]["status_code"] == "UNSET"
+
+
+async def test_a_request_that_is_not_sampled_is_exported_only_if_it_fails(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    telemetry = TelemetryConfig(trace_file=str(file), trace_sample_ratio=0.0)
+    answer = await post(telemetry, BODY)
+    assert answer.status_code == 200
+    assert answer.headers["traceresponse"].endswith("-00")
+    assert spans_in(file) == []
+    answer = await post(telemetry, BODY | {"max_tokens": 100_000})
+    assert answer.status_code == 400
+    assert {span["name"] for span in spans_in(file)} == {"gateway.request", "tandem.request"}
+    assert len({span["context"]["trace_id"] for span in spans_in(file)}) == 1
+    assert all(span["status"]["status_code"] == "ERROR" for span in spans_in(file))
+
+
+async def test_a_slow_request_is_exported_whatever_the_head_says(tmp_path: Path) -> None:
+    file = tmp_path / "spans.jsonl"
+    telemetry = TelemetryConfig(trace_file=str(file), trace_slow_ms=0.001)
+    await post(telemetry, BODY, traceparent=f"00-{TRACE_ID}-{SPAN_ID}-00")
+    assert {"gateway.request", "tandem.request", "decode_worker.decode"} <= {span["name"] for span in spans_in(file)}
+
+
+async def test_the_client_continues_the_trace_of_the_calling_program() -> None:
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("program")
+    async with deploy(tiny_config()) as deployment, AsyncClient(deployment.router_address) as client:
+        with tracer.start_as_current_span("outer") as outer:
+            request = make_request(text="hello over there", max_tokens=2)
+            finished = [r.finished async for r in client.generate(request, TIMEOUT_S) if r.HasField("finished")]
+    assert finished[0].trace_id == f"{outer.get_span_context().trace_id:032x}"
