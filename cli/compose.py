@@ -16,6 +16,7 @@ from core.block_pool import BlockPool
 from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
+from core.model_work import Peak
 from core.scheduler import Scheduler
 from core.step_cost_fit import StepCostFit
 from fleet.service_host import Placement
@@ -26,10 +27,10 @@ from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from runtime.security import load_credentials
-from runtime.telemetry import Telemetry
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
-from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
+from worker.service import BuildParts, Guest, WorkerMachine, WorkerParts, WorkerService
+from worker.step_stats import StepStats
 from worker.warm_up import warm_up
 
 # With `transport = "memory"`, workers in one process (tests) reach each other's pools through this fabric.
@@ -61,12 +62,10 @@ def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: 
     from prefill_worker.servicer import PrefillServicer
 
     credentials = load_credentials(config.security)
-    telemetry = Telemetry(config.telemetry, "tandem-prefill-worker")
-    servicer = PrefillServicer(config.worker.default_timeout_s, telemetry)
+    servicer = PrefillServicer(config.worker.default_timeout_s)
     build = _worker_parts(ServiceRole.PREFILL, config, placement, PrefillMachine, cache_dir)
-    return WorkerService(
-        ServiceRole.PREFILL, _worker_config(config, placement), build, servicer, telemetry, credentials
-    )
+    worker, guests = _worker_config(config, placement), _guests(ServiceRole.PREFILL, config, cache_dir)
+    return WorkerService(ServiceRole.PREFILL, worker, build, servicer, credentials, guests)
 
 
 def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
@@ -75,11 +74,10 @@ def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: P
 
     machine = functools.partial(DecodeMachine, max_pulls_waiting=config.worker.max_pulls_waiting)
     credentials = load_credentials(config.security)
-    telemetry = Telemetry(config.telemetry, "tandem-decode-worker")
-    servicer = DecodeServicer(config.worker.default_timeout_s, telemetry)
+    servicer = DecodeServicer(config.worker.default_timeout_s)
     build = _worker_parts(ServiceRole.DECODE, config, placement, machine, cache_dir)
-    worker = _worker_config(config, placement)
-    return WorkerService(ServiceRole.DECODE, worker, build, servicer, telemetry, credentials)
+    worker, guests = _worker_config(config, placement), _guests(ServiceRole.DECODE, config, cache_dir)
+    return WorkerService(ServiceRole.DECODE, worker, build, servicer, credentials, guests)
 
 
 def open_transport(config: TransferConfig, name: str) -> Transport:
@@ -96,6 +94,28 @@ def open_transport(config: TransferConfig, name: str) -> Transport:
             raise ConfigError(f"transport ucxx needs `pip install 'tandem-serve[ucxx]'`: {error}") from error
         return UcxxTransport(name, config.connect_timeout_s)
     raise ConfigError(f"transport {config.transport!r} is not built in")
+
+
+def _guests(role: ServiceRole, config: TandemConfig, cache_dir: Path | None) -> list[Guest]:
+    if config.worker.vllm_engine == "off":
+        return []
+    try:
+        from vllm_engine.roles import DecodeRole, PrefillRole
+        from vllm_engine.servicer import VllmEngineServicer
+    except ImportError as error:
+        raise ConfigError(f"[worker] vllm_engine needs `pip install 'tandem-serve[smg]'`: {error}") from error
+    from text.tokenizer import load_tokenizer
+
+    engine = config.engine
+    return [
+        VllmEngineServicer(
+            PrefillRole() if role is ServiceRole.PREFILL else DecodeRole(),
+            functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir),
+            config.worker.default_timeout_s,
+            engine.model,
+            guarded=config.worker.vllm_engine == "guarded",
+        )
+    ]
 
 
 def _worker_config(config: TandemConfig, placement: Placement) -> WorkerConfig:
@@ -153,7 +173,8 @@ def _worker_parts(
         runner.start_background_work()
         pool = BlockPool(num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
-        core = WorkerCore(scheduler, pool, costs=costs)
+        peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
+        core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
         machine = make_machine(core, TransferMachine(config.transfer, pool, address))
         return WorkerParts(identity.name, machine, executor, agent)
 

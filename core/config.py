@@ -76,6 +76,10 @@ class EngineConfig:
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
     kernels: str = "auto"  # auto | torch; auto = C kernels, on a CPU for which they compile
+    peak_tflops: float = (
+        0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
+    )
+    peak_gb_per_s: float = 0.0  # memory bandwidth of one worker, in 10^9 bytes per second, for metrics; 0 = unknown
 
     def __post_init__(self) -> None:
         _require_given(self, "model")
@@ -96,6 +100,7 @@ class EngineConfig:
             0 <= self.num_threads <= MAX_THREADS,
             f"num_threads must be in [0, {MAX_THREADS}] (0 = share the cores), is {self.num_threads}",
         )
+        _require_finite_floats(self)
         _require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
 
 
@@ -156,6 +161,7 @@ class WorkerConfig:
     max_pulls_waiting: int = 256  # hand-offs that wait for blocks on a decode worker
     default_timeout_s: float = 600.0  # time limit of a call without a deadline
     step_timeout_s: float = 300.0  # a step that takes longer has failed: the worker's process is killed and replaced
+    vllm_engine: str = "off"  # off | open | guarded; serve vllm.grpc.engine to other routers; guarded = with the token
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -164,6 +170,8 @@ class WorkerConfig:
         )  # fmt: skip
         _require_finite_floats(self)
         _require_given(self, "host")
+        choices = ("off", "open", "guarded")
+        _require(self.vllm_engine in choices, f"vllm_engine must be off, open or guarded: {self.vllm_engine}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +247,8 @@ class TelemetryConfig:
     trace_file: str = ""  # file that spans are appended to, as JSON lines; empty = none
     metrics_port: int = 0  # port of the Prometheus page of router-0, router-1 has the next one; 0 = no page
     service_namespace: str = "tandem"  # attribute of every span that tells deployments apart
+    trace_sample_ratio: float = 1.0  # share of the requests whose trace is exported, if the caller does not decide
+    trace_slow_ms: float = 10_000.0  # a request that takes longer, or fails, is exported even if it is not sampled
 
     def __post_init__(self) -> None:
         _require(
@@ -246,6 +256,10 @@ class TelemetryConfig:
             f"otlp_endpoint must be http://host:port or https://host:port, is {self.otlp_endpoint!r}",
         )
         _require(0 <= self.metrics_port <= 65535, f"metrics_port must be in [0, 65535], is {self.metrics_port}")
+        _require_finite_floats(self)
+        ratio = self.trace_sample_ratio
+        _require(0.0 <= ratio <= 1.0, f"trace_sample_ratio must be in [0, 1], is {ratio:g}")
+        _require(self.trace_slow_ms >= 0.0, f"trace_slow_ms must be 0 or more, is {self.trace_slow_ms:g}")
 
 
 def is_token(text: str) -> bool:

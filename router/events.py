@@ -70,6 +70,15 @@ class WorkerLost:
     detail: str
 
 
+class WorkerStage(NamedTuple):
+    """One stage of a call, as the worker measured it."""
+
+    name: str  # of a span
+    start_s: float  # since the arrival of the call at the worker
+    duration_s: float
+    attributes: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     index: int  # of the token in the output
@@ -78,6 +87,8 @@ class PrefillResult:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    stages: tuple[WorkerStage, ...] = ()
+    kv_block_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,10 @@ class DecodeResult:
     transfer_s: float
     transfer_exposed_s: float
     transferred_bytes: int
+    stages: tuple[WorkerStage, ...] = ()
+    kv_block_seconds: float = 0.0
+    num_moved_blocks: int = 0
+    num_skipped_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +154,14 @@ RouterEvent = (
 # ---- actions
 
 
+class Promise(NamedTuple):
+    """What the router predicts when it dispatches a request."""
+
+    ttft_s: float  # from the arrival of the request
+    tpot_s: float  # a step of the decode worker with its sequences and this one, without prompts
+    path: RequestPath
+
+
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
     dispatch_id: str
@@ -158,6 +181,7 @@ class StartDecode:
     source: tuple[TransferId, AgentAddress] | None  # None: the decode worker computes the prompt
     timeout_s: float
     call: int
+    promise: Promise | None = None  # for the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +201,21 @@ class Deliver(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to serve a request, after its end."""
+
+    number: int  # from 1
+    candidate: Candidate
+    compared: Sequence[Candidate]  # with `candidate`, in no order
+    started_at: float
+    ended_at: float
+    prefill: PrefillResult | None  # None: the call did not return a result
+    decode: DecodeResult | None
+    error_code: str = ""  # of the call that failed, else empty
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The content of the last message of a choice."""
 
@@ -192,12 +231,16 @@ class Outcome:
     predicted_first_token_s: float  # the same, as predicted at the last dispatch before it
     prefill: PrefillResult | None
     decode: DecodeResult | None
+    promise: Promise | None = None  # of the last dispatch
+    kv_block_seconds: float = 0.0  # on all workers, over all attempts
+    slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     request_id: str
     outcome: Outcome
+    attempts: tuple[Attempt, ...] = ()  # the newest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +248,7 @@ class Fail:
     request_id: str
     error: TandemError
     timeline: Timeline
+    attempts: tuple[Attempt, ...] = ()  # the newest ones
 
 
 @dataclass(frozen=True, slots=True)

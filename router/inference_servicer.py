@@ -16,8 +16,9 @@ from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.bounded_pool import BoundedPool
 from router.callers import Callers
-from router.choice_stream import ChoiceStream, call_attributes
+from router.choice_stream import ChoiceStream
 from router.events import Fail
+from router.receipt import initial_metadata, trailing_metadata
 from router.shell import RouterShell
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
@@ -43,20 +44,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._validation_pool = validation_pool
         self._callers = callers
 
-    def _remaining_s(self, context: Context) -> float:
+    def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        try:
+            await self.serve(request, context)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def serve(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """Serve a request of any protocol, and write its responses to `context`: a gRPC context, or what stands for
+        one. Raises `TandemError`."""
         try:
             with self._callers.admit(request, context.invocation_metadata() or (), self._shell.now()):
                 await self._generate(request, context)
         except KeyLimitReached as error:
             self._shell.count_refusal(error)
-            await abort(context, error)
-        except TandemError as error:
-            await abort(context, error)
+            raise
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         arrived_at = self._shell.now()
         timeout_s = self._remaining_s(context)
         deadline = arrived_at + timeout_s
@@ -70,8 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )  # fmt: skip
         except TandemError as error:
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
-            attributes = call_attributes(operation, self._tokenizer.info.name, request_id)
-            self._shell.refuse(error, headers, arrived_at, attributes)
+            self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
         changed = asyncio.Event()
         streams = [
@@ -85,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 text=TextStream(
                     self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
                 ),
-                root=self._shell.telemetry.start_root(headers, arrived_at),
+                trace=self._shell.telemetry.start_trace(headers),
                 changed=changed,
                 token_name=self._tokenizer.token_name,
             )
@@ -103,16 +109,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def _write_all(
-        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Context
+        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Any
     ) -> None:
         """Write the messages of all choices, to the end of the last one. Raises the error of the first that fails.
 
         Tokens that arrive during a write go into the next message of their choice. So a message is as long as the
         client or a busy loop makes it.
         """
+        first, receipts, has_promised = streams[0], list[inference_pb2.Receipt](), False
         while streams:
             await changed.wait()
             changed.clear()
+            if first.promise is not None and not has_promised:
+                has_promised = True
+                await context.send_initial_metadata(initial_metadata(first.promise))
             for stream in streams:
                 if stream.is_due:
                     if min_interval_s and stream.result is None:
@@ -120,9 +130,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await context.write(stream.take_chunk())
             for stream in [stream for stream in streams if stream.result is not None]:
                 streams = [other for other in streams if other is not stream]
-                await self._write_end(stream, context)
+                receipts.append(await self._write_end(stream, context))
+        context.set_trailing_metadata(trailing_metadata(receipts))
 
-    async def _write_end(self, stream: ChoiceStream, context: Context) -> None:
+    async def _write_end(self, stream: ChoiceStream, context: Any) -> inference_pb2.Receipt:
         if stream.has_chunk:
             await context.write(stream.take_chunk())
         if isinstance(stream.result, Fail):
@@ -135,6 +146,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
         await context.write(inference_pb2.GenerateResponse(finished=finished))
+        return finished.receipt
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context

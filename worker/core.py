@@ -33,7 +33,10 @@ from core.step_cost_fit import StepCostFit
 from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
+from worker.block_meter import BlockMeter
+from worker.call_record import CallRecord, StepCounts
 from worker.reported_load import ReportedCost, backlog_of, decode_contexts
+from worker.step_stats import StepStats
 
 PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
@@ -108,9 +111,13 @@ class WorkerCore:
     pool: BlockPool
     plans_ahead: bool = True
     costs: StepCostFit = field(default_factory=StepCostFit)  # learns from every step
+    stats: StepStats = field(default_factory=StepStats)
+    held_blocks: BlockMeter = field(default_factory=BlockMeter)
     draining: bool = False
     deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
     timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
+    records: dict[str, CallRecord] = field(default_factory=dict)  # by request id
+    counts: StepCounts = field(default_factory=StepCounts)
     calls: dict[str, CallId] = field(default_factory=dict)  # by request id
     router_calls: dict[str, RouterCalls] = field(default_factory=dict)  # by router id; only routers with open calls
     num_arrived: int = 0
@@ -122,6 +129,7 @@ class WorkerCore:
     _tried_to_plan: bool = False  # since `_plan_at`
     _step_ended: bool = False  # by the event that is being handled
     _prefilling: dict[str, Timeline] = field(default_factory=dict)  # the timelines in stage PREFILL
+    _num_preemptions: int = 0  # that `held_blocks` knows of
     _reported_cost: ReportedCost = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +148,7 @@ class WorkerCore:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         self.num_arrived += 1
         self.timelines[request.request_id] = Timeline(Stage.QUEUE, now)
+        self.records[request.request_id] = CallRecord(len(self.scheduler.waiting), self.scheduler.num_waiting_tokens)
         self.deadlines.set(request.request_id, deadline)
         self._note_call(request.request_id, call)
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
@@ -147,7 +156,9 @@ class WorkerCore:
     def dismiss(self, request_id: str) -> None:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
+        self.records.pop(request_id, None)
         self._prefilling.pop(request_id, None)
+        self.held_blocks.forget(request_id)
         self.deadlines.cancel(request_id)
         call = self.calls.pop(request_id, None)
         if call is not None:
@@ -159,6 +170,11 @@ class WorkerCore:
         last_call, num_open = self.router_calls.get(call.router_id, RouterCalls())
         self.calls[request_id] = call
         self.router_calls[call.router_id] = RouterCalls(max(last_call, call.number), num_open + 1)
+
+    def enter(self, request_id: str, stage: Stage, now: float) -> None:
+        """A sequence enters its next stage."""
+        self.timelines[request_id].enter(stage, now)
+        self.records[request_id].mark(stage, self.counts)
 
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
@@ -189,18 +205,22 @@ class WorkerCore:
 
     def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
         """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on."""
+        if (plan := self.scheduler.oldest_step) is not None:
+            self.counts.record(len(plan.chunks))
         events = self.scheduler.complete_step(output)
         self.record_step(self._step_works.pop(0), now - self.step_started_at)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:
-            self._prefilling.pop(request_id).enter(Stage.DECODE, now)
+            del self._prefilling[request_id]
+            self.enter(request_id, Stage.DECODE, now)
         return events
 
     def record_step(self, work: StepWork, seconds: float) -> None:
         """Learn from the duration of a step."""
         self._step_times.record(_num_tokens(work), seconds)
         self.costs.record(work, seconds)
+        self.stats.record(work, seconds)
         self.scheduler.step_cost = self.costs.cost
 
     def fail_step(self, now: float) -> list[Sequence]:
@@ -212,14 +232,19 @@ class WorkerCore:
 
     def _plan(self, planned: Planned, now: float, admit_before: Rank | None) -> list[RunStep]:
         plan = self.scheduler.schedule(admit_before)
+        if self._num_preemptions != self.scheduler.num_preemptions:
+            self._num_preemptions = self.scheduler.num_preemptions
+            self.held_blocks.note_waiting(self.scheduler.waiting, now)
         if plan is None:
             return []
+        self.held_blocks.note_planned(plan.chunks, now)
         for sequence in self.scheduler.take_admitted():
             timeline = self.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
-                timeline.enter(Stage.PREFILL, now)
+                self.enter(sequence.sequence_id, Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
-        self._step_works.append(work_of(plan))
+        self._step_works.append(work := work_of(plan))
+        self.stats.num_sequences, self.stats.num_tokens = len(plan.chunks), _num_tokens(work)
         if planned is not Planned.AHEAD:
             self._on_step_started(now)
         return [RunStep(plan, planned)]
@@ -238,7 +263,7 @@ class WorkerCore:
             self._on_step_started(now)
 
     def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0) -> WorkerLoad:
-        counters = transfers.counters
+        counters, stats = transfers.counters, self.stats
         step_cost = self._reported_cost.update(self.costs.cost)
         contexts = decode_contexts(self.scheduler.running)
         return WorkerLoad(
@@ -268,6 +293,16 @@ class WorkerCore:
             prompt_backlog=backlog_of(self.scheduler.prompts_left(), step_cost),
             num_promised_blocks=num_promised_blocks,
             num_released_blocks=self.scheduler.num_released_blocks,
+            batch_sequences=stats.num_sequences,
+            batch_tokens=stats.num_tokens,
+            busy_seconds=stats.seconds,
+            decode_steps=stats.decode_steps,
+            decode_step_seconds=stats.decode_seconds,
+            flop=stats.flop,
+            memory_bytes=stats.memory_bytes,
+            flop_use=stats.flop_use,
+            bandwidth_use=stats.bandwidth_use,
+            slo_itl_s=self.scheduler.config.slo_itl_ms / 1e3,
         )
 
     def claims(self) -> list[Claim]:
@@ -282,6 +317,7 @@ class WorkerCore:
         self.scheduler.check()
         assert len(self.deadlines) == len(self.timelines)
         assert self.calls.keys() == self.timelines.keys()
+        assert len(self.held_blocks) <= len(self.timelines)
         assert len(self.calls) == sum(calls.num_open for calls in self.router_calls.values())
         in_prefill = {name for name, timeline in self.timelines.items() if timeline.stage is Stage.PREFILL}
         assert self._prefilling.keys() == in_prefill

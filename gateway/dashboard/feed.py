@@ -1,0 +1,131 @@
+"""The data behind the page: fetched once for all viewers of one fleet, at most twice a second.
+
+A viewer sees what the router lets its key see: viewers with different keys share nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from gateway.dashboard.views import Json, answering_router, fleet_view, request_view, trace_view
+from tandem_client import CallFailed
+from tandem_client.stubs import cluster_pb2
+
+MAX_AGE_S = 0.5  # an answer younger than this is shared
+TIMEOUT_S = 3.0  # for both calls of a refresh
+MAX_REQUESTS = 512  # kept for viewers, as many as the router keeps
+MAX_FEEDS = 32  # pairs of a fleet and a key; the one unused for longest goes first
+
+Metadata = list[tuple[str, str]]
+
+
+class FleetClient(Protocol):
+    """The part of `tandem_client.AsyncClient` that the dashboard calls."""
+
+    async def fleet(self, *, metadata: Metadata) -> cluster_pb2.GetFleetResponse: ...
+
+    async def list_requests(
+        self, limit: int, after: int, *, metadata: Metadata
+    ) -> cluster_pb2.ListRequestsResponse: ...
+
+    async def get_trace(self, id: str, *, metadata: Metadata) -> cluster_pb2.Trace: ...
+
+
+class Feed:
+    """The fleet and the last requests, as one router tells them. `await refresh()` before each look.
+
+    `pick` chooses a router of the fleet. It may raise `CallFailed`, for a fleet that is away. The feed stays with its
+    router until a call fails, because each router knows its own requests only.
+    """
+
+    def __init__(self, pick: Callable[[], FleetClient], metadata: Metadata) -> None:
+        self._pick, self._metadata = pick, metadata
+        self._client: FleetClient | None = None
+        self._lock = asyncio.Lock()
+        self._tried_at = float("-inf")
+        self._failed: CallFailed | None = None
+        self._failing_since: float | None = None
+        self._router = ""
+        self._newest = 0
+        self._requests: deque[Json] = deque(maxlen=MAX_REQUESTS)  # oldest first
+        self._fleet: Json = {}
+
+    async def refresh(self) -> None:
+        """Fetch, unless a fetch has just ended. Raises `CallFailed` as long as the fetches fail."""
+        async with self._lock:
+            if time.monotonic() - self._tried_at >= MAX_AGE_S:
+                try:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        await self._fetch()
+                    self._failed = self._failing_since = None
+                except CallFailed as error:
+                    self._note_failure(error)
+                except TimeoutError:
+                    message = f"no answer from a router within {TIMEOUT_S:g} s"
+                    self._note_failure(CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message, retryable=True))
+                self._tried_at = time.monotonic()
+        if self._failed is not None:
+            raise self._failed
+
+    async def _fetch(self) -> None:
+        client = self._client = self._client or self._pick()
+        fleet = await client.fleet(metadata=self._metadata)
+        if (router := answering_router(fleet)) != self._router:  # another router counts its requests from 1
+            self._router, self._newest = router, 0
+            self._requests.clear()
+        answer = await client.list_requests(MAX_REQUESTS, self._newest, metadata=self._metadata)
+        for summary in reversed(answer.requests):
+            self._requests.append(request_view(summary))
+            self._newest = max(self._newest, summary.number)
+        self._fleet = fleet_view(fleet) | {"now_unix_ms": time.time() * 1e3}
+
+    def _note_failure(self, error: CallFailed) -> None:
+        self._failed, self._client = error, None
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+
+    @property
+    def failing_s(self) -> float:
+        """Seconds since the first of the fetches in a row that failed."""
+        return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+
+    async def trace(self, id: str) -> Json:
+        """The spans of one request of the feed's router. Raises `CallFailed`."""
+        client = self._client or self._pick()
+        return trace_view(await client.get_trace(id, metadata=self._metadata))
+
+    def fleet(self) -> Json:
+        return self._fleet
+
+    def requests(self, router: str, after: int) -> Json:
+        """The requests, oldest first, with a number above `after`: all, if `after` counts another router's requests."""
+        newer = after if router == self._router else 0
+        requests = [request for request in self._requests if request["number"] > newer]
+        return {"router": self._router, "requests": requests}
+
+
+class Feeds:
+    """The feeds by fleet and key."""
+
+    def __init__(self) -> None:
+        self._feeds: OrderedDict[tuple[str, str], Feed] = OrderedDict()
+
+    def get(self, model: str, authorization: str, pick: Callable[[], FleetClient]) -> Feed:
+        key = (model, authorization)
+        if key not in self._feeds:
+            self._feeds[key] = Feed(pick, metadata_of(authorization))
+            if len(self._feeds) > MAX_FEEDS:
+                self._feeds.popitem(last=False)
+        self._feeds.move_to_end(key)
+        return self._feeds[key]
+
+
+def metadata_of(authorization: str) -> Metadata:
+    """The metadata of a call in the name of a viewer. The gateway has no key of its own to lend."""
+    return [("authorization", authorization)] if authorization else []

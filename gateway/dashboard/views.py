@@ -1,0 +1,159 @@
+"""What the dashboard's page reads: JSON made from the answers of a router.
+
+Names end in their unit. Every count "since the start" stays a count: the page turns two of them into a rate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
+
+Json = dict[str, Any]
+
+COLUMNS = ("free", "cached", "held", "leased", "incoming")  # of the KV ledger, in the order of the page
+CANDIDATE_TERMS = ("queue_ms", "prefill_ms", "transfer_ms", "room_wait_ms", "gap_ms", "first_token_ms", "cost_ms")
+PHASES = (
+    "tokenize_ms", "router_queue_ms", "prefill_queue_ms", "prefill_ms", "transfer_ms", "transfer_exposed_ms",
+    "decode_ms",
+)  # fmt: skip
+
+
+def answering_router(fleet: cluster_pb2.GetFleetResponse) -> str:
+    """The id of the router that answered: the only one that knows its own queue. Empty if none is listed."""
+    return next((router.router_id for router in fleet.routers if router.HasField("num_queued")), "")
+
+
+def fleet_view(fleet: cluster_pb2.GetFleetResponse) -> Json:
+    return {
+        "router": answering_router(fleet),
+        "routers": [_router_view(router) for router in fleet.routers],
+        "workers": [_worker_view(worker) for worker in fleet.workers],
+        "num_queued": fleet.num_queued,
+        "num_in_flight": fleet.num_in_flight,
+        "wanted": {"prefill": fleet.wanted_prefill, "decode": fleet.wanted_decode, "router": fleet.wanted_routers},
+    }
+
+
+def _router_view(router: cluster_pb2.FleetRouter) -> Json:
+    known = router.HasField("num_queued")
+    return {
+        "id": router.router_id,
+        "address": router.address,
+        "state": _state(router.state),
+        "num_queued": router.num_queued if known else None,
+        "num_in_flight": router.num_in_flight if known else None,
+    }
+
+
+def _worker_view(worker: cluster_pb2.FleetWorker) -> Json:
+    load = worker.load
+    return {
+        "id": worker.worker_id,
+        "role": _short(worker_pb2.WorkerRole.Name(worker.role), "WORKER_ROLE_"),
+        "state": _state(worker.state),
+        "address": worker.address,
+        "report_age_ms": worker.report_age_ms,
+        "num_dispatched": worker.num_dispatched,
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "num_pulls_waiting": load.num_pulls_waiting,
+        "num_queued_tokens": load.num_queued_tokens,
+        "num_decoding": load.num_decoding,
+        "blocks": {column: getattr(load.ledger, column) for column in COLUMNS},
+        "step_ms": _step_ms(load),
+        "num_prefilled_tokens": load.num_prefilled_tokens,
+        "num_sampled_tokens": load.num_sampled_tokens,
+        "transferred_bytes": load.transferred_bytes,
+        "transfer_seconds": load.transfer_seconds,
+        "num_preemptions": load.num_preemptions,
+        "num_expired_leases": load.num_expired_leases,
+        "num_corrupt_blocks": load.num_corrupt_blocks,
+        "paths": [_path_view(path) for path in load.paths],
+    }
+
+
+def _step_ms(load: worker_pb2.LoadReport) -> float:
+    """The predicted time of a step of the sequences in decode, without prompts (core/step_cost.py)."""
+    cost = load.step_cost
+    return 1e3 * (cost.step_s + load.num_decoding * cost.sequence_s + load.decode_context * cost.context_s)
+
+
+def _path_view(path: worker_pb2.PathReport) -> Json:
+    return {
+        "peer": path.peer,
+        "state": _short(worker_pb2.PathState.Name(path.state), "PATH_STATE_"),
+        "lane": _short(worker_pb2.PathLane.Name(path.lane), "PATH_LANE_"),
+        "bytes_per_s": path.bytes_per_s,
+    }
+
+
+def request_view(summary: cluster_pb2.RequestSummary) -> Json:
+    timings, usage = summary.timings, summary.usage
+    return {
+        "number": summary.number,
+        "id": summary.request_id,
+        "choice": summary.choice,
+        "trace_id": summary.trace_id,
+        "arrived_at_unix_ms": summary.arrived_at_unix_ms,
+        "total_ms": summary.total_ms,
+        "first_token_ms": summary.first_token_ms,
+        "tpot_ms": summary.tpot_ms,
+        "end": summary.end,
+        "path": _path_name(summary.path),
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prefill_worker": summary.prefill_worker,
+        "decode_worker": summary.decode_worker,
+        "attempts": summary.attempts,
+        "tenant": summary.tenant,
+        "transferred_bytes": summary.transferred_bytes,
+        "phases": {phase: getattr(timings, phase) for phase in PHASES} if summary.HasField("timings") else None,
+    }
+
+
+def trace_view(trace: cluster_pb2.Trace) -> Json:
+    return {
+        "requests": [request_view(summary) for summary in trace.requests],
+        "spans": [
+            {
+                "name": span.name,
+                "process": span.process,
+                "choice": span.choice,
+                "start_ms": span.start_ms,
+                "duration_ms": span.duration_ms,
+                "attributes": dict(sorted(span.attributes.items())),
+                "error": span.error,
+            }
+            for span in trace.spans
+        ],
+        "candidates": [_candidate_view(candidate) for candidate in trace.candidates],
+    }
+
+
+def _candidate_view(candidate: cluster_pb2.Candidate) -> Json:
+    terms: Json = {term: getattr(candidate, term) for term in CANDIDATE_TERMS}
+    return terms | {
+        "prefill_worker": candidate.prefill_worker,
+        "decode_worker": candidate.decode_worker,
+        "cached_tokens": candidate.cached_tokens,
+        "uncached_tokens": candidate.uncached_tokens,
+        "transfer_blocks": candidate.transfer_blocks,
+        "num_streams": candidate.num_streams,
+        "chosen": candidate.chosen,
+    }
+
+
+def _state(state: worker_pb2.WorkerState) -> str:
+    return _short(worker_pb2.WorkerState.Name(state), "WORKER_STATE_")
+
+
+def _path_name(path: inference_pb2.RequestPath) -> str:
+    """Empty for a request that never took a path."""
+    name = _short(inference_pb2.RequestPath.Name(path), "REQUEST_PATH_")
+    return "" if name == "unspecified" else name
+
+
+def _short(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()

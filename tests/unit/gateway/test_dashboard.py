@@ -1,0 +1,222 @@
+"""The dashboard's JSON: what the page reads, shared among viewers, and failures that it can explain."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from gateway.dashboard import feed, routes
+from tandem_client import CallFailed
+from tests.support.fake_fleet import FakeFleet, FakeFleets, make_summary
+
+NOW_MS = 1.7e12
+GONE = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router at 127.0.0.1:50051", retryable=True)
+
+
+def app_over(**clients: FakeFleet) -> httpx.AsyncClient:
+    app = FastAPI()
+    app.include_router(routes.router)
+    app.state.fleets = FakeFleets(**clients)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+
+
+@pytest.fixture
+def fleet() -> FakeFleet:
+    return FakeFleet(requests=[make_summary(number, NOW_MS + number) for number in range(1, 6)])
+
+
+@pytest.fixture
+async def client(fleet: FakeFleet) -> AsyncIterator[httpx.AsyncClient]:
+    async with app_over(tiny=fleet) as client:
+        yield client
+
+
+@pytest.fixture
+def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MAX_AGE_S", 0.0)
+
+
+async def test_the_page_names_files_that_exist_and_allows_no_other_source(client: httpx.AsyncClient) -> None:
+    page = await client.get("/dashboard")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+    total = len(page.content)
+    for path in sorted(routes.STATIC.iterdir()):
+        found = await client.get(f"/dashboard/static/{path.name}")
+        assert found.status_code == 200
+        assert found.headers["x-content-type-options"] == "nosniff"
+        total += len(found.content)
+    assert total < 200_000
+
+
+@pytest.mark.parametrize("name", ["..%2froutes.py", "routes.py", "nothing.js", "%00"])
+async def test_no_other_file_is_served(client: httpx.AsyncClient, name: str) -> None:
+    assert (await client.get(f"/dashboard/static/{name}")).status_code == 404
+
+
+async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) -> None:
+    etag = (await client.get("/dashboard/static/main.js")).headers["etag"]
+    again = await client.get("/dashboard/static/main.js", headers={"If-None-Match": etag})
+    assert again.status_code == 304
+    assert not again.content
+
+
+async def test_no_script_writes_markup() -> None:
+    for path in routes.STATIC.glob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        assert not any(word in text for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "eval(")), path.name
+
+
+async def test_the_fleet_is_told_worker_by_worker(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+    told = (await client.get("/dashboard/api/fleet")).json()
+    assert told["router"] == "router-0-aa"
+    assert told["models"] == ["tiny"]
+    assert told["wanted"] == {"prefill": 2, "decode": 2, "router": 0}
+    assert [router["num_queued"] for router in told["routers"]] == [3, None]
+    worker, source = told["workers"][0], fleet.workers[0]
+    assert (worker["role"], worker["state"]) == ("prefill", "serving")
+    assert sum(worker["blocks"].values()) == 1000
+    assert worker["blocks"]["held"] == source.load.ledger.held
+    assert worker["step_ms"] == pytest.approx(4 + 4 * 0.5 + 2000 * 1e-3)
+
+
+@pytest.mark.usefixtures("always_fresh")
+async def test_requests_come_once_and_in_order(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+    first = (await client.get("/dashboard/api/requests")).json()
+    assert [request["number"] for request in first["requests"]] == [1, 2, 3, 4, 5]
+    assert first["requests"][0]["phases"]["prefill_ms"] > 0
+    assert first["requests"][0]["path"] == "disaggregated"
+    fleet.requests.append(make_summary(6, NOW_MS, end="unavailable"))
+    after = {"router": first["router"], "after": 5}
+    second = (await client.get("/dashboard/api/requests", params=after)).json()
+    assert [(request["number"], request["end"]) for request in second["requests"]] == [(6, "unavailable")]
+
+
+@pytest.mark.usefixtures("always_fresh")
+async def test_a_new_router_starts_its_count_again(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+    old = (await client.get("/dashboard/api/requests")).json()["router"]
+    fleet.router_id, fleet.requests = "router-0-bb", [make_summary(1, NOW_MS)]
+    found = (await client.get("/dashboard/api/requests", params={"router": old, "after": 5})).json()
+    assert found["router"] == "router-0-bb"
+    assert [request["number"] for request in found["requests"]] == [1]
+
+
+async def test_many_viewers_cost_one_fetch(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+    answers = await asyncio.gather(*(client.get("/dashboard/api/fleet") for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert fleet.num_calls == 2  # the fleet, and its requests
+
+
+async def test_the_trace_has_spans_and_the_chosen_candidate(client: httpx.AsyncClient) -> None:
+    trace = (await client.get("/dashboard/api/trace/req-0003")).json()
+    assert trace["requests"][0]["id"] == "req-0003"
+    assert trace["spans"][0]["name"] == "tandem.request"
+    assert [candidate["chosen"] for candidate in trace["candidates"]] == [True, False]
+    gone = await client.get("/dashboard/api/trace/none")
+    assert gone.status_code == 404
+    assert gone.json()["error"]["kind"] == "gone"
+
+
+@pytest.mark.usefixtures("always_fresh")
+async def test_a_router_that_is_away_is_told_with_its_seconds(
+    client: httpx.AsyncClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.failure = GONE
+    assert (await client.get("/dashboard/api/fleet")).status_code == 503
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 12)
+    error = (await client.get("/dashboard/api/fleet")).json()["error"]
+    assert error["kind"] == "unreachable"
+    assert 12 <= error["failing_s"] < 20
+    fleet.failure = None
+    assert (await client.get("/dashboard/api/fleet")).status_code == 200
+    fleet.failure = GONE
+    assert (await client.get("/dashboard/api/fleet")).json()["error"]["failing_s"] < 5
+
+
+async def test_a_router_that_does_not_answer_is_given_up(
+    client: httpx.AsyncClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(**_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(feed, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(fleet, "fleet", never)
+    answer = await client.get("/dashboard/api/fleet")
+    assert answer.status_code == 503
+    assert "within 0.01 s" in answer.json()["error"]["message"]
+
+
+async def test_a_key_is_passed_on_and_opens_nothing_for_others(client: httpx.AsyncClient, fleet: FakeFleet) -> None:
+    fleet.key = "Bearer of-an-operator"
+    refused = await client.get("/dashboard/api/fleet")
+    assert refused.status_code == 401
+    assert refused.json()["error"]["kind"] == "key"
+    key = {"Authorization": fleet.key}
+    assert (await client.get("/dashboard/api/fleet", headers=key)).status_code == 200
+    assert fleet.seen_metadata == [("authorization", fleet.key)]
+    assert (await client.get("/dashboard/api/fleet")).status_code == 401
+    assert (await client.get("/dashboard/api/trace/req-0001", headers=key)).status_code == 200
+    too_long = {"Authorization": "Bearer " + "k" * 2000}
+    assert (await client.get("/dashboard/api/fleet", headers=too_long)).status_code == 400
+
+
+async def test_keys_without_number_take_bounded_room() -> None:
+    feeds = feed.Feeds()
+    fleet = FakeFleet()
+    first = feeds.get("", "Bearer 0", lambda: fleet)
+    for number in range(1, feed.MAX_FEEDS + 1):
+        feeds.get("", f"Bearer {number}", lambda: fleet)
+    assert feeds.get("", "Bearer 0", lambda: fleet) is not first
+
+
+async def test_each_model_shows_its_own_fleet() -> None:
+    fast, heavy = FakeFleet(router_id="router-fast"), FakeFleet(router_id="router-heavy")
+    async with app_over(fast=fast, heavy=heavy) as client:
+        told = (await client.get("/dashboard/api/fleet")).json()
+        assert told["router"] == "router-fast"
+        assert told["models"] == ["fast", "heavy"]
+        assert (await client.get("/dashboard/api/fleet?model=heavy")).json()["router"] == "router-heavy"
+        assert (await client.get("/dashboard/api/fleet?model=none")).status_code == 404
+
+
+@pytest.mark.parametrize("after", ["-1", "x"])
+async def test_a_number_that_is_none_is_refused(client: httpx.AsyncClient, after: str) -> None:
+    assert (await client.get(f"/dashboard/api/requests?after={after}")).status_code == 422
+
+
+
+STYLE = (routes.STATIC / "style.css").read_text(encoding="utf-8")
+TEXTS = ("text", "soft", "accent", "good", "warn", "bad")
+DRAWINGS = ("edge", "cached", "held", "leased", "incoming", "queue", "prefill", "transfer", "decode")
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours, as WCAG 2.2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("theme", [1, 2], ids=["light", "dark"])
+def test_the_colours_are_told_from_what_is_behind_them(theme: int) -> None:
+    colours = {found[0]: found[theme] for found in re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)}
+    for behind in ("card", "page"):
+        for name in TEXTS:
+            assert contrast(colours[name], colours[behind]) >= 4.5, f"{name} on {behind}"
+    for name in DRAWINGS:
+        assert contrast(colours[name], colours["card"]) >= 3, name
