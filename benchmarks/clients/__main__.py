@@ -30,6 +30,7 @@ MODEL = install_peers.MODEL
 HTTP_PORT, GRPC_PORT = 18_411, 18_412
 URL = f"http://127.0.0.1:{HTTP_PORT}"
 CLIENT_TIMEOUT_S = 300.0
+NO_ERRORS = "Request Error Rate (%) │     0.00"  # in the table of aiperf
 LAST_CHARS = 20_000  # of an output that is kept
 
 
@@ -104,9 +105,9 @@ def clients(trace: Path | None) -> list[Client]:
             "aiperf", aiperf,
             lambda directory: _aiperf(directory, "--request-count", "10", "--concurrency", "2",
                                       "--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16"),
-            "10 requests, 2 at once", "Request Count",
+            "10 requests, 2 at once", NO_ERRORS,
         ),
-        Client("aiperf, Mooncake trace", aiperf, mooncake, "9 requests at the times of the trace", "Request Count"),
+        Client("aiperf, Mooncake trace", aiperf, mooncake, "9 requests at the times of the trace", NO_ERRORS),
         Client(
             "guidellm", guidellm,
             lambda _: [
