@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from core.config import GatewayConfig
-from gateway import chat, completions, operations, tokens
+from gateway import chat, completions, operations, responses, tokens
+from gateway.dashboard import routes
 from gateway.errors import install_error_handlers
 from gateway.fleets import Fleets
 from gateway.front_door import FrontDoor
 from gateway.guardrails import load_guardrail
 from gateway.metrics import GatewayMetrics
-
-ROUTES = ("gateway.responses", "gateway.dashboard.routes")
 
 
 def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | None = None) -> FastAPI:
@@ -42,11 +39,8 @@ def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | N
     app.state.config, app.state.fleets = config, fleets
     app.state.metrics = metrics or GatewayMetrics()
     app.state.guardrail = load_guardrail(config.guardrail)
-    for module in (operations, completions, chat, tokens):
+    for module in (operations, completions, chat, responses, tokens, routes):
         app.include_router(module.router)
-    for name in ROUTES:
-        if importlib.util.find_spec(name) is not None:
-            app.include_router(importlib.import_module(name).router)
     install_error_handlers(app)
     app.add_middleware(FrontDoor, config=config, metrics=app.state.metrics)
     if config.cors_origins:  # the last one added is the outermost, so refusals have its headers, too
@@ -55,13 +49,3 @@ def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | N
             expose_headers=["retry-after", "x-request-id", "x-tandem-trace-id", "traceresponse"],
         )  # fmt: skip
     return app
-
-
-def fleets_of(request: Request) -> Fleets:
-    fleets: Fleets = request.app.state.fleets
-    return fleets
-
-
-def metrics_of(request: Request) -> GatewayMetrics:
-    metrics: GatewayMetrics = request.app.state.metrics
-    return metrics

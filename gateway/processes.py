@@ -117,7 +117,7 @@ class GatewayProcess:
 
     def _forget_gauges(self) -> None:
         if self._process is not None and self._spec.config.num_processes > 1:
-            mark_process_dead(self._process.pid, self._directory)
+            mark_process_dead(self._process.pid, self._directory)  # type: ignore[no-untyped-call]
 
     async def stop(self) -> None:
         """Let open answers end, and kill the process after the drain."""

@@ -13,6 +13,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import pytest_asyncio
@@ -20,14 +21,16 @@ import pytest_asyncio
 from cli.credentials import find_credentials
 from tests.support.command import PATIENCE_S, Served, serving, start, tandem
 
+HTTP_PORT = 18_480  # of the gateway beside the fleet
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
     """One fleet for the tests that do not stop it; one Ctrl-C ends it."""
-    async with serving("--local-prefill", "never") as fleet:
-        assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router and two workers"
+    async with serving("--local-prefill", "never", "--http", str(HTTP_PORT)) as fleet:
+        assert len(fleet.family) > 6, "processes of Ray, the supervisor, a router, two workers and the gateway"
         yield fleet
         fleet.process.send_signal(signal.SIGINT)
         assert await fleet.ended() == (0, [])
@@ -52,6 +55,17 @@ async def test_generate_as_json_ends_with_the_path_and_the_timings(served: Serve
     assert finished["usage"]["completion_tokens"] == 4
     assert int(finished["transferred_bytes"]) > 0
     assert finished["timings"]["total_ms"] >= finished["timings"]["first_token_ms"] > 0
+
+
+async def test_the_gateway_serves_beside_the_fleet(served: Served) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{HTTP_PORT}", timeout=PATIENCE_S) as client:
+        assert (await client.get("/ready")).json()["ready"]
+        ask = {"model": "fake:tiny", "prompt": "Hello there", "max_tokens": 8, "seed": 7}
+        answer = (await client.post("/v1/completions", json=ask)).json()
+    _, out, _ = await tandem(
+        "generate", "Hello there", "--raw", "--router", served.address, "--max-tokens", "8", "--seed", "7"
+    )
+    assert answer["choices"][0]["text"].strip() == out.strip()
 
 
 async def test_explain_shows_the_only_pair_and_runs_nothing(served: Served) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from cli.checks import (
     check_before_start,
     check_credentials,
+    check_gateway,
     check_port,
     check_transport,
     warn_without_collector,
@@ -21,6 +22,7 @@ from cli.serve import slow_start_hint
 from core.config import (
     ClusterConfig,
     EngineConfig,
+    GatewayConfig,
     RouterConfig,
     SecurityConfig,
     TandemConfig,
@@ -145,3 +147,21 @@ def test_a_listening_collector_causes_no_warning() -> None:
         warn_without_collector(TelemetryConfig(otlp_endpoint=endpoint), console)
     warn_without_collector(TelemetryConfig(), console)
     assert not console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_taken_port_of_the_gateway_is_refused_and_names_its_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*; choose another with --http$"):
+            check_gateway(GatewayConfig(port=port))
+    check_gateway(GatewayConfig(port=port))
+
+
+def test_a_certificate_of_the_gateway_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("no certificate")
+    for name in ("cert.pem", "missing.pem"):
+        config = GatewayConfig(tls_cert=str(tmp_path / name), tls_key=str(tmp_path / name))
+        with pytest.raises(ConfigError, match=r"\[gateway\] tls_cert and tls_key must be a certificate"):
+            check_gateway(config)
