@@ -292,6 +292,7 @@ async def read_to_end(call: Any) -> None:
 async def test_a_worker_that_stops_ends_calls_and_event_streams() -> None:
     config = with_vllm_engine(tiny_config())
     async with deploy(config) as deployment, engine_of(deployment, deployment.decode[0]) as engine:
+        slow_down(deployment.decode[0], 0.05)
         events = engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=30)
         await events.read()
         call = engine.Generate(generate_request(PROMPT, stream=True, sampling={"max_tokens": LONG}), timeout=30)
