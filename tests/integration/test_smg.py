@@ -25,7 +25,7 @@ async def test_smg_drives_both_pools_and_follows_their_caches(tmp_path: Path) ->
     config = with_vllm_engine(tiny_config(model, transport="nixl"))
     async with deploy(config) as deployment:
         prefill, decode = deployment.prefill[0], deployment.decode[0]
-        addresses = [deployment.endpoints[id(worker)].address for worker in (prefill, decode)]
+        addresses = deployment.endpoints[id(prefill)].address, deployment.endpoints[id(decode)].address
         async with running_smg(*addresses, model, log) as smg:
             served = (await smg.get("/v1/models")).json()["data"][0]["id"]
             request = {

@@ -57,6 +57,14 @@ async def hand_off(engines: Engines, sampling: dict[str, Any] | None = None, **f
     )
 
 
+async def read_to_end(call: Any) -> Any:
+    """The last message."""
+    last = None
+    while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+        last = message
+    return last
+
+
 async def expected(engines: Engines, **request: Any) -> list[int]:
     """The tokens of Tandem's own router."""
     return (await engines.deployment.generate(token_ids=PROMPT, **request)).token_ids
@@ -79,7 +87,8 @@ async def test_a_decode_worker_alone_serves_a_plain_request_and_reports_its_cach
 
 
 async def test_a_stream_has_each_token_once_and_then_the_end(engines: Engines) -> None:
-    chunks, ends = [], []
+    chunks: list[Any] = []
+    ends: list[Any] = []
     async for response in engines.decode.Generate(generate_request(PROMPT, stream=True, sampling={"n": 2}), timeout=30):
         (chunks if response.HasField("chunk") else ends).append(getattr(response, response.WhichOneof("response")))
     for end in ends:
@@ -147,14 +156,12 @@ async def test_text_is_tokenized_here(engines: Engines) -> None:
 
 
 async def test_abort_ends_a_request_by_its_id(engines: Engines) -> None:
+    slow_down(engines.deployment.decode[0], 0.02)
     request = generate_request(PROMPT, stream=True, request_id="long", sampling={"max_tokens": LONG})
     call = engines.decode.Generate(request, timeout=30)
     await call.read()
     await engines.decode.Abort(vllm_engine_pb2.AbortRequest(request_ids=["long", "unknown"]), timeout=10)
-    last = None
-    while (response := await call.read()) is not grpc.aio.EOF:
-        last = response
-    assert last is not None
+    last = await read_to_end(call)
     assert last.complete.finish_reason == "abort"
     assert 0 < len(last.complete.output_ids) < LONG
     await until(lambda: not busy_blocks(engines.deployment.decode[0]), "the aborted request still holds blocks")
@@ -284,14 +291,10 @@ async def test_guarded_calls_need_the_token_of_the_cluster() -> None:
         assert (await engine.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=10, metadata=metadata)).healthy
 
 
-async def read_to_end(call: Any) -> None:
-    while await call.read() is not grpc.aio.EOF:
-        pass
-
-
 async def test_a_worker_that_stops_ends_calls_and_event_streams() -> None:
     config = with_vllm_engine(tiny_config())
     async with deploy(config) as deployment, engine_of(deployment, deployment.decode[0]) as engine:
+        slow_down(deployment.decode[0], 0.05)
         events = engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), timeout=30)
         await events.read()
         call = engine.Generate(generate_request(PROMPT, stream=True, sampling={"max_tokens": LONG}), timeout=30)
