@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway vllm_engine simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-peers bench-quantization soak explore protos clean
+.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -70,6 +70,14 @@ bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the 
 bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
+
+bench-gateway: setup  ## Measure what the HTTP gateway adds, and its tokens/s beside Dynamo's frontend (8 minutes)
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.gateway
+
+clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against the gateway: make clients TRACE=f
+	$(BIN)/tandem pull
+	$(BIN)/python -m benchmarks.clients --write-docs $(if $(TRACE),--trace $(TRACE))
 
 soak: setup  ## Send 20,000 requests while one transport operation in ten fails, then the slow tests (8 minutes)
 	$(BIN)/python -m tests.support.soak

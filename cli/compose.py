@@ -16,6 +16,7 @@ from core.block_pool import BlockPool
 from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
+from core.model_work import Peak
 from core.scheduler import Scheduler
 from core.step_cost_fit import StepCostFit
 from fleet.service_host import Placement
@@ -30,6 +31,7 @@ from runtime.telemetry import Telemetry
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
+from worker.step_stats import StepStats
 from worker.warm_up import warm_up
 
 # With `transport = "memory"`, workers in one process (tests) reach each other's pools through this fabric.
@@ -153,7 +155,8 @@ def _worker_parts(
         runner.start_background_work()
         pool = BlockPool(num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
-        core = WorkerCore(scheduler, pool, costs=costs)
+        peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
+        core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
         machine = make_machine(core, TransferMachine(config.transfer, pool, address))
         return WorkerParts(identity.name, machine, executor, agent)
 

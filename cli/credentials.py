@@ -47,7 +47,7 @@ def find_credentials(config: Path | None, address: str) -> Credentials:
 
 
 def client_of(address: str, credentials: Credentials) -> AsyncClient:
-    """The client of a command. Its API key comes from the environment, where other users of the machine cannot see it."""
+    """The client of a command. Its API key comes from the environment, which other users of the machine cannot read."""
     return AsyncClient(
         address,
         ClientCredentials(

@@ -76,6 +76,10 @@ class EngineConfig:
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
     kernels: str = "auto"  # auto | torch; auto = C kernels, on a CPU for which they compile
+    peak_tflops: float = (
+        0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
+    )
+    peak_gb_per_s: float = 0.0  # memory bandwidth of one worker, in 10^9 bytes per second, for metrics; 0 = unknown
 
     def __post_init__(self) -> None:
         _require_given(self, "model")
@@ -96,6 +100,7 @@ class EngineConfig:
             0 <= self.num_threads <= MAX_THREADS,
             f"num_threads must be in [0, {MAX_THREADS}] (0 = share the cores), is {self.num_threads}",
         )
+        _require_finite_floats(self)
         _require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
 
 

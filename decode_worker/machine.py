@@ -69,6 +69,8 @@ class DecodeDone:
     cached_tokens: int
     timeline: Timeline
     pull: PullStats | None  # None: the prompt was computed here
+    kv_block_seconds: float = 0.0  # of the sequence, from the reservation of its blocks
+    num_skipped_blocks: int = 0  # of the prompt, not pulled because the prefix cache had them
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +197,13 @@ class DecodeMachine:
         """Admit hand-offs that have room now, and give targets for announced blocks."""
         actions: list[DecodeAction] = []
         for pull, targets in self.pulls.give_blocks():
+            sequence = pull.sequence
+            num_blocks = len(sequence.block_table) + len(pull.targets)
+            self.core.held_blocks.note(sequence.sequence_id, num_blocks, now)
             if targets is None:
-                self.core.timelines[pull.sequence.sequence_id].enter(Stage.TRANSFER, now)
-                positions = range(len(pull.sequence.block_table), pull.num_positions)
-                asked = self.transfers.start_pull(pull.transfer_id, positions, now, pull.sequence.num_tokens)
+                self.core.timelines[sequence.sequence_id].enter(Stage.TRANSFER, now)
+                positions = range(len(sequence.block_table), pull.num_positions)
+                asked = self.transfers.start_pull(pull.transfer_id, positions, now, sequence.num_tokens)
                 actions += self._apply_results(asked, now)
             else:
                 actions += self._apply_results(self.transfers.add_targets(pull.transfer_id, targets, now), now)
@@ -277,8 +282,11 @@ class DecodeMachine:
         call = self._calls.pop(request_id)
         timeline = self.core.timelines[request_id]
         timeline.enter(Stage.FINISHED, now)
+        kv_block_seconds = self.core.held_blocks.read(request_id, now)
         self.core.dismiss(request_id)
-        return DecodeDone(request_id, reason, call.sequence.num_cached_tokens, timeline, call.pull)
+        num_cached = call.sequence.num_cached_tokens
+        num_skipped = 0 if call.pull is None else num_cached // self.core.scheduler.block_size
+        return DecodeDone(request_id, reason, num_cached, timeline, call.pull, kv_block_seconds, num_skipped)
 
     def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
         """End an open call early. An open pull keeps its target blocks until its reads have ended."""

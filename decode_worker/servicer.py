@@ -177,4 +177,7 @@ def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished
         transfer_exposed_ms=0.0 if done.pull is None else done.pull.exposed_s * 1e3,
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
         num_tokens=num_tokens,
+        kv_block_seconds=done.kv_block_seconds,
+        num_moved_blocks=0 if done.pull is None else done.pull.num_blocks,
+        num_skipped_blocks=done.num_skipped_blocks,
     )

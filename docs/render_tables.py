@@ -1,22 +1,25 @@
-"""Draws the state tables of core/ into the documents, between markers: `python -m docs.render_tables`.
+"""Draws the tables of the code into the documents, between markers: `python -m docs.render_tables`.
 
     <!-- table: owner -->   diagram and list of steps, made from core.handoff.OWNER_STEPS   <!-- end -->
 
-This file explains each step once. A step without an explanation, or an explanation without a step, is an error.
+This file explains each step of a state once. A step without an explanation, or an explanation without a step, is an
+error.
 tests/unit/test_docs.py compares the documents with the code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
+from runtime.metrics import ALIASES, METRICS, TYPES
 
 DOCS = Path(__file__).resolve().parent
 
@@ -98,21 +101,53 @@ def draw(table: Table) -> str:
     )
 
 
+def draw_metrics() -> str:
+    rows = [
+        f"| `{metric.value}` | {TYPES[about.kind]} | {_listed(about.labels)} | {about.text} |"
+        for metric, about in METRICS.items()
+    ]
+    return "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *rows])
+
+
+def draw_aliases() -> str:
+    rows = []
+    for name, alias in ALIASES.items():
+        selected = [
+            f"{label} = {' or '.join(value or 'empty' for value in only)}" for label, only in alias.only.items()
+        ]
+        where = f", {', '.join(selected)}" if selected else ""
+        labels = ("model_name", *alias.labels)
+        rows.append(f"| `{name}` | {_listed(labels)} | `{alias.source.value}`{where} |")
+    return "\n".join(["| name | labels | the same as |", "|---|---|---|", *rows])
+
+
+def _listed(labels: tuple[str, ...]) -> str:
+    return ", ".join(f"`{label}`" for label in labels)
+
+
+# Name of a marker -> its document, and what stands between the markers.
+DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
+    **{name: (table.document, partial(draw, table)) for name, table in TABLES.items()},
+    "metrics": ("metrics.md", draw_metrics),
+    "aliases": ("metrics.md", draw_aliases),
+}
+
+
 def render(text: str, document: str) -> str:
     """`text` with new tables between its markers. Raises `ValueError` if the document lacks the marker of a table."""
-    for name, table in TABLES.items():
-        if table.document != document:
+    for name, (place, make) in DRAWN.items():
+        if place != document:
             continue
         between = re.compile(rf"(<!-- table: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not between.search(text):
             raise ValueError(f"{document} has no marker for the table {name}")
-        drawn = draw(table)
+        drawn = make()
         text = between.sub(lambda match, drawn=drawn: f"{match[1]}{drawn}\n{match[2]}", text)  # type: ignore[misc]
     return text
 
 
 def main() -> None:
-    for document in sorted({table.document for table in TABLES.values()}):
+    for document in sorted({document for document, _ in DRAWN.values()}):
         path = DOCS / document
         path.write_text(render(path.read_text(encoding="utf-8"), document), encoding="utf-8")
 

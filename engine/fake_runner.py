@@ -22,6 +22,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
+from core.model_work import ModelSizes
 from core.request import Request
 from core.step import SampledToken, ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.sampling import Sampler
@@ -40,6 +41,7 @@ class FakeRunner:
         self.info = info
         self.layout = layout
         self.num_blocks = num_blocks
+        self.sizes: ModelSizes | None = None
         self._mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)  # page-aligned, like the real pool
         num_layers, _, num_kv_heads, block_size, _ = layout.block_shape
         row_bytes = layout.token_bytes // (num_layers * 2 * num_kv_heads)

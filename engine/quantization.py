@@ -22,7 +22,14 @@ from engine.host_memory import HugePages
 GROUP = 32  # columns that share a scale
 TILE_ROWS = 48  # interleaved rows
 BITS = {"int8": 8, "int4": 4}  # by the name of the option
+_STORED_BITS = {"int8": 8.5, "int4": 5.0}  # with scales and minimums
 _LARGEST_HALF = 65504.0
+
+
+def weight_bytes(dtype: str, quantization: str) -> float:
+    """Mean bytes of a weight in memory. `dtype` is that of weights that are not quantized, e.g. bfloat16."""
+    bits = _STORED_BITS.get(quantization)
+    return {"float32": 4.0}.get(dtype, 2.0) if bits is None else bits / 8
 
 
 @dataclass(frozen=True, slots=True)

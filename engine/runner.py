@@ -21,6 +21,7 @@ from typing import Protocol
 
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
+from core.model_work import ModelSizes
 from core.step import StepOutput, StepPlan
 
 
@@ -32,6 +33,7 @@ class Runner(Protocol):
     info: ModelInfo
     layout: KVLayout
     num_blocks: int
+    sizes: ModelSizes | None  # None: the runner has no model
 
     def pool_address(self) -> int:
         """Address of block 0; block n begins n * layout.block_bytes later. Page-aligned, and constant."""

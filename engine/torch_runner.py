@@ -10,12 +10,14 @@ import torch
 from core.config import EngineConfig
 from core.errors import ConfigError
 from core.kv_layout import KVLayout
+from core.model_work import ModelSizes
 from core.step import SampledToken, StepOutput, StepPlan
 from engine.backend import choose_backend, choose_device, choose_dtype
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
 from engine.model import Model, ModelInputs
 from engine.model_weights import allocate_weights
+from engine.quantization import weight_bytes
 from engine.sampling import Sampler
 from engine.step_queue import PromisedTokens, StepQueue
 from engine.weights import Progress, fill_weights
@@ -48,6 +50,9 @@ class TorchRunner:
             block_size=config.block_size,
             head_dim=model_config.head_dim,
             quantization=config.quantization,
+        )
+        self.sizes: ModelSizes | None = model_config.sizes(
+            weight_bytes(dtype, config.quantization), self.layout.token_bytes
         )
         self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
         self._pool = KVPool(self.layout, self.num_blocks, device)

@@ -11,18 +11,21 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 
 from core.config import GatewayConfig
+from gateway import chat, completions, operations, tokens
+from gateway.errors import install_error_handlers
 from gateway.fleets import Fleets
 from gateway.front_door import FrontDoor
+from gateway.guardrails import load_guardrail
 from gateway.metrics import GatewayMetrics
 
-ROUTES = (
-    "gateway.operations", "gateway.completions", "gateway.chat", "gateway.responses", "gateway.tokens",
-    "gateway.dashboard.routes",
-)  # fmt: skip
+ROUTES = ("gateway.responses", "gateway.dashboard.routes")
 
 
 def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | None = None) -> FastAPI:
-    """The application. It opens `fleets` when it starts, and closes them when it ends."""
+    """The application. It opens `fleets` when it starts, and closes them when it ends.
+
+    Raises `ConfigError` if the guardrail cannot be loaded.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -38,11 +41,13 @@ def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | N
     )  # fmt: skip
     app.state.config, app.state.fleets = config, fleets
     app.state.metrics = metrics or GatewayMetrics()
+    app.state.guardrail = load_guardrail(config.guardrail)
+    for module in (operations, completions, chat, tokens):
+        app.include_router(module.router)
     for name in ROUTES:
         if importlib.util.find_spec(name) is not None:
             app.include_router(importlib.import_module(name).router)
-    if importlib.util.find_spec("gateway.errors") is not None:
-        importlib.import_module("gateway.errors").install_error_handlers(app)
+    install_error_handlers(app)
     app.add_middleware(FrontDoor, config=config, metrics=app.state.metrics)
     if config.cors_origins:  # the last one added is the outermost, so refusals have its headers, too
         app.add_middleware(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from core.config import ModelConfig, ModelRuleConfig
-from tandem_client import AsyncClient, CallFailed, GetModelResponse
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
 ASK_INTERVAL_S = 1.0
@@ -26,6 +26,11 @@ RETRY_INTERVAL_S = 0.2  # of a router that is away
 READY_TIMEOUT_S = 2.0
 
 Connect = Callable[[str], AsyncClient]
+
+
+def connect_once(address: str) -> AsyncClient:
+    """A client without retries: an HTTP client retries by itself, and this file asks again anyway."""
+    return AsyncClient(address, retry=NO_RETRY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,7 @@ class Fleets:
         routers: str | Sequence[str],
         models: Sequence[ModelConfig] = (),
         rules: Sequence[ModelRuleConfig] = (),
-        connect: Connect = AsyncClient,
+        connect: Connect = connect_once,
     ) -> None:
         """`routers` of this fleet, which serves every model without a router of its own."""
         own = (routers,) if isinstance(routers, str) else tuple(routers)

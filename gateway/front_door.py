@@ -46,7 +46,7 @@ class FrontDoor:
             await self._app(scope, receive, send)
             return
         visit = Visit(receive, send, self._metrics)
-        scope["state"]["arrived_at"] = visit.arrived_at
+        scope.setdefault("state", {})["arrived_at"] = visit.arrived_at
         self._num_open += 1
         try:
             if self._num_open > MAX_OPEN_REQUESTS and scope["path"] not in UNBOUNDED:

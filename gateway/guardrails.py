@@ -38,7 +38,11 @@ class Message:
 
 
 class Refused(Exception):
-    """The guardrail refuses. Clients read the message."""
+    """The guardrail refuses. Clients read the message.
+
+    A refused prompt ends with the error code "content_policy_violation", a refused output with the finish reason
+    "content_filter".
+    """
 
 
 class OutputGuardrail(Protocol):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from grpc import StatusCode
 
-from gateway.fleets import Fleets, ListedModel, ModelUnknown
+from gateway.fleets import READY_TIMEOUT_S, Fleets, ListedModel, ModelUnknown, RouterLink
 from gateway.metrics import GatewayMetrics
+from tandem_client import CallFailed
 
 router = APIRouter()
 
@@ -71,8 +74,30 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> PlainTextResponse:
+    """The metrics of all gateway processes, and the page of each router that answers.
+
+    Where the fleet has API keys, the page needs the key of an operator.
+    """
     own: GatewayMetrics = request.app.state.metrics
-    return PlainTextResponse(own.page(), media_type=METRICS_TYPE)
+    headers = [("authorization", value) for value in request.headers.getlist("authorization")]
+    links = [link for fleet in _fleets(request).fleets for link in fleet.links]
+    pages = await asyncio.gather(*(_router_page(link, headers) for link in links))
+    return PlainTextResponse(own.page([page for page in pages if page is not None]), media_type=METRICS_TYPE)
+
+
+async def _router_page(link: RouterLink, headers: list[tuple[str, str]]) -> tuple[str, str] | None:
+    """(address, page); None for a router that is away. Raises `CallFailed` if the router refuses the caller."""
+    if link.fault:
+        return None
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            return link.client.address, await link.client.metrics(headers)
+    except TimeoutError:
+        return None
+    except CallFailed as error:
+        if error.code in (StatusCode.UNAUTHENTICATED, StatusCode.PERMISSION_DENIED):
+            raise
+        return None
 
 
 @router.get("/", include_in_schema=False)

@@ -19,7 +19,7 @@ from core.config import GatewayConfig, ModelConfig, ModelRuleConfig
 from gateway.app import build_app
 from gateway.fleets import Fleets
 from gateway.http_protocol import BoundedHttpProtocol
-from tandem_client import AsyncClient, Credentials
+from tandem_client import NO_RETRY, AsyncClient, Credentials
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # longer than the idle time of common clients and proxies, which then never meet a closed connection
@@ -38,7 +38,7 @@ class GatewaySpec:
 
     def fleets(self) -> Fleets:
         def connect(address: str) -> AsyncClient:
-            return AsyncClient(address, self.credentials)
+            return AsyncClient(address, self.credentials, NO_RETRY)
 
         return Fleets(self.routers, self.models, self.rules, connect)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.errors import ConfigError
+from core.model_work import ModelSizes
 from model_files.fields import MAX_SIZE, Fields
 from model_files.gguf_file import GGUFFile
 
@@ -96,6 +97,18 @@ class ModelConfig:
                 f"set max_context to {self.sliding_window} or less"
             )
         return context
+
+    def sizes(self, weight_bytes: float, kv_bytes: float) -> ModelSizes:
+        """`weight_bytes` of one weight, `kv_bytes` of the KV of one token."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)  # q, o, and k, v
+        mlp = 3 * self.hidden_size * self.intermediate_size  # gate, up, down
+        return ModelSizes(
+            num_layer_weights=self.num_layers * (attention + mlp),
+            num_head_weights=self.vocab_size * self.hidden_size,
+            weight_bytes=weight_bytes,
+            pair_flop=4.0 * self.num_layers * self.num_heads * self.head_dim,
+            kv_bytes=kv_bytes,
+        )
 
     def inverse_frequencies(self) -> list[float]:
         """Radians per position for each of the head_dim / 2 rotations, with the scaling of the model."""

@@ -58,6 +58,7 @@ class PrefillDone:
     finish_reason: FinishReason | None  # None: the sequence continues on the decode worker
     cached_tokens: int
     timeline: Timeline
+    kv_block_seconds: float = 0.0  # of the sequence, up to now
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class PrefillMachine:
                     finish_reason=None if goes_on else event.finish_reason,
                     cached_tokens=call.sequence.num_cached_tokens,
                     timeline=self.core.timelines[event.sequence_id],
+                    kv_block_seconds=self.core.held_blocks.read(event.sequence_id, now),
                 )
             )
             self.core.dismiss(event.sequence_id)

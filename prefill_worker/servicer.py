@@ -57,6 +57,7 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             cached_tokens=done.cached_tokens,
             queue_ms=done.timeline.seconds_in(Stage.QUEUE) * 1e3,
             prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,
+            kv_block_seconds=done.kv_block_seconds,
         )
 
     async def _compute(self, wire: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillDone:

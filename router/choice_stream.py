@@ -16,7 +16,8 @@ from core.lifecycle import FinishReason, Stage
 from core.request import Request
 from core.step import SampledToken
 from protos import codec, inference_pb2
-from router.events import Deliver, Fail, Finish, Outcome
+from router.events import Deliver, Fail, Finish, Outcome, Promise
+from router.receipt import encode_promise, receipt_of
 from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
 from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
@@ -46,6 +47,8 @@ class ChoiceStream:
     result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
     num_taken: int = 0  # of token_ids, in a chunk
+    promise: Promise | None = None  # of the newest dispatch; None before the first
+    last_token_at: float = 0.0  # when tokens came last; 0 = not yet
     _rest: asyncio.TimerHandle | None = None  # ends the least time between two chunks
     _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
     _text: str = ""  # of token_ids[num_taken:], with stop strings
@@ -63,6 +66,10 @@ class ChoiceStream:
         self.token_ids += delivered.token_ids[:num_used]
         self._logprobs += delivered.logprobs[:num_used]
         return bool(self.text.stop_match)
+
+    def dispatched(self, promise: Promise | None) -> None:
+        self.promise = promise
+        self.changed.set()
 
     def end(self, result: Finish | Fail) -> None:
         self.result = result
@@ -133,6 +140,8 @@ class ChoiceStream:
             seed=self.request.sampling.seed,
             trace_id=trace_id_of(self.root),
             stop_match=self._stop_match(outcome.finish_reason),
+            promise=None if outcome.promise is None else encode_promise(outcome.promise),
+            receipt=receipt_of(outcome),
         )
 
     def _stop_match(self, reason: FinishReason) -> str:

@@ -78,6 +78,7 @@ class PrefillResult:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    kv_block_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,9 @@ class DecodeResult:
     transfer_s: float
     transfer_exposed_s: float
     transferred_bytes: int
+    kv_block_seconds: float = 0.0
+    num_moved_blocks: int = 0
+    num_skipped_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,14 @@ RouterEvent = (
 # ---- actions
 
 
+class Promise(NamedTuple):
+    """What the router predicts when it dispatches a request."""
+
+    ttft_s: float  # from the arrival of the request
+    tpot_s: float  # a step of the decode worker with its sequences and this one, without prompts
+    path: RequestPath
+
+
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
     dispatch_id: str
@@ -158,6 +170,7 @@ class StartDecode:
     source: tuple[TransferId, AgentAddress] | None  # None: the decode worker computes the prompt
     timeout_s: float
     call: int
+    promise: Promise | None = None  # for the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +205,9 @@ class Outcome:
     predicted_first_token_s: float  # the same, as predicted at the last dispatch before it
     prefill: PrefillResult | None
     decode: DecodeResult | None
+    promise: Promise | None = None  # of the last dispatch
+    kv_block_seconds: float = 0.0  # on all workers, over all attempts
+    slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,55 +1,89 @@
-"""The metrics of the router: one record for each request that ends, and readings from the reports of the workers."""
+"""Readings of the router at each scrape: its queue, and the newest reports of its workers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from core.errors import TandemError
+from core.block_pool import Column
 from core.handoff import OwnerState
-from core.lifecycle import Stage
+from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathState
 from core.step_cost import StepWork
-from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
-from router.events import Fail, Finish
+from core.worker_load import STEP_BOUNDS_S, WorkerLoad
 from router.machine import RouterMachine
 from router.worker_record import WorkerRecord
 from router.workers import WorkerTable
-from runtime.metrics import REQUEST, Metric
-from runtime.metrics_page import Metrics, Reading
+from runtime.metric_series import Buckets
+from runtime.metrics import Metric
+from runtime.metrics_page import Reading
 
-# Phases of PhaseTimings. The time to the first token and the total have metrics of their own.
-PHASES = ("tokenize", "router_queue", "prefill_queue", "prefill", "decode")
-TRANSFER_PHASES = ("transfer", "transfer_exposed")  # of requests whose KV moved between workers
+COUNTED_STATES = (WorkerState.SERVING, WorkerState.DRAINING)
+IN_USE = (Column.HELD, Column.LEASED, Column.INCOMING)
 
 
 def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
     def read() -> Iterator[Reading]:
         yield Metric.QUEUED, machine.num_queued, {}
         yield Metric.IN_FLIGHT, machine.num_in_flight, {}
-        for record in list(machine.workers):
+        for code, count in list(machine.num_retries.items()):
+            yield Metric.RETRIES, count, {"reason": code.value}
+        records = list(machine.workers)
+        states = Counter((record.role, record.load.state) for record in records)
+        for role in (ServiceRole.PREFILL, ServiceRole.DECODE):
+            for state in COUNTED_STATES:
+                yield Metric.WORKERS, states[role, state], {"role": role.value, "state": state.value}
+        for record in records:
             labels = {"worker": record.worker_id, "role": record.role.value}
-            load = record.load
-            for column, count in load.ledger.items():
-                yield Metric.WORKER_BLOCKS, count, labels | {"column": column.value}
-            yield Metric.WORKER_RUNNING, load.num_running, labels
-            yield Metric.WORKER_QUEUED_TOKENS, load.num_queued_tokens, labels
-            yield Metric.WORKER_PROMPT_SECONDS, sum(load.prompt_backlog), labels
-            decodes = StepWork(load.num_decoding, load.decode_context, 0, 0.0)
-            yield Metric.WORKER_STEP_SECONDS, load.step_cost.seconds(decodes), labels
-            for state, count in load.transfers.items():
-                side = "offer" if isinstance(state, OwnerState) else "pull"
-                yield Metric.WORKER_TRANSFERS, count, labels | {"side": side, "state": state.value}
-            yield Metric.WORKER_TRANSFERRED_BYTES, load.transferred_bytes, labels
-            yield Metric.WORKER_TRANSFER_SECONDS, load.transfer_seconds, labels
-            yield Metric.WORKER_EXPIRED_LEASES, load.num_expired_leases, labels
-            yield Metric.WORKER_PREEMPTIONS, load.num_preemptions, labels
-            yield Metric.WORKER_MALFORMED_MESSAGES, load.num_malformed_messages, labels
-            yield Metric.WORKER_DROPPED_MESSAGES, load.num_dropped_messages, labels
-            yield Metric.WORKER_CORRUPT_BLOCKS, load.num_corrupt_blocks, labels
+            yield from _load(record.load, labels)
+            yield from _steps(record.load, labels)
+            yield from _transfers(record.load, labels)
             yield from _paths(record, machine.workers)
 
     return read
+
+
+def _load(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
+    for column, count in load.ledger.items():
+        yield Metric.WORKER_BLOCKS, count, labels | {"column": column.value}
+    num_blocks = sum(load.ledger.values())
+    in_use = sum(load.ledger.get(column, 0) for column in IN_USE)
+    yield Metric.WORKER_KV_USAGE, in_use / num_blocks if num_blocks else 0.0, labels
+    yield Metric.WORKER_RUNNING, load.num_running, labels
+    yield Metric.WORKER_WAITING, load.num_waiting, labels
+    yield Metric.WORKER_PULLS_WAITING, load.num_pulls_waiting, labels
+    yield Metric.WORKER_QUEUED_TOKENS, load.num_queued_tokens, labels
+    yield Metric.WORKER_PROMPT_SECONDS, sum(load.prompt_backlog), labels
+    yield Metric.WORKER_PREEMPTIONS, load.num_preemptions, labels
+
+
+def _steps(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
+    decodes = StepWork(load.num_decoding, load.decode_context, 0, 0.0)
+    yield Metric.WORKER_STEP_SECONDS, load.step_cost.seconds(decodes), labels
+    yield Metric.WORKER_DECODE_STEPS, Buckets(STEP_BOUNDS_S, load.decode_steps, load.decode_step_seconds), labels
+    yield Metric.WORKER_BATCH_SEQUENCES, load.batch_sequences, labels
+    yield Metric.WORKER_BATCH_TOKENS, load.batch_tokens, labels
+    yield Metric.WORKER_BUSY_SECONDS, load.busy_seconds, labels
+    yield Metric.WORKER_PREFILLED_TOKENS, load.num_prefilled_tokens, labels
+    yield Metric.WORKER_SAMPLED_TOKENS, load.num_sampled_tokens, labels
+    yield Metric.WORKER_FLOP, load.flop, labels
+    yield Metric.WORKER_MEMORY_BYTES, load.memory_bytes, labels
+    if load.flop_use:  # else the peak is not known, or no step has run
+        yield Metric.WORKER_FLOP_USE, load.flop_use, labels
+    if load.bandwidth_use:
+        yield Metric.WORKER_BANDWIDTH_USE, load.bandwidth_use, labels
+
+
+def _transfers(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
+    for state, count in load.transfers.items():
+        side = "offer" if isinstance(state, OwnerState) else "pull"
+        yield Metric.WORKER_TRANSFERS, count, labels | {"side": side, "state": state.value}
+    yield Metric.WORKER_TRANSFERRED_BYTES, load.transferred_bytes, labels
+    yield Metric.WORKER_TRANSFER_SECONDS, load.transfer_seconds, labels
+    yield Metric.WORKER_EXPIRED_LEASES, load.num_expired_leases, labels
+    yield Metric.WORKER_MALFORMED_MESSAGES, load.num_malformed_messages, labels
+    yield Metric.WORKER_DROPPED_MESSAGES, load.num_dropped_messages, labels
+    yield Metric.WORKER_CORRUPT_BLOCKS, load.num_corrupt_blocks, labels
 
 
 def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
@@ -64,32 +98,3 @@ def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
             yield Metric.PATH_BANDWIDTH, path.bytes_per_s, labels
         if path.latency_s:
             yield Metric.PATH_LATENCY, path.latency_s, labels
-
-
-def record_refusal(metrics: Metrics, error: TandemError) -> None:
-    metrics.record(Metric.REQUESTS, 1, path="none", end=error.code.value)
-
-
-def record_end(metrics: Metrics, stream: ChoiceStream, result: Finish | Fail, now: float) -> None:
-    labels = dict(zip(REQUEST, (stream.operation, PROVIDER, stream.model), strict=True))
-    error_type = result.error.code.value if isinstance(result, Fail) else ""
-    metrics.record(Metric.REQUEST_DURATION, now - stream.arrived_at, **labels, error_type=error_type)
-    if isinstance(result, Fail):
-        record_refusal(metrics, result.error)
-        return
-    outcome = result.outcome
-    metrics.record(Metric.REQUESTS, 1, path=outcome.path.value, end=outcome.finish_reason.value)
-    metrics.record(Metric.TIME_TO_FIRST_TOKEN, outcome.first_token_s, **labels)
-    if outcome.attempts == 1:  # else the path tells nothing of the attempt that was predicted
-        ratio = outcome.first_token_s / outcome.predicted_first_token_s
-        metrics.record(Metric.TTFT_PREDICTION_RATIO, ratio, path=outcome.path.value)
-    if outcome.num_output_tokens > 1:
-        decode_s = outcome.timeline.seconds_in(Stage.DECODE)
-        metrics.record(Metric.TIME_PER_OUTPUT_TOKEN, decode_s / (outcome.num_output_tokens - 1), **labels)
-    metrics.record(Metric.TOKENS, outcome.num_prompt_tokens, kind="prompt")
-    metrics.record(Metric.TOKENS, outcome.cached_tokens, kind="cached")
-    metrics.record(Metric.TOKENS, outcome.num_output_tokens, kind="output")
-    timings = phase_timings(outcome, now - stream.arrived_at)
-    moved = outcome.decode is not None and outcome.decode.transferred_bytes > 0
-    for phase in (*PHASES, *TRANSFER_PHASES) if moved else PHASES:
-        metrics.record(Metric.PHASE_DURATION, getattr(timings, f"{phase}_ms") / 1e3, phase=phase)

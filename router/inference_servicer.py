@@ -18,6 +18,7 @@ from router.bounded_pool import BoundedPool
 from router.callers import Callers
 from router.choice_stream import ChoiceStream, call_attributes
 from router.events import Fail
+from router.receipt import initial_metadata, trailing_metadata
 from router.shell import RouterShell
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
@@ -110,9 +111,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         Tokens that arrive during a write go into the next message of their choice. So a message is as long as the
         client or a busy loop makes it.
         """
+        first, receipts, has_promised = streams[0], list[inference_pb2.Receipt](), False
         while streams:
             await changed.wait()
             changed.clear()
+            if first.promise is not None and not has_promised:
+                has_promised = True
+                await context.send_initial_metadata(initial_metadata(first.promise))
             for stream in streams:
                 if stream.is_due:
                     if min_interval_s and stream.result is None:
@@ -120,9 +125,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     await context.write(stream.take_chunk())
             for stream in [stream for stream in streams if stream.result is not None]:
                 streams = [other for other in streams if other is not stream]
-                await self._write_end(stream, context)
+                receipts.append(await self._write_end(stream, context))
+        context.set_trailing_metadata(trailing_metadata(receipts))
 
-    async def _write_end(self, stream: ChoiceStream, context: Context) -> None:
+    async def _write_end(self, stream: ChoiceStream, context: Context) -> inference_pb2.Receipt:
         if stream.has_chunk:
             await context.write(stream.take_chunk())
         if isinstance(stream.result, Fail):
@@ -135,6 +141,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
         await context.write(inference_pb2.GenerateResponse(finished=finished))
+        return finished.receipt
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context

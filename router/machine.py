@@ -14,11 +14,20 @@ Laws:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from core.config import RouterConfig
 from core.deadlines import Deadlines
-from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
+from core.errors import (
+    DeadlineExceeded,
+    ErrorCode,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from core.handoff import TransferId
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
@@ -48,11 +57,13 @@ class RouterMachine:
         eos_token_ids: frozenset[int] = frozenset(),
         router_id: str = "router",
         policy: Policy | None = None,
+        workers: WorkerTable | None = None,
     ) -> None:
         self._config = config
         self._eos_token_ids = eos_token_ids
         self.router_id = router_id
-        self.workers = WorkerTable(config, policy or SecondsPolicy(config))
+        self.workers = workers or WorkerTable(config, policy or SecondsPolicy(config))
+        self.num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
         self._requests: dict[str, RoutedRequest] = {}
         self._dispatches = OpenDispatches(self.workers, new_ticket)
         self._queue = RequestQueue()
@@ -170,8 +181,12 @@ class RouterMachine:
     def _dispatch(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
         self._deadlines.cancel(("wait", routed.request_id))
         routed.timeline.enter(Stage.PREFILL, now)
+        ttft_s = now - routed.arrived_at + candidate.first_token_s
         if routed.first_token_at is None:
-            routed.predicted_first_token_s = now - routed.arrived_at + candidate.first_token_s
+            routed.predicted_first_token_s = ttft_s
+        num_tokens = routed.request.num_prompt_tokens + len(routed.delivered)
+        tpot_s = self.workers.step_seconds(candidate.decode_worker, num_tokens)
+        routed.promise = events.Promise(ttft_s, tpot_s, candidate.path)
         routed.attempts += 1
         routed.attempts_without_token += 1
         return self._dispatches.start(routed, candidate, now)
@@ -190,6 +205,7 @@ class RouterMachine:
         dispatch.prefill_open = False
         self.workers.remove_dispatch(prefill_worker, event.dispatch_id)
         dispatch.prefill = event.result
+        routed.kv_block_seconds += event.result.kv_block_seconds
         token = event.result.token
         routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
         actions: list[RouterAction] = []
@@ -242,6 +258,7 @@ class RouterMachine:
         if isinstance(event.result, TandemError):
             return self._retry(routed, event.result, dispatch.candidate.decode_worker, now)
         dispatch.decode = event.result
+        routed.kv_block_seconds += event.result.kv_block_seconds
         return self._finish_if_complete(routed, now)
 
     def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
@@ -288,7 +305,13 @@ class RouterMachine:
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
         actions = self._end_dispatch(routed)
         self._forget(routed, now)
-        return [*actions, events.Finish(routed.request_id, routed.outcome(reason))]
+        dispatch, slo_itl_s = _dispatch_of(routed), 0.0
+        decode = self.workers.get(dispatch.candidate.decode_worker)
+        if decode is not None:
+            slo_itl_s = decode.load.slo_itl_s
+            if dispatch.decode is None:
+                routed.kv_block_seconds += routed.unreported_block_seconds(decode.agent.layout.block_size)
+        return [*actions, events.Finish(routed.request_id, routed.outcome(reason, slo_itl_s))]
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
         """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
@@ -302,6 +325,7 @@ class RouterMachine:
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
         actions = self._end_dispatch(routed)
+        self.num_retries[error.code] += 1
         routed.failed_workers |= workers_to_avoid(error, worker_id, _dispatch_of(routed).candidate)
         routed.last_error = str(error)
         routed.early_tokens.clear()

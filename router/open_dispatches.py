@@ -37,7 +37,7 @@ class OpenDispatches:
             work_s = decode.step_cost.prompt_seconds(uncached, cached)
             num_blocks = -(-uncached // decode.agent.layout.block_size)
             decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
-            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call)]
+            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call, routed.promise)]
         prefill, ticket, prefill_call = (
             self._workers.chosen(candidate.prefill_worker),
             self._new_ticket(),
@@ -46,7 +46,9 @@ class OpenDispatches:
         decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
         prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.step_cost.prompt_seconds(uncached, cached)))
         return [
-            events.StartDecode(dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call),
+            events.StartDecode(
+                dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call, routed.promise
+            ),
             events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, prefill_call),
         ]
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from core.block_hash import PromptHashes
 from core.errors import QueueFull, TandemError, TransferFailed
-from core.lifecycle import FinishReason, RequestPath, Timeline
+from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken
-from router.events import DecodeResult, Deliver, Outcome, PrefillResult
+from router.events import DecodeResult, Deliver, Outcome, PrefillResult, Promise
 from router.policy import Candidate
 
 EarlyToken = tuple[int, SampledToken | None]  # id, and the token with its log-probabilities if the request has them
@@ -61,6 +61,8 @@ class RoutedRequest:
     last_error: str = ""
     first_token_at: float | None = None
     predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token
+    promise: Promise | None = None  # of the last dispatch
+    kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
     needs_logprobs: bool = field(init=False)
 
@@ -89,7 +91,7 @@ class RoutedRequest:
         token_ids = [*self.request.token_ids, *self.delivered]
         return Sequence(self.request, 0, token_ids=token_ids).finish_reason_after(token_ids[-1], eos_token_ids)
 
-    def outcome(self, reason: FinishReason) -> Outcome:
+    def outcome(self, reason: FinishReason, slo_itl_s: float = 0.0) -> Outcome:
         dispatch = self.last_dispatch
         assert dispatch is not None
         assert self.first_token_at is not None, "a request cannot finish without a token"
@@ -107,7 +109,15 @@ class RoutedRequest:
             predicted_first_token_s=self.predicted_first_token_s,
             prefill=dispatch.prefill,
             decode=dispatch.decode,
+            promise=self.promise,
+            kv_block_seconds=self.kv_block_seconds,
+            slo_itl_s=slo_itl_s,
         )
+
+    def unreported_block_seconds(self, block_size: int) -> float:
+        """An estimate for a decode call that the router has cancelled, because a stop string ended the choice."""
+        mean_tokens = self.request.num_prompt_tokens + len(self.delivered) / 2
+        return -(-mean_tokens // block_size) * self.timeline.seconds_in(Stage.DECODE)
 
     @property
     def no_worker_message(self) -> str:

@@ -67,6 +67,7 @@ class RouterService:
             self._config, tokenizer.eos_token_ids, self._telemetry, self._telemetry_config, self._credentials,
             self._router_id,
         )  # fmt: skip
+        shell.metrics.model = tokenizer.info.name
         self._server = server = GrpcServer(
             self._config.host, self._config.port, self._config.max_message_bytes, self._credentials, self._rules,
             self._place.shares_port,

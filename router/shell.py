@@ -15,11 +15,14 @@ from core.service import Endpoint
 from router import events
 from router.choice_stream import ChoiceStream
 from router.events import RouterAction, RouterEvent
-from router.fleet_metrics import readings, record_end, record_refusal
+from router.fleet_metrics import readings
 from router.machine import RouterMachine
+from router.request_metrics import RequestMetrics
 from router.routed_request import request_id_of
+from router.timed_workers import TimedWorkers
 from router.worker_link import Metadata, WorkerLink
 from runtime.driver import Driver
+from runtime.metrics import Metric
 from runtime.metrics_page import Metrics
 from runtime.security import Credentials
 from runtime.telemetry import Attribute, AttributeValue, Telemetry, inject
@@ -42,13 +45,16 @@ class RouterShell:
         self.telemetry = telemetry
         self._credentials = credentials
         self.router_id = router_id
-        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, router_id)
+        workers = TimedWorkers(config, self._record_decision)
+        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, router_id, workers=workers)
         self.links: dict[str, WorkerLink] = {}  # by worker id
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
         self._streams: dict[str, ChoiceStream] = {}  # open ones, by the request id of the choice
         self._num_requests = 0
         self.metrics = Metrics(telemetry_config, readings(self.machine))
+        self._request_metrics = RequestMetrics(self.metrics, config)
+        self._decisions = self.metrics.buckets(Metric.DECISION_DURATION)
 
     def now(self) -> float:
         return self._driver.now()
@@ -86,14 +92,14 @@ class RouterShell:
         attributes: Mapping[str, AttributeValue],
     ) -> None:
         """Count a call that was refused before it had a stream, and record its root span."""
-        record_refusal(self.metrics, error)
+        self._request_metrics.refused(error)
         root = self.telemetry.start_root(headers, arrived_at)
         attributes = {**attributes, Attribute.ERROR_TYPE: error.code.value}
         self.telemetry.end_root(root, self.now(), attributes, error=str(error))
 
     def count_refusal(self, error: TandemError) -> None:
         """Count a call that was refused before the request was read."""
-        record_refusal(self.metrics, error)
+        self._request_metrics.refused(error)
 
     def post(self, event: RouterEvent) -> None:
         self._driver.post(event)
@@ -140,11 +146,14 @@ class RouterShell:
     def _perform(self, action: RouterAction) -> None:
         match action:
             case events.Deliver(request_id=request_id):  # first, because it is by far the most frequent
-                if self._streams[request_id].deliver(action):  # later: the machine has not finished this event
+                stream = self._streams[request_id]
+                self._request_metrics.note_tokens(stream, len(action.token_ids), self.now())
+                if stream.deliver(action):  # later: the machine has not finished this event
                     asyncio.get_running_loop().call_soon(self.post, events.StopMatched(request_id))
             case events.StartPrefill():
                 self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
             case events.StartDecode():
+                self._streams[request_id_of(action.dispatch_id)].dispatched(action.promise)
                 self.links[action.worker_id].start_decode(action, self._trace_headers(action.dispatch_id))
             case events.UpdatePeers(worker_id, changes):
                 self.links[worker_id].update_peers(changes)
@@ -159,7 +168,10 @@ class RouterShell:
     def _end(self, result: events.Finish | events.Fail) -> None:
         stream = self._streams.pop(result.request_id)
         stream.end(result)
-        record_end(self.metrics, stream, result, self.now())
+        self._request_metrics.ended(stream, result, self.now())
+
+    def _record_decision(self, seconds: float) -> None:
+        self._decisions.observe(seconds)
 
     def _trace_headers(self, dispatch_id: str) -> Metadata:
         return inject(self._streams[request_id_of(dispatch_id)].root)

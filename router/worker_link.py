@@ -276,6 +276,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         cached_tokens=wire.cached_tokens,
         queue_s=wire.queue_ms / 1e3,
         prefill_s=wire.prefill_ms / 1e3,
+        kv_block_seconds=wire.kv_block_seconds,
     )
 
 
@@ -294,4 +295,7 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         transfer_s=wire.transfer_ms / 1e3,
         transfer_exposed_s=wire.transfer_exposed_ms / 1e3,
         transferred_bytes=wire.transferred_bytes,
+        kv_block_seconds=wire.kv_block_seconds,
+        num_moved_blocks=wire.num_moved_blocks,
+        num_skipped_blocks=wire.num_skipped_blocks,
     )

@@ -38,6 +38,12 @@ class WorkerTable:
         self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
         self.room_changed = True
 
+    def step_seconds(self, worker_id: str, num_tokens: int) -> float:
+        """Predicted time of a step of a decode worker with one more sequence of `num_tokens` in decode, and without
+        prompts."""
+        view = self._records[worker_id].view
+        return view.streams_s + view.cost.sequence_s + num_tokens * view.cost.context_s
+
     # ---- workers join, report and leave
 
     def join(self, record: WorkerRecord, cached_blocks: Collection[int]) -> None:

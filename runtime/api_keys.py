@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection
+from typing import Any
 
 from core.config import ApiKeyConfig
 from core.errors import PermissionDenied, Unauthenticated
@@ -21,7 +22,7 @@ KEY_PREFIX = "tandem-"  # lets scanners of code find a key that was committed by
 AUTHORIZATION = "authorization"
 SCHEME = "bearer "
 
-Metadata = Sequence[tuple[str, str | bytes]]
+Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
 
 
 def new_key() -> str:

@@ -234,11 +234,11 @@ METRICS: dict[Metric, Description] = {
     Metric.WORKER_PREFILLED_TOKENS: Description(Kind.TOTAL, "Prompt tokens that a worker computed", WORKER),
     Metric.WORKER_SAMPLED_TOKENS: Description(Kind.TOTAL, "Tokens that a worker sampled", WORKER),
     Metric.WORKER_FLOP: Description(
-        Kind.TOTAL, "Floating-point operations of the model in the steps of a worker, by its sizes; none for a fake "
+        Kind.TOTAL, "Floating-point operations of the model in the steps of a worker, by its sizes; 0 for a fake "
         "model", WORKER,
     ),
     Metric.WORKER_MEMORY_BYTES: Description(
-        Kind.TOTAL, "Bytes of weights and KV that the steps of a worker read and wrote, by the sizes of the model; none "
+        Kind.TOTAL, "Bytes of weights and KV that the steps of a worker read and wrote, by the sizes of the model; 0 "
         "for a fake model", WORKER,
     ),
     Metric.WORKER_FLOP_USE: Description(

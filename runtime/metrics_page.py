@@ -25,10 +25,10 @@ Reading = tuple[Metric, Value, Mapping[str, str]]
 class Metrics:
     """Records, and calls `read` at each scrape, in the thread of the scrape. Recording takes about a microsecond."""
 
-    def __init__(self, config: TelemetryConfig, read: Callable[[], Iterable[Reading]], model: str = "") -> None:
-        """`model`: its served name. Without a port, `text` is the only way to the page. Raises `ConfigError` if the
-        port is taken."""
-        self._read, self._model = read, model
+    def __init__(self, config: TelemetryConfig, read: Callable[[], Iterable[Reading]]) -> None:
+        """Without a port, `text` is the only way to the page. Raises `ConfigError` if the port is taken."""
+        self._read = read
+        self.model = ""  # name of the served model, for `ALIASES`
         self._recorded = {
             metric: Series(bool(about.labels), about.buckets if about.kind is Kind.HISTOGRAM else None)
             for metric, about in METRICS.items()
@@ -62,7 +62,7 @@ class Metrics:
             about = METRICS[metric]
             yield _family(metric.value, about, about.labels, values)
         for name, alias in ALIASES.items():
-            yield _alias_family(name, alias, self._model, found[alias.source])
+            yield _alias_family(name, alias, self.model, found[alias.source])
 
     def record(self, metric: Metric, value: float, **labels: str) -> None:
         """Add to a counter or a histogram."""

@@ -146,7 +146,7 @@ class WorkerNode:
                 timeline = action.timeline
                 result = events.PrefillResult(
                     action.index, action.token, action.finish_reason, action.cached_tokens,
-                    timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL),
+                    timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), action.kv_block_seconds,
                 )  # fmt: skip
                 self._end_call(call_id, result)
             case DecodeDone(request_id=call_id):
@@ -356,6 +356,7 @@ def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
         transfer_s=timeline.seconds_in(Stage.TRANSFER),
         transfer_exposed_s=0.0,
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
+        kv_block_seconds=done.kv_block_seconds,
     )
 
 

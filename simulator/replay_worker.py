@@ -370,7 +370,7 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     timeline = done.timeline
     return events.PrefillResult(
         done.index, done.token, done.finish_reason, done.cached_tokens,
-        timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL),
+        timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), done.kv_block_seconds,
     )  # fmt: skip
 
 
@@ -385,4 +385,5 @@ def _decode_result(done: DecodeDone, num_tokens: int) -> events.DecodeResult:
         transfer_s=timeline.seconds_in(Stage.TRANSFER),
         transfer_exposed_s=0.0 if done.pull is None else done.pull.exposed_s,
         transferred_bytes=0 if done.pull is None else done.pull.num_bytes,
+        kv_block_seconds=done.kv_block_seconds,
     )

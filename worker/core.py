@@ -33,7 +33,9 @@ from core.step_cost_fit import StepCostFit
 from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
+from worker.block_meter import BlockMeter
 from worker.reported_load import ReportedCost, backlog_of, decode_contexts
+from worker.step_stats import StepStats
 
 PLAN_AHEAD_S = 0.010  # for planning, the batch, and an event loop that is busy with the tokens of hundreds of sequences
 
@@ -108,6 +110,8 @@ class WorkerCore:
     pool: BlockPool
     plans_ahead: bool = True
     costs: StepCostFit = field(default_factory=StepCostFit)  # learns from every step
+    stats: StepStats = field(default_factory=StepStats)
+    held_blocks: BlockMeter = field(default_factory=BlockMeter)
     draining: bool = False
     deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
     timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
@@ -122,6 +126,7 @@ class WorkerCore:
     _tried_to_plan: bool = False  # since `_plan_at`
     _step_ended: bool = False  # by the event that is being handled
     _prefilling: dict[str, Timeline] = field(default_factory=dict)  # the timelines in stage PREFILL
+    _num_preemptions: int = 0  # that `held_blocks` knows of
     _reported_cost: ReportedCost = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +153,7 @@ class WorkerCore:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
         self._prefilling.pop(request_id, None)
+        self.held_blocks.forget(request_id)
         self.deadlines.cancel(request_id)
         call = self.calls.pop(request_id, None)
         if call is not None:
@@ -201,6 +207,7 @@ class WorkerCore:
         """Learn from the duration of a step."""
         self._step_times.record(_num_tokens(work), seconds)
         self.costs.record(work, seconds)
+        self.stats.record(work, seconds)
         self.scheduler.step_cost = self.costs.cost
 
     def fail_step(self, now: float) -> list[Sequence]:
@@ -212,14 +219,19 @@ class WorkerCore:
 
     def _plan(self, planned: Planned, now: float, admit_before: Rank | None) -> list[RunStep]:
         plan = self.scheduler.schedule(admit_before)
+        if self._num_preemptions != self.scheduler.num_preemptions:
+            self._num_preemptions = self.scheduler.num_preemptions
+            self.held_blocks.note_waiting(self.scheduler.waiting, now)
         if plan is None:
             return []
+        self.held_blocks.note_planned(plan.chunks, now)
         for sequence in self.scheduler.take_admitted():
             timeline = self.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
                 timeline.enter(Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
-        self._step_works.append(work_of(plan))
+        self._step_works.append(work := work_of(plan))
+        self.stats.num_sequences, self.stats.num_tokens = len(plan.chunks), _num_tokens(work)
         if planned is not Planned.AHEAD:
             self._on_step_started(now)
         return [RunStep(plan, planned)]
@@ -238,7 +250,7 @@ class WorkerCore:
             self._on_step_started(now)
 
     def load(self, transfers: TransferMachine, num_pulls_waiting: int = 0, num_promised_blocks: int = 0) -> WorkerLoad:
-        counters = transfers.counters
+        counters, stats = transfers.counters, self.stats
         step_cost = self._reported_cost.update(self.costs.cost)
         contexts = decode_contexts(self.scheduler.running)
         return WorkerLoad(
@@ -268,6 +280,16 @@ class WorkerCore:
             prompt_backlog=backlog_of(self.scheduler.prompts_left(), step_cost),
             num_promised_blocks=num_promised_blocks,
             num_released_blocks=self.scheduler.num_released_blocks,
+            batch_sequences=stats.num_sequences,
+            batch_tokens=stats.num_tokens,
+            busy_seconds=stats.seconds,
+            decode_steps=stats.decode_steps,
+            decode_step_seconds=stats.decode_seconds,
+            flop=stats.flop,
+            memory_bytes=stats.memory_bytes,
+            flop_use=stats.flop_use,
+            bandwidth_use=stats.bandwidth_use,
+            slo_itl_s=self.scheduler.config.slo_itl_ms / 1e3,
         )
 
     def claims(self) -> list[Claim]:
@@ -282,6 +304,7 @@ class WorkerCore:
         self.scheduler.check()
         assert len(self.deadlines) == len(self.timelines)
         assert self.calls.keys() == self.timelines.keys()
+        assert len(self.held_blocks) <= len(self.timelines)
         assert len(self.calls) == sum(calls.num_open for calls in self.router_calls.values())
         in_prefill = {name for name, timeline in self.timelines.items() if timeline.stage is Stage.PREFILL}
         assert self._prefilling.keys() == in_prefill

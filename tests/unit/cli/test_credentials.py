@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from cli.config_file import load_config
-from cli.credentials import find_credentials, token_file, with_cluster_token
+from cli.credentials import client_of, find_credentials, token_file, with_cluster_token
 from core.config import MIN_TOKEN_CHARS, SecurityConfig, TandemConfig
 from core.errors import ConfigError
+from runtime.security import OPEN
 
 TOKEN = "0123456789abcdef-token"
 ROUTER = "127.0.0.1:50051"
@@ -144,3 +145,10 @@ def test_relative_paths_of_the_security_table_become_absolute(tmp_path: Path, mo
     security = load_config(Path("tandem.toml"), {}).security
     assert (security.tls_cert, security.tls_key) == (str(tmp_path / "c"), str(tmp_path / "k"))
     assert (security.tls_ca, security.cluster_token_file) == (str(tmp_path / "a"), "")
+
+
+def test_the_api_key_of_a_command_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "tandem-key")
+    assert client_of(ROUTER, OPEN)._credentials.headers(()) == [("authorization", "Bearer tandem-key")]
+    monkeypatch.delenv("TANDEM_API_KEY")
+    assert client_of(ROUTER, OPEN)._credentials.headers(()) == []

@@ -26,7 +26,8 @@ def new_parser(tool_format: str) -> ToolCallParser:
 
 def read(tool_format: str, pieces: Iterable[str]) -> tuple[str, list[Call]]:
     """The text and the calls of an output that arrives in these pieces."""
-    parser, text, calls = new_parser(tool_format), "", []
+    parser, text = new_parser(tool_format), ""
+    calls: list[Call] = []
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     for delta in deltas + parser.finish():
         if isinstance(delta, TextDelta):

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from core.config import RouterConfig
 from core.errors import QueueFull
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
 from router.choice_stream import ChoiceStream, route_attributes
 from router.events import Fail, Finish, Outcome
-from router.fleet_metrics import record_end
 from router.policy import Candidate
+from router.request_metrics import RequestMetrics
 from runtime.metrics import RATIO_BUCKETS, Metric
 from runtime.metrics_page import Metrics
 
@@ -47,7 +48,7 @@ def ratios_of(result: Finish | Fail) -> list[tuple[float, dict[str, str]]]:
         0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), asyncio.Event(), cast(Any, None)
     )
     metrics = Recording()
-    record_end(cast(Metrics, metrics), stream, result, 12.0)
+    RequestMetrics(cast(Metrics, metrics), RouterConfig()).ended(stream, result, 12.0)
     return [(value, labels) for metric, value, labels in metrics.recorded if metric is Metric.TTFT_PREDICTION_RATIO]
 
 

@@ -38,6 +38,14 @@ def chat(result: str = '{"celsius": 7}', tools: tuple[Any, ...] = (tool(),), **a
     )  # fmt: skip
 
 
+def chat_with(arguments: dict[str, Any]) -> Chat:
+    return chat(**arguments)
+
+
+def tool_with(properties: dict[str, Any]) -> dict[str, Any]:
+    return tool(**properties)
+
+
 def tokenizer_with(template: str) -> ModelTokenizer:
     info = ModelInfo("test", "", 259, 100_000, frozenset())
     return ModelTokenizer(info, ByteCodec(), ChatTemplate(template, SPECIAL))
@@ -80,11 +88,11 @@ def test_other_templates_have_no_format(source: str, knows_tools: bool) -> None:
     [
         chat(result=FORGED),
         chat(city=FORGED),
-        chat(**{FORGED: 1}),
+        chat_with({FORGED: 1}),
         chat(city=["a", {"b": FORGED}]),
         chat(tools=(tool(FORGED),)),
         chat(tools=(tool(city={"type": "string", "description": FORGED}),)),
-        chat(tools=(tool(**{FORGED: {"type": "string"}}),)),
+        chat(tools=(tool_with({FORGED: {"type": "string"}}),)),
     ],
     ids=["result", "argument", "name of an argument", "inner argument", "description", "parameter", "parameter name"],
 )

@@ -1,0 +1,143 @@
+"""From an HTTP request to a gRPC call: its headers, its deadline, and its stream of answers.
+
+A request with several prompts makes one call for each prompt. Choice k of prompt i is choice i * n + k of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from gateway.errors import ApiError, api_error, refused
+from gateway.schema_sampling import Schema
+from tandem_client import AsyncClient, GenerateRequest, GenerateResponse
+
+TIMEOUT_HEADER = "x-tandem-timeout-ms"
+RECEIPT_HEADER = "x-tandem-receipt"
+TAG_HEADER = "x-tandem-tag"
+REQUEST_ID_HEADER = "x-request-id"
+WARNING_HEADER = "x-tandem-warning"
+PASSED_ON = ("authorization", "traceparent", "tracestate")  # HTTP headers that become gRPC metadata
+MAX_REQUEST_ID_CHARS = 128
+MAX_MERGED_RESPONSES = 64  # that wait between the calls of one request and its answer
+
+S = TypeVar("S", bound=Schema)
+Responses = AsyncGenerator[GenerateResponse, None]
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What the headers of a request say about its gRPC call."""
+
+    timeout_s: float
+    metadata: tuple[tuple[str, str], ...]
+    request_id: str  # of the header; empty without one
+    tag: str
+    wants_receipt: bool
+
+
+def call_context(request: Request) -> CallContext:
+    """Raises `ApiError` for a header out of its limits."""
+    headers = request.headers
+    metadata = tuple((name, headers[name]) for name in PASSED_ON if _is_metadata(headers.get(name, "")))
+    return CallContext(
+        _timeout_s(headers.get(TIMEOUT_HEADER), request.app.state.config.default_timeout_s),
+        metadata,
+        headers.get(REQUEST_ID_HEADER, "")[:MAX_REQUEST_ID_CHARS],
+        headers.get(TAG_HEADER, ""),
+        headers.get(RECEIPT_HEADER, "") in ("1", "true"),
+    )
+
+
+def _is_metadata(value: str) -> bool:
+    """gRPC carries printable ASCII only. No API key has other characters, so a call without them is refused as well."""
+    return bool(value) and value.isascii() and value.isprintable()
+
+
+def _timeout_s(header: str | None, default_s: float) -> float:
+    if header is None:
+        return default_s
+    timeout_ms = float(header) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", header) else math.nan
+    if not timeout_ms > 0:
+        raise refused(TIMEOUT_HEADER, f"must be a number of milliseconds above 0, is {header[:40]!r}")
+    return timeout_ms / 1e3
+
+
+def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
+    """The id of the answer, which is also the name of the request in traces. `kind` begins a new id."""
+    return in_body or context.request_id or f"{kind}{secrets.token_hex(12)}"
+
+
+async def read_body(request: Request, schema: type[S]) -> S:
+    """Raises `ApiError` that names the field which breaks the schema."""
+    body = await request.body()
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise api_error(error) from None
+
+
+def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
+    if not warnings:
+        return {}
+    text = "; ".join(warnings).encode("ascii", "replace").decode()
+    return {WARNING_HEADER: re.sub(r"[^ -~]", "?", text)[:1024]}
+
+
+def json_bytes(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+# ---- streams
+
+
+def generate(client: AsyncClient, requests: Sequence[GenerateRequest], context: CallContext) -> Responses:
+    """The answers of all calls as one stream. Closing the stream cancels every call."""
+    streams = [cast(Responses, client.generate(request, context.timeout_s, context.metadata)) for request in requests]
+    return streams[0] if len(streams) == 1 else _merged(streams, [request.n or 1 for request in requests])
+
+
+async def _merged(streams: Sequence[Responses], nums_choices: Sequence[int]) -> Responses:
+    """Renumber the choices, and pass on the responses as they come. The first error ends all calls."""
+    merged: asyncio.Queue[GenerateResponse | BaseException | None] = asyncio.Queue(MAX_MERGED_RESPONSES)
+
+    async def pump(responses: AsyncIterator[GenerateResponse], first_choice: int) -> None:
+        try:
+            async for response in responses:
+                event = response.tokens if response.HasField("tokens") else response.finished
+                event.choice += first_choice
+                await merged.put(response)
+        except Exception as error:  # noqa: BLE001  the reader raises it
+            await merged.put(error)
+        else:
+            await merged.put(None)
+
+    starts = [sum(nums_choices[:index]) for index in range(len(streams))]
+    pumps = [asyncio.create_task(pump(responses, start)) for responses, start in zip(streams, starts, strict=True)]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            item = await merged.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for responses in streams:
+            with contextlib.suppress(ApiError):
+                await responses.aclose()

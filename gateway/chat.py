@@ -1,0 +1,69 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answering import Call, answer_object, answer_stream
+from gateway.calls import call_context, read_body, request_id_of
+from gateway.chat_format import ChatAnswer, ChatChunks, Parsers
+from gateway.errors import refused
+from gateway.fields import CHAT, check_extra
+from gateway.guarding import check_messages, guardrail_of, refuse_logprobs
+from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
+from gateway.schema_sampling import common_request, stream_warnings
+from gateway.usage import UsageSum
+from tandem_client import ChatPrompt
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    body = await read_body(request, ChatBody)
+    call = await _prepare(request, body)
+    options = body.stream_options
+    wants_receipt = call.context.wants_receipt or bool(options and options.include_receipt)
+    usage = UsageSum(body.num_choices, wants_receipt)
+    has_tools = bool(call.requests[0].chat.tools)
+    parsers = Parsers(call.model.info.tool_format if has_tools else "", body.num_choices)
+    if not body.stream:
+        return await answer_object(request, call, ChatAnswer(call.head(), body.num_choices, parsers, usage))
+    with_usage = wants_receipt or bool(options and options.include_usage)
+    form = ChatChunks(call.head(), body.num_choices, parsers, usage, with_usage)
+    return await answer_stream(request, call, form)
+
+
+async def _prepare(request: Request, body: ChatBody) -> Call:
+    """Raises an error that names the field."""
+    context = call_context(request)
+    warnings = check_extra(body.model_extra, CHAT) + stream_warnings(body)
+    check_response_format(body)
+    messages, message_warnings = wire_messages(body.messages)
+    tools, tool_warnings = wire_tools(body.tools, body.tool_choice)
+    guardrail = guardrail_of(request)
+    refuse_logprobs(guardrail, body.logprobs or None)
+    num_chars = sum(len(message.content) for message in messages)
+    model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
+    prompt = await check_messages(guardrail, messages)
+    call_id = request_id_of("chatcmpl-", body.request_id, context)
+    wire = common_request(body, _max_tokens(body), model.info.name, call_id)
+    options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+    wire.chat.CopyFrom(ChatPrompt(messages=messages, tools=tools, template_options_json=options))
+    logprobs = num_logprobs(body)
+    if logprobs is not None:
+        wire.logprobs = logprobs
+    wire.n = body.num_choices
+    return Call(call_id, model, [wire], [prompt], guardrail, warnings + message_warnings + tool_warnings, context)
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    """None: all that fits the context."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise refused("max_tokens", f"is {old}, but max_completion_tokens is {new}; send one of them")
+    return new if new is not None else old

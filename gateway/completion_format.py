@@ -1,0 +1,117 @@
+"""The two forms of a completion: server-sent chunks, and one object. `echoes`: the text before each choice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.chat_format import DONE, sse
+from gateway.errors import api_error
+from gateway.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs, Event, Filtered
+from gateway.usage import UsageSum
+from tandem_client.stubs.inference_pb2 import TokenChunk
+
+
+class CompletionChunks:
+    """Chunks of a completion. `usage` goes into a last chunk with `with_usage`."""
+
+    def __init__(self, head: AnswerHead, echoes: Sequence[str], usage: UsageSum, with_usage: bool) -> None:
+        self._head = head
+        self._usage = usage
+        self._with_usage = with_usage
+        self._echoes = list(echoes)
+        self._logprobs = [CompletionLogprobs(len(echo)) for echo in echoes]
+        self._common = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+        opening = json.dumps(self._common)[:-1]
+        self._before = [f'data: {opening}, "choices": [{{"index": {i}, "text": ' for i in range(len(echoes))]
+        no_usage = ', "usage": null' if with_usage else ""
+        self._after = f', "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
+
+    def push(self, event: Event) -> bytes:
+        if isinstance(event, Filtered):
+            return self._chunk(event.choice, self._take_echo(event.choice), "content_filter")
+        if event.HasField("tokens"):
+            return self._tokens(event.tokens)
+        finished = event.finished
+        self._usage.add(finished)
+        more = {"stop_reason": self._head.stop_reason(finished)}
+        reason = FINISH_REASONS[finished.finish_reason]
+        return self._chunk(finished.choice, self._take_echo(finished.choice), reason, None, more)
+
+    def _tokens(self, chunk: TokenChunk) -> bytes:
+        choice = chunk.choice
+        text = self._take_echo(choice) + chunk.text
+        if chunk.logprobs:
+            return self._chunk(choice, text, None, self._logprobs[choice].take(chunk.logprobs))
+        if not text:
+            return b""
+        return f"{self._before[choice]}{json.dumps(text)}{self._after}".encode()
+
+    def _take_echo(self, choice: int) -> str:
+        """The text before the choice, once."""
+        echo, self._echoes[choice] = self._echoes[choice], ""
+        return echo
+
+    def _chunk(
+        self,
+        choice: int,
+        text: str,
+        finish_reason: str | None = None,
+        logprobs: Any = None,
+        more: dict[str, Any] | None = None,
+    ) -> bytes:
+        fields = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        return sse(self._common | {"choices": [fields | (more or {})]} | usage)
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return sse(self._common | {"choices": [], "usage": self._usage.chat()}) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return sse(api_error(error).body())
+
+
+class CompletionAnswer:
+    """One completion object."""
+
+    def __init__(self, head: AnswerHead, echoes: Sequence[str], usage: UsageSum) -> None:
+        self._head = head
+        self._usage = usage
+        self._texts = [[echo] for echo in echoes]
+        self._offsets = [CompletionLogprobs(len(echo)) for echo in echoes]
+        self._logprobs: list[dict[str, list[Any]]] = [{} for _ in echoes]
+        self._ends: list[dict[str, Any]] = [{"finish_reason": "content_filter"} for _ in echoes]
+
+    def push(self, event: Event) -> None:
+        if isinstance(event, Filtered):
+            return
+        if event.HasField("finished"):
+            finished = event.finished
+            self._usage.add(finished)
+            reason, stop_reason = FINISH_REASONS[finished.finish_reason], self._head.stop_reason(finished)
+            self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
+            return
+        chunk = event.tokens
+        self._texts[chunk.choice].append(chunk.text)
+        if chunk.logprobs:
+            columns = self._logprobs[chunk.choice]
+            for name, values in self._offsets[chunk.choice].take(chunk.logprobs).items():
+                columns.setdefault(name, []).extend(values)
+
+    def result(self) -> dict[str, Any]:
+        head = self._head
+        choices = [
+            {"index": choice, "text": "".join(texts), "logprobs": self._logprobs[choice] or None, **self._ends[choice]}
+            for choice, texts in enumerate(self._texts)
+        ]
+        return {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "choices": choices,
+            "usage": self._usage.chat(),
+        }

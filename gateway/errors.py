@@ -1,0 +1,184 @@
+"""Errors as OpenAI's API sends them: {"error": {"message", "type", "param", "code"}}, and the status of the answer.
+
+`api_error` turns each exception of a request into one `ApiError`. An unexpected exception gets an id, which the answer
+and the log both name; its text stays in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from grpc import StatusCode
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.fleets import ModelUnknown
+from tandem_client import CallFailed
+
+log = logging.getLogger(__name__)
+
+CLIENT_GONE = 499  # nobody reads this answer; the access log shows it
+
+# gRPC status -> HTTP status, type and code of the error.
+STATUSES: dict[StatusCode, tuple[int, str, str]] = {
+    StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
+    StatusCode.OUT_OF_RANGE: (400, "invalid_request_error", "invalid_value"),
+    StatusCode.FAILED_PRECONDITION: (400, "invalid_request_error", "failed_precondition"),
+    StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
+    StatusCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
+    StatusCode.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
+    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    StatusCode.CANCELLED: (CLIENT_GONE, "invalid_request_error", "cancelled"),
+    StatusCode.UNIMPLEMENTED: (501, "server_error", "not_implemented"),
+    StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),
+    StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
+}
+SERVER_ERROR = (500, "server_error", "internal_error")
+
+# A field of the gRPC API -> the field of the HTTP API, where their names differ.
+HTTP_FIELDS = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "stop_strings": "stop",
+    "chat": "messages",
+    "chat.template_options_json": "chat_template_kwargs",
+}
+
+
+class ApiError(Exception):
+    """An answer that is not 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had the whole answer."""
+
+
+def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """The error for a field of the request that breaks a rule."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The answer to a request that `error` ended. An unexpected error is logged here."""
+    match error:
+        case ApiError():
+            return error
+        case CallFailed():
+            return _of_call(error)
+        case ModelUnknown():
+            return ApiError(404, str(error), param="model", code="model_not_found")
+        case ValidationError():
+            return _of_validation(error.errors(include_url=False, include_context=False))
+        case RequestValidationError():
+            return _of_validation(error.errors())
+        case HTTPException():
+            return _of_http(error)
+        case ClientGone():
+            return ApiError(CLIENT_GONE, "the client closed the connection", code="cancelled")
+        case _:
+            error_id = secrets.token_hex(8)
+            log.error("unexpected error %s", error_id, exc_info=error)
+            status, kind, code = SERVER_ERROR
+            return ApiError(status, f"unexpected error in the gateway; its log names it {error_id}", kind, code=code)
+
+
+def _of_call(error: CallFailed) -> ApiError:
+    status, kind, code = STATUSES.get(error.code, SERVER_ERROR)
+    if error.code is StatusCode.RESOURCE_EXHAUSTED and not error.retryable and error.retry_after_s is None:
+        status, kind, code = 413, "invalid_request_error", "request_too_large"
+    message, param = str(error), http_field(error.field)
+    if error.field and message.startswith(f"{error.field}: "):
+        message = f"{param}: {message.removeprefix(f'{error.field}: ')}"
+    if error.code is StatusCode.DEADLINE_EXCEEDED:
+        message = "the answer was not complete within the time limit (x-tandem-timeout-ms, gateway.default_timeout_s)"
+    if status == 400 and " context of " in message:
+        code = "context_length_exceeded"
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if status == 429 or status >= 500:  # the clients of OpenAI retry these, unless this header says otherwise
+        headers["x-should-retry"] = "true" if error.retryable else "false"
+    return ApiError(status, message, kind, param or None, code, headers)
+
+
+def http_field(field: str) -> str:
+    """The name of a gRPC field in the HTTP API: "chat.messages[3].content" is "messages[3].content"."""
+    return HTTP_FIELDS.get(field, field.removeprefix("chat."))
+
+
+def _of_validation(found: Sequence[Any]) -> ApiError:
+    """The first field that is wrong, with its limit. Unions report every alternative; the deepest fits best."""
+    if not found:
+        return ApiError(400, "the body is invalid")
+    deepest = max(found, key=lambda item: len(item["loc"]))
+    first = deepest if deepest["loc"][:1] == found[0]["loc"][:1] else found[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body must be JSON: {first['msg']}", code="invalid_json")
+    param = _path_of(first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param}: is required", param=param, code="missing_required_parameter")
+    return refused(param or "body", message[:1].lower() + message[1:])
+
+
+def _path_of(location: tuple[str | int, ...]) -> str:
+    """("messages", 0, "content") -> "messages[0].content". Names of union alternatives are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif re.fullmatch("[a-z_0-9]+", part) and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path
+
+
+def _of_http(error: HTTPException) -> ApiError:
+    message = error.detail or HTTPStatus(error.status_code).phrase
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return ApiError(error.status_code, message, kind, headers=dict(error.headers or {}))
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
+        return ApiError(404, f"no route {request.method} {request.url.path}", code="unknown_url").response()
+    return api_error(error).response()
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` in OpenAI's shape."""
+    for kind in (ApiError, CallFailed, ModelUnknown, ClientGone, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer)

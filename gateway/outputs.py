@@ -1,0 +1,123 @@
+"""The events of an answer, after the guardrail, and the words that all formats of answers share."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.calls import Responses
+from gateway.errors import ApiError
+from gateway.guardrails import GuardedOutput, Guardrail, Message, Refused
+from tandem_client import Finished, FinishReason, GenerateResponse
+from tandem_client.stubs.inference_pb2 import TokenChunk, TokenLogprobs
+
+FINISH_REASONS = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Filtered:
+    """The guardrail ended a choice."""
+
+    choice: int
+
+
+Event = GenerateResponse | Filtered
+Events = AsyncGenerator[Event, None]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every part of one answer repeats."""
+
+    id: str
+    model: str
+    created: int  # seconds since the epoch
+    eos_token_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+
+    def stop_reason(self, finished: Finished) -> str | int | None:
+        """As vLLM has it: the stop string or the stop token id that ended the choice, null for the end of sequence."""
+        match = finished.stop_match
+        if not match or match in self.stop_strings:
+            return match or None
+        return None if int(match) in self.eos_token_ids else int(match)
+
+
+def token_text(token: bytes) -> str:
+    """The text of a token. A part of a character is named by its bytes, as OpenAI does."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """`logprobs.content` of a chat completion."""
+
+    def entry(token: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": token_text(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(token)}
+
+    return [
+        entry(found.token, found.logprob) | {"top_logprobs": [entry(top.token, top.logprob) for top in found.top]}
+        for found in entries
+    ]
+
+
+class CompletionLogprobs:
+    """`logprobs` of one choice of a completion: four columns. `offset`: characters of the text before."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end within a character
+
+    def take(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        columns: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for found in entries:
+            text = token_text(found.token)
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(max(found.logprob, MIN_LOGPROB))
+            top = {token_text(item.token): max(item.logprob, MIN_LOGPROB) for item in found.top}
+            columns["top_logprobs"].append(top | {text: max(found.logprob, MIN_LOGPROB)})
+            columns["text_offset"].append(self._offset)
+            self._offset += len(self._decoder.decode(found.token))
+        return columns
+
+
+async def guarded(
+    responses: Responses, guardrail: Guardrail, prompts: Sequence[Sequence[Message]], num_choices: int
+) -> Events:
+    """`responses`, with every text passed through the guardrail. `prompts[i]`: the messages of prompt i.
+
+    A choice that the guardrail refuses ends with `Filtered`. Once no other choice runs, the calls are cancelled.
+    """
+    try:
+        outputs = [GuardedOutput(guardrail, prompt) for prompt in prompts for _ in range(num_choices)]
+    except Refused as error:
+        raise ApiError(400, str(error), code="content_policy_violation") from None
+    running = set(range(len(outputs)))
+    try:
+        async for response in responses:
+            event = response.tokens if response.HasField("tokens") else response.finished
+            choice = event.choice
+            if choice not in running:
+                continue
+            try:
+                if isinstance(event, TokenChunk):
+                    event.text = await outputs[choice].push(event.text)
+                else:
+                    rest = await outputs[choice].finish()
+                    if rest:
+                        yield GenerateResponse(tokens=TokenChunk(choice=choice, text=rest))
+                    running.discard(choice)
+                yield response
+            except Refused:
+                running.discard(choice)
+                yield Filtered(choice)
+            if not running:
+                return
+    finally:
+        await asyncio.shield(responses.aclose())

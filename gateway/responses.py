@@ -1,0 +1,55 @@
+"""POST /v1/responses, in its text form."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answering import Call, answer_object, answer_stream
+from gateway.calls import call_context, read_body, request_id_of
+from gateway.chat_format import Parsers
+from gateway.fields import RESPONSES, check_extra
+from gateway.guarding import check_messages, guardrail_of
+from gateway.responses_format import ResponseAnswer, ResponseEvents
+from gateway.schema_responses import (
+    ResponsesBody,
+    check_text_options,
+    echoed_fields,
+    input_messages,
+    response_tools,
+)
+from gateway.schema_sampling import common_request
+from gateway.usage import UsageSum
+from tandem_client import ChatPrompt
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    body = await read_body(request, ResponsesBody)
+    call = await _prepare(request, body)
+    has_tools = bool(call.requests[0].chat.tools)
+    parsers = Parsers(call.model.info.tool_format if has_tools else "", 1)
+    usage = UsageSum(1, call.context.wants_receipt)
+    answer = ResponseAnswer(call.head(), echoed_fields(body), parsers, usage)
+    if not body.stream:
+        return await answer_object(request, call, answer)
+    return await answer_stream(request, call, ResponseEvents(answer))
+
+
+async def _prepare(request: Request, body: ResponsesBody) -> Call:
+    """Raises an error that names the field."""
+    context = call_context(request)
+    warnings = check_extra(body.model_extra, RESPONSES) + check_text_options(body)
+    messages = input_messages(body)
+    tools, tool_warnings = response_tools(body)
+    guardrail = guardrail_of(request)
+    num_chars = sum(len(message.content) for message in messages)
+    model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
+    prompt = await check_messages(guardrail, messages)
+    call_id = request_id_of("resp_", body.request_id, context)
+    wire = common_request(body, body.max_output_tokens, model.info.name, call_id)
+    wire.chat.CopyFrom(ChatPrompt(messages=messages, tools=tools))
+    return Call(call_id, model, [wire], [prompt], guardrail, warnings + tool_warnings, context)

@@ -1,0 +1,175 @@
+"""The two forms of a response: typed server-sent events, and one object. Both are fed the same events.
+
+response.created, response.in_progress
+  for each item: response.output_item.added
+    text:  response.content_part.added, response.output_text.delta ..., response.output_text.done,
+           response.content_part.done
+    call:  response.function_call_arguments.delta ..., response.function_call_arguments.done
+  response.output_item.done
+response.completed, or response.incomplete if the output was cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.chat_format import Delta, Parsers, sse
+from gateway.errors import api_error
+from gateway.outputs import AnswerHead, Event, Filtered
+from gateway.tool_calls import TextDelta
+from gateway.usage import UsageSum
+
+CUT_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
+
+class ResponseItems:
+    """The output items of a response, and the typed events of their growth."""
+
+    def __init__(self, response_id: str) -> None:
+        self._id = response_id.removeprefix("resp_")
+        self.items: list[dict[str, Any]] = []
+        self._is_open = False
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        if isinstance(delta, TextDelta):
+            return self._take_text(delta.text)
+        opening: list[dict[str, Any]] = []
+        if delta.id:
+            opening = [*self.close(), *self._open(_call_item(f"fc_{delta.id}", delta.id, delta.name))]
+        if not delta.arguments:
+            return opening
+        item = self.items[-1]
+        item["arguments"] += delta.arguments
+        return [*opening, self._of_item("response.function_call_arguments.delta", delta=delta.arguments)]
+
+    def _take_text(self, text: str) -> list[dict[str, Any]]:
+        if not text:
+            return []
+        opening: list[dict[str, Any]] = []
+        if not self._is_open or self.items[-1]["type"] != "message":
+            if not text.strip() and self.items:  # space between calls is no message
+                return []
+            opening = [*self.close(), *self._open(_message_item(f"msg_{self._id}_{len(self.items)}"))]
+            part = {"type": "output_text", "text": "", "annotations": []}
+            opening.append(self._of_item("response.content_part.added", content_index=0, part=part))
+            self.items[-1]["content"].append(dict(part))
+        self.items[-1]["content"][0]["text"] += text
+        return [*opening, self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
+
+    def _open(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        self.items.append(item)
+        self._is_open = True
+        shown = item | ({"content": []} if item["type"] == "message" else {})
+        return [{"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown}]
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """The events that end the open item, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.items[-1]
+        item["status"] = status
+        done = {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
+        if item["type"] == "function_call":
+            arguments, name = item["arguments"], item["name"]
+            return [self._of_item("response.function_call_arguments.done", arguments=arguments, name=name), done]
+        (part,) = item["content"]
+        return [
+            self._of_item("response.output_text.done", content_index=0, text=part["text"], logprobs=[]),
+            self._of_item("response.content_part.done", content_index=0, part=part),
+            done,
+        ]
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def _message_item(item_id: str) -> dict[str, Any]:
+    return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+
+
+def _call_item(item_id: str, call_id: str, name: str) -> dict[str, Any]:
+    return {
+        "id": item_id, "type": "function_call", "status": "in_progress", "call_id": call_id, "name": name,
+        "arguments": "",
+    }  # fmt: skip
+
+
+class ResponseAnswer:
+    """One response object."""
+
+    def __init__(self, head: AnswerHead, echoed: Mapping[str, Any], parsers: Parsers, usage: UsageSum) -> None:
+        self._head, self._echoed = head, echoed
+        self._parsers, self._usage = parsers, usage
+        self._items = ResponseItems(head.id)
+        self._status, self._cut_reason = "in_progress", ""
+
+    def push(self, event: Event) -> None:
+        self.take(event)
+
+    def take(self, event: Event) -> list[dict[str, Any]]:
+        """The typed events that `event` causes."""
+        if isinstance(event, Filtered):
+            return self._end("content_filter")
+        if event.HasField("tokens"):
+            deltas = self._parsers.push(0, event.tokens.text)
+            return [typed for delta in deltas for typed in self._items.take(delta)]
+        self._usage.add(event.finished)
+        typed = [typed for delta in self._parsers.finish(0) for typed in self._items.take(delta)]
+        return typed + self._end(self._parsers.finish_reason(event.finished))
+
+    def _end(self, reason: str) -> list[dict[str, Any]]:
+        self._cut_reason = CUT_REASONS.get(reason, "")
+        self._status = "incomplete" if self._cut_reason else "completed"
+        return self._items.close(self._status)
+
+    def result(self) -> dict[str, Any]:
+        head, running = self._head, self._status == "in_progress"
+        return {
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": self._cut_reason} if self._cut_reason else None,
+            "model": head.model,
+            "output": self._items.items if not running else [],
+            "usage": None if running else self._usage.responses(),
+            **self._echoed,
+        }
+
+
+class ResponseEvents:
+    """Typed events around a `ResponseAnswer`. Each has a number."""
+
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self._answer = answer
+        self._number = 0
+
+    def _sse(self, typed: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
+
+    def push(self, event: Event) -> bytes:
+        opening = b""
+        if not self._number:
+            begun = self._answer.result()
+            opening = self._sse({"type": "response.created", "response": begun})
+            opening += self._sse({"type": "response.in_progress", "response": begun})
+        return opening + b"".join(map(self._sse, self._answer.take(event)))
+
+    def end(self) -> bytes:
+        response = self._answer.result()
+        return self._sse({"type": f"response.{response['status']}", "response": response})
+
+    def fail(self, error: Exception) -> bytes:
+        found = api_error(error)
+        failure = {"code": found.code or "server_error", "message": found.message}
+        failed = self._sse(
+            {
+                "type": "response.failed",
+                "response": self._answer.result() | {"status": "failed", "error": failure},
+            }
+        )
+        return self._sse({"type": "error", "param": found.param, **failure}) + failed

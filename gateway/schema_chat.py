@@ -1,0 +1,171 @@
+"""The body of /v1/chat/completions, and its messages and tools as the gRPC API carries them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway.errors import refused
+from gateway.fields import MESSAGE, PART, STRUCTURED, TOOL, check_extra
+from gateway.schema_sampling import Count, SamplingFields, Schema
+from tandem_client import ChatMessage
+from tandem_client.stubs.inference_pb2 import Tool, ToolCall
+
+MAX_MESSAGES = 1024
+MAX_TOOLS = 128
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(Schema):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Schema):
+    name: str
+    arguments: str = "{}"
+
+
+class MessageToolCall(Schema):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class Message(Schema):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionSpec(Schema):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Schema):
+    type: str
+    function: FunctionSpec | None = None
+
+
+class ResponseFormat(Schema):
+    type: str
+
+
+class ChatBody(SamplingFields):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def num_logprobs(body: ChatBody) -> int | None:
+    """The number of most likely tokens for each token; None = no log-probabilities."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs", "needs logprobs to be true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def text_of(content: str | list[ContentPart] | None, path: str) -> str:
+    """The text of all parts. Raises `ApiError` for a part that is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        where = f"{path}[{index}]"
+        if part.type not in TEXT_PARTS:
+            message = f"parts of type {part.type[:40]!r} are not supported: the models here read text only"
+            raise refused(f"{where}.type", message, "unsupported_content_part")
+        check_extra(part.model_extra, PART, f"{where}.")
+        if part.text is None:
+            raise refused(f"{where}.text", "is required", "missing_required_parameter")
+    return "".join(part.text or "" for part in content)
+
+
+def wire_messages(messages: list[Message]) -> tuple[list[ChatMessage], list[str]]:
+    """The messages for the router, and warnings. Raises `ApiError` with the path of the field."""
+    wire, warnings = [], []
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        warnings += check_extra(message.model_extra, MESSAGE, f"{path}.")
+        if message.content is None and not message.tool_calls:
+            raise refused(f"{path}.content", "is required", "missing_required_parameter")
+        if message.tool_calls and message.role != "assistant":
+            raise refused(f"{path}.tool_calls", "only messages of the assistant have tool calls")
+        if (message.tool_call_id is not None) != (message.role == "tool"):
+            raise refused(f"{path}.tool_call_id", "is required for role tool, and for no other role")
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments or "{}")
+            for call in message.tool_calls or ()
+            if _require_function(call.type, f"{path}.tool_calls")
+        ]
+        wire.append(
+            ChatMessage(
+                role=message.role,
+                content=text_of(message.content, f"{path}.content"),
+                tool_calls=calls,
+                tool_call_id=message.tool_call_id or "",
+            )
+        )
+    return wire, warnings
+
+
+def _require_function(kind: str, path: str) -> bool:
+    if kind != "function":
+        raise refused(path, f"only tools of type 'function' are supported, one is {kind[:40]!r}")
+    return True
+
+
+def wire_tools(specs: list[ToolSpec] | None, choice: str | dict[str, Any] | None) -> tuple[list[Tool], list[str]]:
+    """The tools that the model may call, and warnings. Empty if `choice` is "none"."""
+    check_tool_choice(choice, bool(specs))
+    if choice == "none":
+        return [], []
+    tools, warnings = [], []
+    for index, tool in enumerate(specs or ()):
+        path = f"tools[{index}]"
+        _require_function(tool.type, f"{path}.type")
+        if tool.function is None:
+            raise refused(f"{path}.function", "is required", "missing_required_parameter")
+        check_extra(tool.model_extra, TOOL, f"{path}.")
+        check_extra(tool.function.model_extra, TOOL, f"{path}.function.")
+        tools.append(wire_tool(tool.function))
+        if tool.function.strict:
+            warnings.append(f"{path}.function.strict has no effect: {STRUCTURED}")
+    return tools, warnings
+
+
+def wire_tool(function: FunctionSpec) -> Tool:
+    parameters = "" if function.parameters is None else json.dumps(function.parameters, ensure_ascii=False)
+    return Tool(name=function.name, description=function.description or "", parameters_json=parameters)
+
+
+def check_tool_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> None:
+    if choice in (None, "none"):
+        return
+    if choice != "auto":
+        shown = choice if isinstance(choice, str) else "a named function"
+        raise refused(
+            "tool_choice",
+            f"{shown[:40]} is not supported: {STRUCTURED}, so it cannot force a call; use auto or none",
+            "unsupported_parameter",
+        )
+    if not has_tools:
+        raise refused("tool_choice", "needs tools")
+
+
+def check_response_format(body: ChatBody) -> None:
+    form = body.response_format
+    if form is not None and form.type != "text":
+        message = f"{form.type[:40]} is not supported: {STRUCTURED}; use text"
+        raise refused("response_format", message, "unsupported_parameter")

@@ -1,0 +1,156 @@
+"""The body of /v1/responses in its text form, and its input as messages of a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from gateway.errors import refused
+from gateway.fields import ITEM, STRUCTURED, TOOL, check_extra
+from gateway.schema_chat import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ContentPart,
+    FunctionSpec,
+    Role,
+    check_tool_choice,
+    text_of,
+    wire_tool,
+)
+from gateway.schema_sampling import Count, GenerationFields, Schema
+from tandem_client import ChatMessage
+from tandem_client.stubs.inference_pb2 import Tool, ToolCall
+
+
+class InputItem(Schema):
+    """A message, a call of a tool, or the output of a tool. Clients send earlier output items back unchanged."""
+
+    type: str = "message"
+    role: Role | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class TextFormat(Schema):
+    type: str = "text"
+
+
+class TextOptions(Schema):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponseTool(FunctionSpec):
+    type: str
+
+
+class ResponsesBody(GenerationFields):
+    input: (
+        Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    )
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+
+
+def input_messages(body: ResponsesBody) -> list[ChatMessage]:
+    """The chat that `instructions` and `input` describe. Raises `ApiError` with the path of the field."""
+    messages = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*messages, ChatMessage(role="user", content=body.input)]
+    for index, item in enumerate(body.input):
+        path = f"input[{index}]"
+        check_extra(item.model_extra, ITEM, f"{path}.")
+        match item.type:
+            case "message":
+                messages.append(_message(item, path))
+            case "function_call":
+                call = ToolCall(
+                    id=_required(item.call_id, f"{path}.call_id"),
+                    name=_required(item.name, f"{path}.name"),
+                    arguments_json=item.arguments or "{}",
+                )
+                if messages and messages[-1].role == "assistant":  # the calls of one turn belong to one message
+                    messages[-1].tool_calls.append(call)
+                else:
+                    messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+            case "function_call_output":
+                call_id = _required(item.call_id, f"{path}.call_id")
+                text = text_of(item.output, f"{path}.output")
+                messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id))
+            case _:
+                message = f"items of type {item.type[:40]!r} are not supported"
+                raise refused(f"{path}.type", message, "unsupported_parameter")
+    return messages
+
+
+def _message(item: InputItem, path: str) -> ChatMessage:
+    role = _required(item.role, f"{path}.role")
+    if role == "tool":
+        raise refused(f"{path}.role", "send the output of a tool as an item of type function_call_output")
+    if item.content is None:
+        raise refused(f"{path}.content", "is required", "missing_required_parameter")
+    return ChatMessage(role=role, content=text_of(item.content, f"{path}.content"))
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise refused(path, "is required", "missing_required_parameter")
+    return value
+
+
+def response_tools(body: ResponsesBody) -> tuple[list[Tool], list[str]]:
+    """The tools that the model may call, and warnings. Empty if `tool_choice` is "none"."""
+    check_tool_choice(body.tool_choice, bool(body.tools))
+    if body.tool_choice == "none":
+        return [], []
+    tools, warnings = [], []
+    for index, given in enumerate(body.tools or ()):
+        path = f"tools[{index}]"
+        if given.get("type") != "function":
+            shown = str(given.get("type"))[:40]
+            message = f"only tools of type 'function' are supported, one is {shown!r}"
+            raise refused(f"{path}.type", message, "unsupported_parameter")
+        tool = ResponseTool.model_validate(given)
+        check_extra(tool.model_extra, TOOL, f"{path}.")
+        tools.append(wire_tool(tool))
+        if tool.strict:
+            warnings.append(f"{path}.strict has no effect: {STRUCTURED}")
+    return tools, warnings
+
+
+def check_text_options(body: ResponsesBody) -> list[str]:
+    """Warnings. Raises `ApiError` for another format than text."""
+    options = body.text
+    if options is None:
+        return []
+    if options.format is not None and options.format.type != "text":
+        message = f"{options.format.type[:40]} is not supported: {STRUCTURED}; use text"
+        raise refused("text.format", message, "unsupported_parameter")
+    return ["text.verbosity has no effect: the models here have no such switch"] if options.verbosity else []
+
+
+def echoed_fields(body: ResponsesBody) -> dict[str, Any]:
+    """The fields of the request that every response object repeats."""
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "user": body.user,
+        "metadata": (body.model_extra or {}).get("metadata") or {},
+    }

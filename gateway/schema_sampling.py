@@ -1,0 +1,136 @@
+"""The part that the requests of all generating routes share: sampling, the end of the output, and vLLM's extra fields.
+
+The schemas check the types, and what the gRPC messages could not carry. The router checks the ranges.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from gateway.errors import refused
+from gateway.fields import check_extra
+from tandem_client import GenerateRequest, SamplingParams, StopConditions
+
+UINT32 = 2**32 - 1
+MAX_SEED = 2**63 - 1
+MAX_CHOICES = 16
+
+
+def _bias_token(key: str) -> str:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) <= UINT32):
+        raise ValueError(f"keys must be token ids, one is {key[:40]!r}")
+    return key
+
+
+BiasedToken = Annotated[str, AfterValidator(_bias_token)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=UINT32)]
+
+
+class Schema(BaseModel):
+    """Unknown fields are kept apart, for `gateway.fields.check_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
+
+
+class GenerationFields(Schema):
+    """null means "not set" for every field."""
+
+    model: str = ""
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    # vLLM's fields
+    top_k: Annotated[int, Field(ge=-1, le=UINT32)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: str | None = None
+
+
+class SamplingFields(GenerationFields):
+    """The further fields of completions and chat completions."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[BiasedToken, float] | None = None
+    max_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_receipt: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI pads chunks against eavesdroppers; here it has no effect
+
+
+SamplingFields.model_rebuild()
+
+
+def sampling_of(body: GenerationFields) -> SamplingParams:
+    given: dict[str, Any] = {
+        name: getattr(body, name, None)
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+        )
+    }  # fmt: skip
+    if body.top_k is not None:
+        given["top_k"] = max(body.top_k, 0)  # -1 of vLLM: all
+    sampling = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    for key, bias in (getattr(body, "logit_bias", None) or {}).items():
+        sampling.logit_bias[int(key)] = bias
+    return sampling
+
+
+def stop_of(body: GenerationFields, max_tokens: int | None) -> StopConditions:
+    stop = getattr(body, "stop", None)
+    conditions = StopConditions(
+        stop_strings=[stop] if isinstance(stop, str) else stop or (),
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=body.min_tokens or 0,
+    )
+    if max_tokens is not None:
+        conditions.max_tokens = max_tokens
+    return conditions
+
+
+def common_request(body: GenerationFields, max_tokens: int | None, model: str, request_id: str) -> GenerateRequest:
+    """The gRPC request without its prompt."""
+    return GenerateRequest(
+        model=model,
+        sampling=sampling_of(body),
+        stop=stop_of(body, max_tokens),
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        request_id=request_id,
+        user=body.user or "",
+    )
+
+
+def stream_warnings(body: SamplingFields) -> list[str]:
+    """Warnings about options of the stream. Raises `ApiError` for an unknown one."""
+    options = body.stream_options
+    if options is None:
+        return []
+    if not body.stream:
+        raise refused("stream_options", "needs stream to be true")
+    warnings = check_extra(options.model_extra, {}, "stream_options.")
+    if options.continuous_usage_stats:
+        warnings.append("stream_options.continuous_usage_stats has no effect: usage comes with the last chunk")
+    return warnings

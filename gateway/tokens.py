@@ -1,0 +1,89 @@
+"""POST /tokenize and /detokenize, in the shape of vLLM's."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.calls import call_context, json_bytes, read_body, warning_headers
+from gateway.connection import while_connected
+from gateway.errors import refused
+from gateway.fields import FieldRule, Verdict, check_extra
+from gateway.schema_chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
+from gateway.schema_sampling import Schema, TokenId
+from tandem_client import ChatPrompt, DetokenizeRequest, TokenizeRequest
+
+router = APIRouter()
+
+MAX_DETOKENIZE_TOKENS = 1_000_000
+
+TOKENIZE = {
+    "add_special_tokens": FieldRule(
+        Verdict.REFUSE, "a text gets the special tokens that the model expects, and a chat those of its template", ()
+    ),
+    "add_generation_prompt": FieldRule(Verdict.REFUSE, "a chat always ends with the start of the answer", (True,)),
+    "continue_final_message": FieldRule(Verdict.REFUSE, "a chat always ends with the start of the answer", (False,)),
+    "chat_template": FieldRule(Verdict.REFUSE, "the template of the model is always used"),
+    "mm_processor_kwargs": FieldRule(Verdict.REFUSE, "the models here read text only"),
+}
+
+
+class TokenizeBody(Schema):
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Schema):
+    model: str = ""
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZE_TOKENS)]
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    context = call_context(request)
+    body = await read_body(request, TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("prompt", "send either prompt or messages")
+    if body.return_token_strs:
+        raise refused("return_token_strs", "is not supported: send the ids to /detokenize", "unsupported_parameter")
+    neutral = (body.prompt is not None,)  # of add_special_tokens: a text has them, a chat has those of its template
+    rule = TOKENIZE["add_special_tokens"]
+    rules = TOKENIZE | {"add_special_tokens": FieldRule(rule.verdict, rule.reason, neutral)}
+    warnings = check_extra(body.model_extra, rules)
+    if body.prompt is not None:
+        wire = TokenizeRequest(text=body.prompt)
+    else:
+        messages, message_warnings = wire_messages(body.messages or [])
+        tools, tool_warnings = wire_tools(body.tools, None)
+        warnings += message_warnings + tool_warnings
+        options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
+        wire = TokenizeRequest(chat=ChatPrompt(messages=messages, tools=tools, template_options_json=options))
+    model = request.app.state.fleets.resolve(body.model, 0, context.tag)
+    found = await while_connected(request.receive, model.client.tokenize(wire, metadata=context.metadata))
+    answer = {
+        "count": len(found.token_ids),
+        "max_model_len": model.info.context_length,
+        "tokens": list(found.token_ids),
+        "token_strs": None,
+    }
+    return Response(json_bytes(answer), 200, warning_headers(warnings), "application/json")
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    context = call_context(request)
+    body = await read_body(request, DetokenizeBody)
+    check_extra(body.model_extra, {})
+    model = request.app.state.fleets.resolve(body.model, 0, context.tag)
+    wire = DetokenizeRequest(token_ids=body.tokens)
+    found = await while_connected(request.receive, model.client.detokenize(wire, metadata=context.metadata))
+    return Response(json_bytes({"prompt": found.text}), 200, {}, "application/json")

@@ -1,0 +1,117 @@
+"""Every program of examples/ runs as its first lines say, against a fleet with API keys and its gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from core.config import ApiKeyConfig
+from gateway.fleets import Fleets
+from runtime.api_keys import hash_of
+from tests.support.deployment import deploy, tiny_config
+from tests.support.gateway import serving_gateway
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KEY = "tandem-key-of-the-examples"
+TIMEOUT_S = 60.0  # of a busy machine
+NODE_MODULES = EXAMPLES / "node" / "node_modules"
+needs_node = pytest.mark.skipif(
+    shutil.which("node") is None or not NODE_MODULES.exists(), reason="node modules are not installed: make tools"
+)
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    router: str  # host:port
+    gateway: str  # URL
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def addresses() -> AsyncIterator[Addresses]:
+    key = ApiKeyConfig(name="examples", sha256=hash_of(KEY))
+    async with (
+        deploy(replace(tiny_config(), api_keys=(key,))) as deployment,
+        serving_gateway(Fleets(deployment.router_address)) as url,
+    ):
+        yield Addresses(deployment.router_address, url)
+
+
+async def run(program: str, address: str, key: str = KEY) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr) of an example."""
+    path = EXAMPLES / program
+    interpreter = {".py": [sys.executable], ".js": ["node"], ".sh": []}[path.suffix]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "TANDEM_API_KEY": key}
+    process = await asyncio.create_subprocess_exec(
+        *interpreter, str(path), address, env=environment,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            output, errors = await process.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def answer_of(program: str, address: str) -> str:
+    status, output, errors = await run(program, address)
+    assert (status, errors) == (0, ""), output
+    return output
+
+
+async def test_the_python_client_streams_and_reports_what_the_answer_took(addresses: Addresses) -> None:
+    output = await answer_of("python_client.py", addresses.router)
+    assert re.search(r"\d+ \+ \d+ tokens, ended by (stop|length)\n", output)
+    assert re.search(r"first token after [\d.]+ ms, path disaggregated\n", output)
+
+
+async def test_the_async_python_client_completes_three_prompts(addresses: Addresses) -> None:
+    output = await answer_of("python_async.py", addresses.router)
+    assert len(re.findall(r"\.\.\. \d+ tokens: ", output)) == 3
+
+
+async def test_a_program_without_a_valid_key_ends_with_the_reason(addresses: Addresses) -> None:
+    status, _, errors = await run("python_async.py", addresses.router, key="tandem-wrong")
+    assert (status, errors) == (1, "UNAUTHENTICATED: this API key is not known here\n")
+
+
+async def test_openai_s_python_client_streams(addresses: Addresses) -> None:
+    assert re.search(r"\d+ \+ \d+ tokens of \S+\n", await answer_of("openai_client.py", addresses.gateway))
+
+
+@needs_curl
+async def test_curl_streams_and_a_wrong_key_is_refused(addresses: Addresses) -> None:
+    output = await answer_of("chat.sh", addresses.gateway)
+    assert output.startswith("data: {")
+    assert output.endswith("data: [DONE]\n\n")
+    status, output, _ = await run("chat.sh", addresses.gateway, key="tandem-wrong")
+    assert status != 0
+    assert "this API key is not known here" in output
+
+
+@needs_node
+async def test_node_streams_over_grpc(addresses: Addresses) -> None:
+    output = await answer_of("node/grpc_client.js", addresses.router)
+    assert re.search(r"\d+ \+ \d+ tokens, FINISH_REASON_(STOP|LENGTH), REQUEST_PATH_DISAGGREGATED\n", output)
+    status, _, errors = await run("node/grpc_client.js", addresses.router, key="tandem-wrong")
+    assert (status, errors) == (1, "UNAUTHENTICATED: this API key is not known here\n")
+
+
+@needs_node
+async def test_openai_s_node_client_streams(addresses: Addresses) -> None:
+    assert re.search(r"\d+ \+ \d+ tokens of \S+\n", await answer_of("node/openai_client.js", addresses.gateway))

@@ -1,0 +1,108 @@
+"""A guardrail on the way through the gateway: whole answers and streams, chats and completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from core.config import GatewayConfig
+from gateway.fleets import Fleets
+from gateway.guardrails import FAILED
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.gateway import serving_gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TIMEOUT_S = 30.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config()) as deployed:
+        yield deployed
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    config = GatewayConfig(guardrail="tests.support.guardrail:build")
+    async with (
+        serving_gateway(Fleets(deployment.router_address), config) as url,
+        httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
+    ):
+        yield client
+
+
+async def ask(http: httpx.AsyncClient, kind: str, prompt: str, **fields: Any) -> httpx.Response:
+    body: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "ignore_eos": True} | fields
+    if kind == "chat":
+        return await http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": prompt}]})
+    return await http.post("/v1/completions", json=body | {"prompt": prompt})
+
+
+def text_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+both_kinds = pytest.mark.parametrize("kind", ["chat", "completion"])
+
+
+@both_kinds
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refused_prompt_ends_before_any_token(http: httpx.AsyncClient, kind: str, stream: bool) -> None:
+    response = await ask(http, kind, "refuse", stream=stream)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["message"]) == ("content_policy_violation", "such prompts are not answered")
+
+
+@both_kinds
+async def test_a_rewritten_prompt_is_what_the_model_reads(http: httpx.AsyncClient, kind: str) -> None:
+    asked, rewritten = await ask(http, kind, "as it is"), await ask(http, kind, "rewrite")
+    tokens = [response.json()["usage"]["prompt_tokens"] for response in (asked, rewritten)]
+    assert tokens[1] > tokens[0] + 20
+
+
+@both_kinds
+async def test_a_masked_output_shows_nothing_of_the_model_s_text(http: httpx.AsyncClient, kind: str) -> None:
+    assert set(text_of(await ask(http, kind, "mask"))) == {"x"}
+
+
+@both_kinds
+async def test_held_text_comes_at_the_end(http: httpx.AsyncClient, kind: str) -> None:
+    assert text_of(await ask(http, kind, "hold back")) == "held"
+    chunks = events(await ask(http, kind, "hold back", stream=True))
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    streamed = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    assert streamed == "held"
+
+
+@both_kinds
+@pytest.mark.parametrize("prompt", ["end early", "break"])
+async def test_a_refused_output_ends_with_content_filter_and_frees_the_workers(
+    http: httpx.AsyncClient, deployment: Deployment, kind: str, prompt: str
+) -> None:
+    whole = await ask(http, kind, prompt, max_tokens=100)
+    assert whole.json()["choices"][0]["finish_reason"] == "content_filter"
+    chunks = events(await ask(http, kind, prompt, max_tokens=100, stream=True))
+    reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert reasons == ["content_filter"]
+    assert FAILED not in whole.text
+    await deployment.settle()
+
+
+async def test_logprobs_would_show_masked_text_and_are_refused(http: httpx.AsyncClient) -> None:
+    response = await ask(http, "completion", "mask", logprobs=1)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"

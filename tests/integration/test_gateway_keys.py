@@ -1,0 +1,88 @@
+"""API keys through the gateway, which passes them on: the statuses and headers that clients of OpenAI know."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from core.config import ApiKeyConfig
+from gateway.fleets import Fleets
+from runtime.api_keys import hash_of
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.gateway import serving_gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT = "a prompt that is longer than two blocks of sixteen tokens each"
+
+
+def key_of(name: str) -> str:
+    return f"tandem-key-of-{name}"
+
+
+def config_of(name: str, **options: object) -> ApiKeyConfig:
+    return ApiKeyConfig(name=name, sha256=hash_of(key_of(name)), **options)  # type: ignore[arg-type]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[Deployment]:
+    keys = (config_of("alice"), config_of("bob", requests_per_minute=1), config_of("olga", operator=True))
+    async with deploy(replace(tiny_config(), api_keys=keys)) as deployed:
+        yield deployed
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving_gateway(Fleets(deployment.router_address)) as url,
+        httpx.AsyncClient(base_url=url, timeout=30.0) as client,
+    ):
+        yield client
+
+
+async def complete(http: httpx.AsyncClient, authorization: str = "", **fields: object) -> httpx.Response:
+    body = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0} | fields
+    headers = {"authorization": authorization} if authorization else {}
+    return await http.post("/v1/completions", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer wrong", "Basic YTpi", key_of("alice"), "Bearer kéy"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_a_valid_key_a_request_gets_401(
+    http: httpx.AsyncClient, authorization: str, stream: bool
+) -> None:
+    response = await http.post(
+        "/v1/completions",
+        json={"prompt": PROMPT, "stream": stream},
+        headers=[(b"authorization", authorization.encode())] if authorization else [],
+    )
+    assert response.status_code == 401, response.text
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert "key" in response.json()["error"]["message"]
+
+
+async def test_a_key_passes_and_its_tenant_owns_the_cached_prefix(http: httpx.AsyncClient) -> None:
+    async def cached(name: str) -> int:
+        response = await complete(http, f"Bearer {key_of(name)}", user="somebody-else")
+        assert response.status_code == 200, response.text
+        return int((response.json()["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    assert await cached("alice") == 0
+    assert await cached("alice") > 0
+    assert await cached("olga") == 0
+
+
+async def test_a_key_beyond_its_limit_gets_429_with_the_seconds_to_wait(http: httpx.AsyncClient) -> None:
+    assert (await complete(http, f"Bearer {key_of('bob')}")).status_code == 200
+    response = await complete(http, f"Bearer {key_of('bob')}")
+    assert response.status_code == 429
+    assert 30 <= int(response.headers["retry-after"]) <= 60
+    assert "'bob' has made 1 requests in the last minute, its limit" in response.json()["error"]["message"]
+
+
+async def test_what_needs_no_key_over_grpc_needs_none_over_http(http: httpx.AsyncClient) -> None:
+    for path in ("/health", "/ready", "/version", "/v1/models"):
+        assert (await http.get(path)).status_code == 200, path

@@ -1,0 +1,230 @@
+"""The gateway as a program: routes about itself, limits, CORS, TLS, several models, processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from core.config import GatewayConfig, ModelConfig
+from gateway import front_door
+from gateway.fleets import Fleets
+from gateway.http_protocol import MAX_HEAD_BYTES
+from gateway.processes import gateway
+from gateway.server import GatewaySpec
+from tests.support.certificates import Authority
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.gateway import serving_gateway
+from tests.support.waiting import until
+
+ASK = {"model": "fake:tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+NOWHERE = "127.0.0.1:9"
+
+
+@pytest.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config()) as deployment:
+        yield deployment
+
+
+@contextlib.asynccontextmanager
+async def client_of(
+    fleets: Fleets, config: GatewayConfig | None = None, **options: object
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving_gateway(fleets, config) as url,
+        httpx.AsyncClient(base_url=url, timeout=20, **options) as client,  # type: ignore[arg-type]
+    ):
+        yield client
+
+
+async def test_it_tells_its_models_its_health_its_version_and_its_metrics(deployment: Deployment) -> None:
+    async with client_of(Fleets(deployment.router_address)) as client:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["object"], model["max_model_len"]) == ("fake:tiny", "model", 8192)
+        assert (await client.get("/v1/models/fake:tiny")).json() == model
+        missing = await client.get("/v1/models/gpt-5")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).json() == {"ready": True, "models": {"fake:tiny": "ready"}}
+        assert (await client.get("/version")).json()["version"]
+        home = await client.get("/")
+        assert (home.status_code, home.headers["location"]) == (307, "/dashboard")
+        page = (await client.get("/metrics")).text
+        assert 'tandem_gateway_requests_total{route="/v1/models/{name:path}",status="404"} 1.0' in page
+        assert "tandem_router_in_flight" in page, "the page of the router follows"
+
+
+async def test_ready_tells_the_truth_while_workers_and_routers_go(deployment: Deployment) -> None:
+    async with client_of(Fleets(deployment.router_address)) as client:
+        await deployment.decode[0].stop()
+        endpoint = deployment.endpoints[id(deployment.prefill[0])]
+        await deployment.router.set_workers([endpoint])
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["models"]) == (503, {"fake:tiny": "no decode worker serves"})
+        await deployment.router.stop()
+        answer = await client.get("/ready")
+        assert answer.status_code == 503
+        assert "no router" in answer.json()["models"]["fake:tiny"]
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_gateway_starts_before_its_router_and_finds_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.05)
+    with contextlib.closing(await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)) as holder:
+        port = holder.sockets[0].getsockname()[1]
+    async with client_of(Fleets(f"127.0.0.1:{port}")) as client:
+        assert (await client.get("/ready")).status_code == 503
+        refused = await client.post("/v1/completions", json=ASK)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+        async with deploy(tiny_config(port=port)):
+            async with asyncio.timeout(10):
+                while (await client.get("/ready")).status_code != 200:
+                    await asyncio.sleep(0.05)
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_door, "LINGER_S", 0.5)
+    async with client_of(Fleets(deployment.router_address), GatewayConfig(max_body_bytes=1000)) as client:
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for _ in range(50):
+                yield b"x" * 900
+
+        for body, headers in ((b"x" * 1001, {}), (chunks(), {"transfer-encoding": "chunked"})):
+            answer = await client.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == 413
+            error = answer.json()["error"]
+            assert error["message"] == "body: larger than 1000 bytes (gateway.max_body_bytes)"
+            assert (error["type"], error["code"]) == ("invalid_request_error", "request_too_large")
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 99999999999\r\n\r\n")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413"), "told by the length alone"
+            await reader.read()
+        writer.close()
+
+
+async def test_a_head_over_the_limit_is_refused(deployment: Deployment) -> None:
+    async with client_of(Fleets(deployment.router_address)) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nx-long: " + b"y" * (MAX_HEAD_BYTES + 1))
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 431")
+        assert b"headers_too_large" in answer
+
+
+async def test_only_pages_of_the_configured_origins_may_call(deployment: Deployment) -> None:
+    origin = "https://chat.example"
+    async with client_of(Fleets(deployment.router_address), GatewayConfig(cors_origins=(origin,))) as client:
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        preflight = await client.options("/v1/completions", headers=asked)
+        assert preflight.headers["access-control-allow-origin"] == origin
+        other = await client.options("/v1/completions", headers=asked | {"origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+        answer = await client.post("/v1/completions", json=ASK | {"model": "nope"}, headers={"origin": origin})
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (404, origin)
+
+
+async def test_with_a_certificate_it_serves_https_only(deployment: Deployment, tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    certificate, key = authority.sign("gateway")
+    config = GatewayConfig(tls_cert=str(certificate), tls_key=str(key))
+    trust = ssl.create_default_context(cafile=str(authority.certificate))
+    async with client_of(Fleets(deployment.router_address), config, verify=trust) as client:
+        assert client.base_url.scheme == "https"
+        assert (await client.get("/ready")).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            await client.get(f"http://127.0.0.1:{client.base_url.port}/health")
+
+
+async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.2)
+    models = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router=NOWHERE))
+    async with client_of(Fleets(deployment.router_address, models)) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["root"]) for model in listed] == [
+            ("small", "small"), ("big", "big"), ("fast", "small"),
+        ]  # fmt: skip
+        answer = await client.post("/v1/completions", json=ASK | {"model": "fast"})
+        assert (answer.status_code, answer.json()["model"]) == (200, "small")
+        away = await client.post("/v1/completions", json=ASK | {"model": "big"})
+        assert away.status_code == 503
+        assert NOWHERE in away.json()["error"]["message"]
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["models"]["small"]) == (200, "ready")
+
+
+async def test_a_stop_lets_open_streams_end_and_takes_no_new_connection(deployment: Deployment) -> None:
+    gate = contextlib.AsyncExitStack()
+    url = await gate.enter_async_context(serving_gateway(Fleets(deployment.router_address), drain_timeout_s=20))
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        ask = ASK | {"stream": True, "max_tokens": 2000}
+        async with client.stream("POST", "/v1/completions", json=ask) as answer:
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+            stopping = asyncio.create_task(gate.aclose())
+            rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]", "the stream has ended as if nothing had happened"
+        await stopping
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+
+
+# ---- processes
+
+
+def spec_of(deployment: Deployment, **options: object) -> GatewaySpec:
+    config = GatewayConfig(**({"num_processes": 2} | options))  # type: ignore[arg-type]
+    return GatewaySpec(config, (deployment.router_address,), drain_timeout_s=2.0)
+
+
+async def test_processes_share_a_port_and_their_counts_and_a_dead_one_is_replaced(deployment: Deployment) -> None:
+    lines: list[str] = []
+    async with gateway(spec_of(deployment), lines.append) as url:
+        children = {child.pid: child for child in psutil.Process().children()}
+        assert len(children) == 2
+        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+            for _ in range(8):  # a connection each, which the kernel gives to one of the processes
+                answer = await client.post("/v1/completions", json=ASK, headers={"connection": "close"})
+                assert answer.status_code == 200
+            page = (await client.get("/metrics")).text
+            assert 'tandem_gateway_requests_total{route="/v1/completions",status="200"} 8.0' in page
+            victim = next(iter(children))
+            os.kill(victim, signal.SIGKILL)
+
+            def replaced() -> bool:
+                now = {child.pid for child in psutil.Process().children()}
+                return len(now) == 2 and victim not in now
+
+            await until(replaced, "a new process", 20)
+            assert lines == ["a gateway process ended with status -9; a new one starts in 0.5 s"]
+            assert (await client.get("/ready", headers={"connection": "close"})).status_code == 200
+    assert not psutil.Process().children()
+
+
+async def test_a_port_that_another_program_has_is_an_error_that_names_the_option(deployment: Deployment) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    spec = replace(spec_of(deployment), config=GatewayConfig(port=port))
+    with pytest.raises(Exception, match=f"cannot listen on 127.0.0.1:{port} .*--http"):
+        async with gateway(spec, print):
+            pass
+    server.close()
+    await server.wait_closed()

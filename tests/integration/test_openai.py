@@ -1,0 +1,385 @@
+"""The gateway as the openai client meets it: answers, streams, tools, typed errors, retries and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from core.config import ApiKeyConfig, GatewayConfig
+from gateway.fleets import Fleets
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.gateway import serving_gateway
+from tests.support.scripted_router import ScriptedRouter, scripted_router
+from tests.support.steps import slow_down
+from tests.support.waiting import until
+
+MODEL = "fake:tiny"
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+CALL_TEXTS = ["Let me see. <tool", '_call>{"name": "weather", ', '"arguments": {"city": "Bonn"}}', "</tool_call>"]
+BUSY = (("tandem-retryable", "true"), ("tandem-retry-after-ms", "10"))
+NO_RETRIES = {"max_retries": 0}
+
+
+@pytest.fixture
+async def deployment() -> AsyncIterator[Deployment]:
+    async with deploy(tiny_config()) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+async def url(deployment: Deployment) -> AsyncIterator[str]:
+    async with serving_gateway(Fleets(deployment.router_address)) as url:
+        yield url
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with client_of(url) as client:
+        yield client
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[ScriptedRouter]:
+    async with scripted_router(["Hello ", "world"]) as router:
+        yield router
+
+
+@pytest.fixture
+async def scripted_client(scripted: ScriptedRouter) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with serving_gateway(Fleets(scripted.address)) as url, client_of(url) as client:
+        yield client
+
+
+def client_of(url: str, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="no-key", **(NO_RETRIES | options))
+
+
+def no_requests(deployment: Deployment) -> bool:
+    shell = deployment.router._shell
+    assert shell is not None
+    return shell.num_open == 0 and shell.machine.num_in_flight == 0
+
+
+async def test_a_stream_has_the_text_of_the_answer_and_the_cached_tokens(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 12, "temperature": 0}
+    answer = await client.chat.completions.create(**options)
+    stream = await client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == answer.choices[0].finish_reason == "length"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (12, 16)
+
+
+async def test_the_synchronous_client_streams(url: str) -> None:
+    def ask() -> list[str]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="no-key", max_retries=0) as client:
+            stream = client.completions.create(model=MODEL, prompt="abc", max_tokens=3, stream=True)
+            return [chunk.choices[0].finish_reason or "" for chunk in stream]
+
+    assert (await asyncio.to_thread(ask))[-1] == "length"
+
+
+async def test_each_form_of_a_prompt_gives_the_tokens_of_the_grpc_api(
+    client: openai.AsyncOpenAI, deployment: Deployment
+) -> None:
+    direct = await deployment.generate(text="abc", max_tokens=6)
+    extra = {"ignore_eos": True, "top_k": -1}
+    for prompt, num in (("abc", 1), ([97, 98, 99], 1), (["abc", "abc"], 2), ([[97, 98, 99], [97, 98, 99]], 2)):
+        answer = await client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=6, temperature=0, n=2, extra_body=extra
+        )
+        assert [choice.index for choice in answer.choices] == list(range(2 * num))
+        assert {choice.text for choice in answer.choices} == {direct.text}
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 * num, 12 * num)
+
+
+async def test_echo_precedes_the_output_also_for_token_ids(client: openai.AsyncOpenAI) -> None:
+    plain = await client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=4, temperature=0)
+    echoed = await client.completions.create(model=MODEL, prompt=[97, 98], max_tokens=4, temperature=0, echo=True)
+    assert echoed.choices[0].text == "ab" + plain.choices[0].text
+
+
+async def test_log_probabilities_name_every_token(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"max_tokens": 4, "temperature": 0, "model": MODEL}
+    chat = await client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=2, **options)
+    assert chat.choices[0].logprobs is not None
+    entries = chat.choices[0].logprobs.content or []
+    assert bytes(byte for entry in entries for byte in entry.bytes or ()).decode(errors="replace") == (
+        chat.choices[0].message.content
+    )
+    assert all(len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob == entry.logprob for entry in entries)
+    legacy = (await client.completions.create(prompt="abc", logprobs=1, **options)).choices[0].logprobs
+    assert legacy is not None
+    assert len(legacy.tokens or ()) == len(legacy.token_logprobs or ()) == len(legacy.text_offset or ()) == 4
+
+
+async def test_a_call_of_a_tool_goes_there_and_back(
+    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
+) -> None:
+    scripted.texts = CALL_TEXTS
+    options: Any = {"model": "scripted", "tools": [WEATHER]}
+    answer = await scripted_client.chat.completions.create(messages=HELLO, **options)
+    choice = answer.choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function"
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Bonn"}
+    scripted.texts = ["It is warm."]
+    history = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "25 C"}]
+    final = await scripted_client.chat.completions.create(messages=history, **options)
+    assert final.choices[0].message.content == "It is warm."
+    asked, answered = scripted.requests[-1].chat.messages[1:]
+    assert (
+        (asked.tool_calls[0].id, asked.tool_calls[0].name) == (call.id, "weather") == (answered.tool_call_id, "weather")
+    )
+
+
+async def test_a_call_of_a_tool_streams(scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI) -> None:
+    scripted.texts = CALL_TEXTS
+    names, arguments, text, reasons = [], "", "", []
+    async for chunk in await scripted_client.chat.completions.create(
+        model="scripted", messages=HELLO, tools=[WEATHER], stream=True
+    ):
+        delta = chunk.choices[0].delta
+        text += delta.content or ""
+        reasons.append(chunk.choices[0].finish_reason)
+        for call in delta.tool_calls or ():
+            assert call.function is not None
+            names.append(call.function.name)
+            arguments += call.function.arguments or ""
+    assert (names[0], json.loads(arguments), text.strip()) == ("weather", {"city": "Bonn"}, "Let me see.")
+    assert reasons[-1] == "tool_calls"
+
+
+async def test_a_response_streams_typed_events(client: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": MODEL, "input": "Hello", "instructions": "Be brief.", "temperature": 0}
+    whole = await client.responses.create(**options, max_output_tokens=8)
+    events = [event async for event in await client.responses.create(**options, max_output_tokens=8, stream=True)]
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.delta", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text != ""
+    assert whole.usage is not None
+    assert (whole.status, whole.usage.output_tokens) == ("incomplete", 8)
+
+
+async def test_a_response_calls_a_tool_and_takes_its_output(
+    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
+) -> None:
+    scripted.texts = CALL_TEXTS
+    tools: Any = [{"type": "function", **WEATHER["function"]}]
+    first = await scripted_client.responses.create(model="scripted", input="Bonn?", tools=tools)
+    text, call = first.output
+    assert (text.type, call.type, first.status) == ("message", "function_call", "completed")
+    assert call.type == "function_call"
+    scripted.texts = ["Warm."]
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "25 C"}
+    turns: Any = [{"role": "user", "content": "Bonn?"}, *first.output, result]
+    second = await scripted_client.responses.create(model="scripted", input=turns, tools=tools)
+    assert second.output_text == "Warm."
+    messages = scripted.requests[-1].chat.messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1].tool_calls[0].id == messages[2].tool_call_id == call.call_id
+
+
+async def test_a_prompt_comes_back_from_its_tokens(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        found = (await http.post("/tokenize", json={"model": MODEL, "prompt": "Grüße"})).json()
+        assert (found["count"], found["max_model_len"]) == (len("Grüße".encode()), 8192)
+        back = (await http.post("/detokenize", json={"tokens": found["tokens"]})).json()
+        chat = (await http.post("/tokenize", json={"messages": HELLO})).json()
+    assert back == {"prompt": "Grüße"}
+    assert chat["count"] > len("Hello")
+
+
+async def test_a_receipt_comes_on_request(scripted_client: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": "scripted", "messages": HELLO}
+    plain = await scripted_client.chat.completions.create(**options)
+    assert plain.usage is not None
+    assert "tandem" not in plain.usage.model_dump()
+    paid = await scripted_client.chat.completions.create(**options, n=2, extra_headers={"x-tandem-receipt": "1"})
+    assert paid.usage is not None
+    receipt = paid.usage.model_dump()["tandem"]
+    assert receipt["promise"] == {"ttft_ms": 12.5, "tpot_ms": 3.0, "path": "disaggregated"}
+    assert (receipt["receipt"]["decode_ms"], receipt["receipt"]["kv_block_seconds"]) == (8.0, 1.0)
+
+
+# ---- errors
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an unknown field": ({"extra_body": {"colour": 1}}, "colour", "unknown field"),
+    "a value out of range": ({"temperature": -1}, "temperature", "[0, 100]"),
+    "a value of another type": ({"extra_body": {"top_p": "high"}}, "top_p", "number"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+                 "messages[0].content[0].type", "read text only"),
+    "another format": ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    "a forced tool": ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "cannot force"),
+    "too long an output": ({"max_tokens": 100_000}, "max_tokens", "context of"),
+    "an unknown role": ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "'system'"),
+    "too many stop strings": ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    "beam search": ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "not supported"),
+    "a field within a message": ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood",
+                                 "unknown field"),
+}  # fmt: skip
+
+
+async def test_a_bad_request_names_its_field(client: openai.AsyncOpenAI) -> None:
+    for case, (body, param, message) in REFUSED.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**({"model": MODEL, "messages": HELLO} | body))
+        assert (caught.value.param, case) == (param, case)
+        assert message in caught.value.message
+
+
+async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-9") as caught:
+        await client.chat.completions.create(model="gpt-9", messages=HELLO)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_a_wrong_key_is_an_authentication_error() -> None:
+    key = ApiKeyConfig(name="team", sha256=hashlib.sha256(b"secret").hexdigest())
+    async with (
+        deploy(replace(tiny_config(), api_keys=(key,))) as deployment,
+        serving_gateway(Fleets(deployment.router_address)) as url,
+        client_of(url) as client,
+    ):
+        with pytest.raises(openai.AuthenticationError):
+            await client.chat.completions.create(model=MODEL, messages=HELLO)
+        right = client.with_options(api_key="secret")
+        answer = await right.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 2
+
+
+async def test_a_full_queue_is_a_rate_limit_with_a_hint() -> None:
+    async with (
+        deploy(tiny_config(max_queued=1), num_decode=0) as deployment,
+        serving_gateway(Fleets(deployment.router_address)) as url,
+        client_of(url) as client,
+    ):
+        shell = deployment.router._shell
+        assert shell is not None
+        waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt="waits", max_tokens=2))
+        await until(lambda: shell.machine.num_queued, "the first request is queued")
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.completions.create(model=MODEL, prompt="finds it full", max_tokens=2)
+        waiting.cancel()
+        await until(lambda: no_requests(deployment), "the router has dropped the request")
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert caught.value.response.headers["x-should-retry"] == "true"
+
+
+async def test_the_client_retries_what_the_router_sheds(
+    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI
+) -> None:
+    scripted.failures = [(grpc.StatusCode.UNAVAILABLE, "no worker", BUSY)]
+    retrying = scripted_client.with_options(max_retries=2)
+    answer = await retrying.chat.completions.create(model="scripted", messages=HELLO)
+    assert answer.choices[0].message.content == "Hello world"
+    assert len(scripted.requests) == 2
+
+
+async def test_an_unexpected_fault_is_an_error_with_an_id(
+    scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del scripted
+    monkeypatch.setattr("gateway.chat.wire_messages", None)
+    with pytest.raises(openai.InternalServerError, match=r"its log names it [0-9a-f]{16}"):
+        await scripted_client.chat.completions.create(model="scripted", messages=HELLO)
+
+
+async def test_a_deadline_in_the_middle_of_a_stream_is_an_event(
+    client: openai.AsyncOpenAI, deployment: Deployment
+) -> None:
+    slow_down(deployment.decode[0], 0.05)
+    stream = await client.completions.create(
+        model=MODEL, prompt="abc", max_tokens=1000, stream=True,
+        extra_body={"ignore_eos": True}, extra_headers={"x-tandem-timeout-ms": "400"},
+    )  # fmt: skip
+    assert (await anext(aiter(stream))).choices
+    with pytest.raises(openai.APIError, match="not complete within the time limit"):
+        [chunk async for chunk in stream]
+    await until(lambda: no_requests(deployment), "the router has ended the request")
+
+
+async def test_a_field_without_effect_is_warned_of(client: openai.AsyncOpenAI) -> None:
+    raw = await client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, max_tokens=2, store=True, metadata={"a": "b"}, service_tier="auto"
+    )
+    assert raw.headers["x-tandem-warning"] == "store has no effect: nothing is stored"
+
+
+# ---- clients that go away
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "def", "ghi"]])
+async def test_closing_a_stream_ends_every_request(
+    client: openai.AsyncOpenAI, deployment: Deployment, prompt: str | list[str]
+) -> None:
+    slow_down(deployment.decode[0], 0.02)
+    stream = await client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=2000, stream=True, n=2, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    assert not no_requests(deployment)
+    await stream.close()
+    await until(lambda: no_requests(deployment), "the router has dropped the requests", 5)
+    await deployment.settle()
+
+
+async def test_a_client_that_stops_waiting_ends_its_request(client: openai.AsyncOpenAI, deployment: Deployment) -> None:
+    slow_down(deployment.decode[0], 0.02)
+    waiting = asyncio.create_task(
+        client.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=2000, n=2, extra_body={"ignore_eos": True}
+        )
+    )
+    await until(lambda: not no_requests(deployment), "the request has arrived")
+    waiting.cancel()
+    await until(lambda: no_requests(deployment), "the router has dropped the request", 5)
+    await deployment.settle()
+
+
+# ---- guardrails
+
+
+async def test_a_guardrail_refuses_prompts_and_ends_outputs(scripted: ScriptedRouter) -> None:
+    config = GatewayConfig(guardrail="tests.support.strict_guardrail:make")
+    async with serving_gateway(Fleets(scripted.address), config) as url, client_of(url) as client:
+        options: Any = {"model": "scripted"}
+        with pytest.raises(openai.BadRequestError, match="forbidden word") as caught:
+            await client.chat.completions.create(messages=[{"role": "user", "content": "forbidden"}], **options)
+        assert caught.value.code == "content_policy_violation"
+        kept = await client.chat.completions.create(messages=HELLO, **options)
+        assert kept.choices[0].message.content == "HELLO WORLD"
+        scripted.texts = ["fine ", "forbidden", "never"]
+        chunks = [c async for c in await client.chat.completions.create(messages=HELLO, stream=True, **options)]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "FINE "
+        assert chunks[-1].choices[0].finish_reason == "content_filter"
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            await client.chat.completions.create(messages=HELLO, logprobs=True, **options)

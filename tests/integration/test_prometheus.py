@@ -1,0 +1,153 @@
+"""A real Prometheus scrapes a deployment: every query of every dashboard and rule gives data.
+
+The programs are Debian's, from tests/tools/install.sh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from core.config import TelemetryConfig
+from tests.support.deployment import Deployment, deploy, tiny_config
+from tests.support.observability import FOLDER, RULES, compared, read_yaml, rules, targets
+from tests.support.ports import kept_port
+from tests.support.waiting import until
+
+DEADLINE_S = 10.0
+INTERVAL = "200ms"
+pytestmark = pytest.mark.skipif(
+    not all(map(shutil.which, ("prometheus", "promtool"))), reason="prometheus is not installed: make tools"
+)
+
+
+def run_tool(*command: str) -> str:
+    done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_prometheus_accepts_the_files() -> None:
+    run_tool("promtool", "check", "config", "prometheus.yml")
+    run_tool("promtool", "check", "rules", *(str(path) for path in RULES))
+
+
+def test_each_alert_fires_and_is_silent() -> None:
+    run_tool("promtool", "test", "rules", "alerts.test.yml")
+    firing, silent = read_yaml(FOLDER / "alerts.test.yml")["tests"]
+    fired = json.dumps(firing["promql_expr_test"])
+    for rule in rules():
+        assert "alert" not in rule or f'alertname=\\"{rule["alert"]}\\"' in fired
+    assert silent["promql_expr_test"] == [{"expr": "ALERTS", "eval_time": "25m", "exp_samples": []}]
+
+
+@pytest.mark.skipif(shutil.which("amtool") is None, reason="prometheus is not installed: make tools")
+def test_alertmanager_accepts_its_file() -> None:
+    assert "SUCCESS" in run_tool("amtool", "check-config", "alertmanager.yml")
+
+
+def test_compose_mounts_the_files_that_are_there() -> None:
+    services = read_yaml(FOLDER / "compose.yml")["services"]
+    mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    local = [path for path in mounted if path.startswith(".")]
+    assert len(local) == 5
+    assert all((FOLDER / path).exists() for path in local)
+    if shutil.which("docker-compose"):
+        run_tool("docker-compose", "-f", "compose.yml", "config", "-q")
+
+
+@contextlib.asynccontextmanager
+async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[Any]:
+    """A server with the config and rules of deploy/, which scrapes `metrics_port`. Gives a function to ask its API."""
+    config = read_yaml(FOLDER / "prometheus.yml")
+    config["global"] = {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL}
+    config["rule_files"] = [str(path) for path in RULES]
+    del config["alerting"]
+    [job] = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [f"127.0.0.1:{metrics_port}"]}]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with kept_port("127.0.0.1") as port, (folder / "log").open("wb") as log:
+        server = await asyncio.create_subprocess_exec(
+            "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{port}", stdout=log, stderr=log,
+        )  # fmt: skip
+
+        def ask(path: str, **parameters: str) -> Any:
+            url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+            with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+                return json.load(answer)["data"]
+
+        def is_up() -> bool:
+            assert server.returncode is None, (folder / "log").read_text()
+            with contextlib.suppress(OSError):
+                return bool(ask("query", query="up == 1")["result"])
+            return False
+
+        try:
+            await until(is_up, "Prometheus has scraped the router", DEADLINE_S)
+            yield ask
+        finally:
+            server.terminate()
+            await asyncio.wait_for(server.wait(), DEADLINE_S)
+
+
+async def send_requests_of_all_kinds(deployment: Deployment) -> None:
+    request = {"text": "a prompt of several blocks, so that some of them move to the decode worker", "max_tokens": 6}
+    await asyncio.gather(
+        deployment.generate(**request),
+        deployment.generate(**request, user="somebody"),
+        deployment.generate(**(request | {"text": "another prompt"}), temperature=1.0),
+    )
+    with pytest.raises(grpc.aio.AioRpcError):
+        await deployment.generate(**request, temperature=-1)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await deployment.generate(**(request | {"max_tokens": 5000}), timeout_s=0.05)
+
+
+async def test_every_query_of_every_panel_and_rule_gives_data(tmp_path: Path, metrics_port: int) -> None:
+    config = tiny_config("random:llama-tiny", telemetry=TelemetryConfig(metrics_port=metrics_port))
+    config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
+    queries = {
+        f"{target.board}: {target.panel} ({target.legend})": target.expression.replace("$__rate_interval", "1m")
+        for target in targets()
+    }
+    for rule in rules():
+        queries[rule.get("record", rule.get("alert"))] = compared(rule) if "alert" in rule else rule["expr"]
+
+    async with deploy(config) as deployment:
+        await send_requests_of_all_kinds(deployment)
+        async with prometheus(tmp_path, metrics_port) as ask:
+
+            def without_data() -> list[str]:
+                """The queries without a number in their result. A query with an error raises."""
+                return [name for name, query in queries.items() if not has_number(ask("query", query=query)["result"])]
+
+            async def sent_and_scraped() -> list[str]:
+                await send_requests_of_all_kinds(deployment)
+                return await asyncio.to_thread(without_data)
+
+            deadline = asyncio.get_running_loop().time() + DEADLINE_S
+            while (missing := await sent_and_scraped()) and asyncio.get_running_loop().time() < deadline:
+                pass
+            assert not missing, "\n".join(["without data:", *missing])
+            evaluated = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+            assert len(evaluated) == len(list(rules()))
+            assert [rule["name"] for rule in evaluated if rule["health"] != "ok"] == []
+
+
+def has_number(result: list[dict[str, Any]]) -> bool:
+    return any(not math.isnan(float(series["value"][1])) for series in result)

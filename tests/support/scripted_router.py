@@ -1,0 +1,80 @@
+"""A router without workers: it answers every Generate call with the texts that a test gives it.
+
+async with scripted_router(["Hello ", "world"]) as router:
+    ... calls to router.address ...
+    assert router.requests[0].chat.messages[0].content == "..."
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from protos import inference_pb2, inference_pb2_grpc
+
+
+@dataclass
+class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
+    texts: list[str]
+    address: str = ""
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, Any]] = field(default_factory=list)  # of each Generate call
+    failures: list[tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]] = field(default_factory=list)
+    num_cancelled: int = 0
+    hold: asyncio.Event | None = None  # if set, calls wait for it after the texts
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        if self.failures:
+            code, message, trailers = self.failures.pop(0)
+            await context.abort(code, message, trailers)
+        try:
+            for index, text in enumerate(self.texts):
+                for choice in range(request.n or 1):
+                    chunk = inference_pb2.TokenChunk(choice=choice, index=index, token_ids=[1], text=text)
+                    yield inference_pb2.GenerateResponse(tokens=chunk)
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        for choice in range(request.n or 1):
+            usage = inference_pb2.Usage(prompt_tokens=7, completion_tokens=len(self.texts), cached_tokens=3)
+            promise = inference_pb2.Promise(ttft_ms=12.5, tpot_ms=3.0, path=inference_pb2.REQUEST_PATH_DISAGGREGATED)
+            receipt = inference_pb2.Receipt(queue_ms=1.0, prefill_ms=2.0, decode_ms=4.0, kv_block_seconds=0.5)
+            finished = inference_pb2.Finished(
+                choice=choice,
+                finish_reason=inference_pb2.FINISH_REASON_STOP,
+                usage=usage,
+                promise=promise,
+                receipt=receipt,
+                attempts=1,
+                path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
+            )
+            yield inference_pb2.GenerateResponse(finished=finished)
+
+    async def GetModel(self, _: Any, __: Any) -> inference_pb2.GetModelResponse:
+        return inference_pb2.GetModelResponse(
+            name="scripted", vocab_size=1000, context_length=4096, eos_token_ids=[2], has_chat_template=True,
+            tool_format="hermes", can_decode=True,
+        )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def scripted_router(texts: list[str]) -> AsyncIterator[ScriptedRouter]:
+    router = ScriptedRouter(texts)
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
+    router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield router
+    finally:
+        await server.stop(grace=None)

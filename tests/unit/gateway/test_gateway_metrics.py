@@ -1,0 +1,45 @@
+"""The metrics page of the gateway, alone and with the pages of routers."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.metrics import METRICS, GatewayMetrics, Metric, joined
+
+PAGE = """# HELP tandem_queued Requests that wait
+# TYPE tandem_queued gauge
+tandem_queued 3.0
+# HELP tandem_requests_total Ended choices
+# TYPE tandem_requests_total counter
+tandem_requests_total{path="local",end="stop"} 5.0
+"""
+
+
+def test_every_metric_is_described_and_has_its_unit_in_its_name() -> None:
+    assert set(METRICS) == set(Metric)
+    for metric, about in METRICS.items():
+        assert metric.value.startswith("tandem_gateway_")
+        assert about.text
+        ending = {"counter": "_total", "histogram": "_seconds", "gauge": "_streams"}[about.kind.value]
+        assert metric.value.endswith(ending), metric
+
+
+def test_a_request_is_counted_by_route_and_status() -> None:
+    metrics = GatewayMetrics()
+    metrics.count_request("/v1/models", 200, 0.002)
+    metrics.count_request("/v1/models", 503, 0.002)
+    page = metrics.page([("one:1", PAGE)])
+    assert 'tandem_gateway_requests_total{route="/v1/models",status="503"} 1.0' in page
+    assert 'tandem_gateway_request_duration_seconds_count{route="/v1/models"} 2.0' in page
+    assert page.endswith(PAGE), "the page of the only router, as it is"
+
+
+def test_pages_of_several_routers_are_one_valid_page_with_a_label() -> None:
+    page = joined([("one:1", PAGE), ("two:2", PAGE.replace("3.0", "4.0"))])
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    assert {sample.labels["router"]: sample.value for sample in families["tandem_queued"].samples} == {
+        "one:1": 3.0, "two:2": 4.0,
+    }  # fmt: skip
+    labels = [sample.labels for sample in families["tandem_requests"].samples]
+    assert labels == [{"router": name, "path": "local", "end": "stop"} for name in ("one:1", "two:2")]
+    assert page.count("# TYPE tandem_queued") == 1
