@@ -85,7 +85,7 @@ def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
                 f"cannot serve metrics on port {port} ({error.strerror}); choose another with --metrics-port"
             ) from error
     if config.trace_file:
-        from runtime.telemetry import JsonLinesExporter
+        from runtime.trace_file import JsonLinesExporter
 
         JsonLinesExporter(Path(config.trace_file))
 

@@ -27,7 +27,6 @@ from kv_transfer.path_probe import keep_for_probes
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from runtime.security import load_credentials
-from runtime.telemetry import Telemetry
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
@@ -63,12 +62,9 @@ def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: 
     from prefill_worker.servicer import PrefillServicer
 
     credentials = load_credentials(config.security)
-    telemetry = Telemetry(config.telemetry, "tandem-prefill-worker")
-    servicer = PrefillServicer(config.worker.default_timeout_s, telemetry)
+    servicer = PrefillServicer(config.worker.default_timeout_s)
     build = _worker_parts(ServiceRole.PREFILL, config, placement, PrefillMachine, cache_dir)
-    return WorkerService(
-        ServiceRole.PREFILL, _worker_config(config, placement), build, servicer, telemetry, credentials
-    )
+    return WorkerService(ServiceRole.PREFILL, _worker_config(config, placement), build, servicer, credentials)
 
 
 def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
@@ -77,11 +73,10 @@ def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: P
 
     machine = functools.partial(DecodeMachine, max_pulls_waiting=config.worker.max_pulls_waiting)
     credentials = load_credentials(config.security)
-    telemetry = Telemetry(config.telemetry, "tandem-decode-worker")
-    servicer = DecodeServicer(config.worker.default_timeout_s, telemetry)
+    servicer = DecodeServicer(config.worker.default_timeout_s)
     build = _worker_parts(ServiceRole.DECODE, config, placement, machine, cache_dir)
     worker = _worker_config(config, placement)
-    return WorkerService(ServiceRole.DECODE, worker, build, servicer, telemetry, credentials)
+    return WorkerService(ServiceRole.DECODE, worker, build, servicer, credentials)
 
 
 def open_transport(config: TransferConfig, name: str) -> Transport:

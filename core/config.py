@@ -244,6 +244,8 @@ class TelemetryConfig:
     trace_file: str = ""  # file that spans are appended to, as JSON lines; empty = none
     metrics_port: int = 0  # port of the Prometheus page of router-0, router-1 has the next one; 0 = no page
     service_namespace: str = "tandem"  # attribute of every span that tells deployments apart
+    trace_sample_ratio: float = 1.0  # share of the requests whose trace is exported, if the caller does not decide
+    trace_slow_ms: float = 10_000.0  # a request that takes longer, or fails, is exported even if it is not sampled
 
     def __post_init__(self) -> None:
         _require(
@@ -251,6 +253,10 @@ class TelemetryConfig:
             f"otlp_endpoint must be http://host:port or https://host:port, is {self.otlp_endpoint!r}",
         )
         _require(0 <= self.metrics_port <= 65535, f"metrics_port must be in [0, 65535], is {self.metrics_port}")
+        _require_finite_floats(self)
+        ratio = self.trace_sample_ratio
+        _require(0.0 <= ratio <= 1.0, f"trace_sample_ratio must be in [0, 1], is {ratio:g}")
+        _require(self.trace_slow_ms >= 0.0, f"trace_slow_ms must be 0 or more, is {self.trace_slow_ms:g}")
 
 
 def is_token(text: str) -> bool:

@@ -35,6 +35,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.machine import TransferMachine
+from worker.call_record import CallRecord
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, claim_of
 
 
@@ -71,6 +72,10 @@ class DecodeDone:
     pull: PullStats | None  # None: the prompt was computed here
     kv_block_seconds: float = 0.0  # of the sequence, from the reservation of its blocks
     num_skipped_blocks: int = 0  # of the prompt, not pulled because the prefix cache had them
+    num_prompt_tokens: int = 0  # of the call: with tokens that another worker generated
+    num_blocks: int = 0  # of the sequence
+    num_preemptions: int = 0
+    record: CallRecord = field(default_factory=CallRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +206,7 @@ class DecodeMachine:
             num_blocks = len(sequence.block_table) + len(pull.targets)
             self.core.held_blocks.note(sequence.sequence_id, num_blocks, now)
             if targets is None:
-                self.core.timelines[sequence.sequence_id].enter(Stage.TRANSFER, now)
+                self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(sequence.block_table), pull.num_positions)
                 asked = self.transfers.start_pull(pull.transfer_id, positions, now, sequence.num_tokens)
                 actions += self._apply_results(asked, now)
@@ -241,7 +246,7 @@ class DecodeMachine:
             return self._fail_call(sequence.sequence_id, TransferFailed("the hand-off delivered no first token"))
         index = sequence.num_tokens - sequence.request.num_prompt_tokens
         sequence.token_ids.append(done.first_token_id)
-        self.core.timelines[sequence.sequence_id].enter(Stage.DECODE, now)
+        self.core.enter(sequence.sequence_id, Stage.DECODE, now)
         self._calls[sequence.sequence_id].pull = done.stats
         finish_reason = sequence.finish_reason_after(done.first_token_id, self.core.scheduler.eos_token_ids)
         first_token = TokenEvent(sequence.sequence_id, index, SampledToken(done.first_token_id), finish_reason)
@@ -280,13 +285,24 @@ class DecodeMachine:
         request_id, reason = last_token.sequence_id, last_token.finish_reason
         assert reason is not None
         call = self._calls.pop(request_id)
-        timeline = self.core.timelines[request_id]
-        timeline.enter(Stage.FINISHED, now)
+        timeline, record, sequence = self.core.timelines[request_id], self.core.records[request_id], call.sequence
+        self.core.enter(request_id, Stage.FINISHED, now)
         kv_block_seconds = self.core.held_blocks.read(request_id, now)
         self.core.dismiss(request_id)
-        num_cached = call.sequence.num_cached_tokens
-        num_skipped = 0 if call.pull is None else num_cached // self.core.scheduler.block_size
-        return DecodeDone(request_id, reason, num_cached, timeline, call.pull, kv_block_seconds, num_skipped)
+        num_cached, block_size = sequence.num_cached_tokens, self.core.scheduler.block_size
+        return DecodeDone(
+            request_id,
+            reason,
+            num_cached,
+            timeline,
+            call.pull,
+            kv_block_seconds,
+            num_skipped_blocks=0 if call.pull is None else num_cached // block_size,
+            num_prompt_tokens=len(sequence.request.token_ids),
+            num_blocks=-(-sequence.num_tokens // block_size),
+            num_preemptions=sequence.num_preemptions,
+            record=record,
+        )
 
     def _end(self, request_id: str, error: TandemError, reason: AbortReason, now: float) -> list[DecodeAction]:
         """End an open call early. An open pull keeps its target blocks until its reads have ended."""

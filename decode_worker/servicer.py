@@ -28,10 +28,12 @@ from decode_worker.machine import (
     EmitTokens,
 )
 from decode_worker.token_stream import TokenStream
+from kv_transfer.events import PullStats
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import abort, remaining_s
-from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, extract
+from runtime.span_names import Attribute, SpanName
+from worker.call_record import stage_spans
 
 SPAN_OF_STAGE = {
     Stage.QUEUE: SpanName.DECODE_QUEUE,
@@ -56,9 +58,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
     full_name = "tandem.v1.DecodeWorker"
     register = staticmethod(worker_pb2_grpc.add_DecodeWorkerServicer_to_server)
 
-    def __init__(self, default_timeout_s: float, telemetry: Telemetry) -> None:
+    def __init__(self, default_timeout_s: float) -> None:
         self._default_timeout_s = default_timeout_s
-        self._telemetry = telemetry
         self._calls: dict[str, _Call] = {}  # open Decode calls, by request id
         self._streams: dict[int, TokenStream] = {}  # open StreamTokens calls, by stream id
 
@@ -121,8 +122,9 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
                 self._driver.post_threadsafe(DecodeCancelled(request.request_id))
         if isinstance(end, TandemError):
             raise end
-        self._draw_spans(end, context)
-        return _encode_done(end, call.num_tokens)
+        finished = _encode_done(end, call.num_tokens)
+        finished.stages.extend(self._stages(end, call.num_tokens))
+        return finished
 
     # ---- actions of the machine
 
@@ -155,16 +157,36 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         for stream in self._streams.values():
             stream.end(error)
 
-    def _draw_spans(self, done: DecodeDone, context: Context) -> None:
-        attributes: dict[str, AttributeValue] = {
-            Attribute.WORKER: self._worker_id,
-            Attribute.CACHED_TOKENS: done.cached_tokens,
+    def _stages(self, done: DecodeDone, num_tokens: int) -> list[worker_pb2.StageSpan]:
+        attributes: dict[Stage, dict[str, object]] = {
+            Stage.DECODE: {
+                Attribute.TOKENS: num_tokens,
+                Attribute.BLOCKS: done.num_blocks,
+                Attribute.PREEMPTIONS: done.num_preemptions,
+            },
+            Stage.PREFILL: {
+                Attribute.CACHED_TOKENS: done.cached_tokens,
+                Attribute.TOKENS: done.num_prompt_tokens - done.cached_tokens,
+            },
         }
         if done.pull is not None:
-            attributes[Attribute.TRANSFERRED_BYTES] = done.pull.num_bytes
-            attributes[Attribute.TRANSFER_EXPOSED_MS] = done.pull.exposed_s * 1e3
-        parent = extract(context.invocation_metadata())
-        self._telemetry.record_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
+            attributes[Stage.TRANSFER] = _describe_pull(done.pull, done.num_skipped_blocks)
+        common = {Attribute.WORKER: self._worker_id}
+        return stage_spans(done.timeline, done.record, SPAN_OF_STAGE, attributes, common)
+
+
+def _describe_pull(pull: PullStats, num_skipped_blocks: int) -> dict[str, object]:
+    return {
+        Attribute.TRANSFERRED_BYTES: pull.num_bytes,
+        Attribute.TRANSFER_EXPOSED_MS: pull.exposed_s * 1e3,
+        Attribute.TRANSFER_BLOCKS: pull.num_blocks,
+        Attribute.TRANSFER_SKIPPED_BLOCKS: num_skipped_blocks,
+        Attribute.TRANSFER_READS: pull.num_reads,
+        Attribute.TRANSFER_REREAD_BLOCKS: pull.num_blocks_reread,
+        Attribute.TRANSFER_GB_PER_S: pull.num_bytes / pull.read_s / 1e9 if pull.read_s else 0.0,
+        Attribute.TRANSFER_LANE: pull.lane,
+        Attribute.TRANSFER_OWNER: pull.owner,
+    }
 
 
 def _encode_done(done: DecodeDone, num_tokens: int) -> worker_pb2.DecodeFinished:

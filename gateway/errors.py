@@ -128,8 +128,8 @@ def _of_call(error: CallFailed) -> ApiError:
     if status == 400 and " context of " in message:
         code = "context_length_exceeded"
     headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.retry_after_s is not None or (status == 503 and error.retryable):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 0)))
     if status == 429 or status >= 500:  # the clients of OpenAI retry these, unless this header says otherwise
         headers["x-should-retry"] = "true" if error.retryable else "false"
     return ApiError(status, message, kind, param or None, code, headers)

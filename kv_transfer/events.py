@@ -171,6 +171,8 @@ class PullStats:
     total_s: float  # from reserve_pull
     read_s: float  # in which reads from this peer were in flight, as the agent measured
     exposed_s: float  # after the owner's last READY: not hidden behind the prefill
+    owner: str = ""  # name of its agent
+    lane: str = ""  # of the path, as measured; empty = not measured
 
 
 @dataclass(frozen=True, slots=True)

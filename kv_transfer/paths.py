@@ -118,6 +118,11 @@ class Paths:
             return self._conclude(path, PathState.REFUSED, now, str(mismatch))
         return self._connect(path, in_use, now)
 
+    def lane_to(self, name: str) -> str:
+        """Name of the lane to a peer; empty if the path is not watched."""
+        path = self._paths.get(name)
+        return "" if path is None else path.lane.value
+
     def _add(self, peer: AgentAddress) -> _Path | None:
         """Above MAX_PATHS, a fine path is forgotten; None where no path is fine."""
         if len(self._paths) >= MAX_PATHS:

@@ -164,6 +164,7 @@ class Pull:
             total_s=now - self.created_at,
             read_s=self.read_s,
             exposed_s=now - self.all_announced_at,
+            owner=self.owner.name,
         )
 
     def check(self) -> None:

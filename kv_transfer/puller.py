@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from core.block_pool import BlockPool, Column
@@ -312,7 +312,7 @@ class Puller:
         return StartRead(read_id, pull.transfer_id, pull.owner.name, blocks.blocks, into, timeout_s, pieces)
 
     def _complete(self, pull: Pull, now: float) -> Actions:
-        stats = pull.stats(now)
+        stats = replace(pull.stats(now), lane=self._paths.lane_to(pull.owner.name))
         actions = self._end(pull, PullerState.COMPLETE, PullCompleted(pull.transfer_id, pull.first_token_id, stats))
         return actions + self._paths.on_hand_off(pull.owner, stats.num_bytes, stats.read_s, now)
 

@@ -15,7 +15,7 @@ ready reader can be computed. A heartbeat says whether a reader lacks blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerUnavailable
 from core.handoff import AbortReason, AgentAddress, TransferId
@@ -28,6 +28,7 @@ from core.step import SampledToken, ScheduledChunk, StepOutput
 from core.worker_load import NO_CALL, CallId, WorkerLoad
 from kv_transfer.events import AgentAction, TransferAction, TransferEvent, TransferResult
 from kv_transfer.machine import TransferMachine
+from worker.call_record import CallRecord
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 
 MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt here; then other offers are withdrawn
@@ -58,6 +59,9 @@ class PrefillDone:
     finish_reason: FinishReason | None  # None: the sequence continues on the decode worker
     cached_tokens: int
     timeline: Timeline
+    num_tokens: int = 0  # of the prompt
+    num_blocks: int = 0  # of the sequence
+    record: CallRecord = field(default_factory=CallRecord)
     kv_block_seconds: float = 0.0  # of the sequence, up to now
 
 
@@ -165,6 +169,9 @@ class PrefillMachine:
                     finish_reason=None if goes_on else event.finish_reason,
                     cached_tokens=call.sequence.num_cached_tokens,
                     timeline=self.core.timelines[event.sequence_id],
+                    num_tokens=call.sequence.num_tokens - 1,
+                    num_blocks=-(-(call.sequence.num_tokens - 1) // self.core.scheduler.block_size),
+                    record=self.core.records[event.sequence_id],
                     kv_block_seconds=self.core.held_blocks.read(event.sequence_id, now),
                 )
             )

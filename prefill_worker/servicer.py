@@ -20,7 +20,8 @@ from prefill_worker.machine import (
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import abort, remaining_s
-from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, extract
+from runtime.span_names import Attribute, SpanName
+from worker.call_record import stage_spans
 
 SPAN_OF_STAGE = {Stage.QUEUE: SpanName.PREFILL_QUEUE, Stage.PREFILL: SpanName.PREFILL_COMPUTE}
 
@@ -29,9 +30,8 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
     full_name = "tandem.v1.PrefillWorker"
     register = staticmethod(worker_pb2_grpc.add_PrefillWorkerServicer_to_server)
 
-    def __init__(self, default_timeout_s: float, telemetry: Telemetry) -> None:
+    def __init__(self, default_timeout_s: float) -> None:
         self._default_timeout_s = default_timeout_s
-        self._telemetry = telemetry
         self._calls: dict[str, asyncio.Future[PrefillDone]] = {}  # open calls, by request id
 
     def attach(self, driver: Driver[PrefillEvent, PrefillAction], worker_id: str) -> None:
@@ -45,20 +45,24 @@ class PrefillServicer(worker_pb2_grpc.PrefillWorkerServicer):
             done = await self._compute(request, remaining_s(context, self._default_timeout_s))
         except TandemError as error:
             await abort(context, error)
-        attributes: dict[str, AttributeValue] = {
-            Attribute.WORKER: self._worker_id,
-            Attribute.CACHED_TOKENS: done.cached_tokens,
-        }
-        parent = extract(context.invocation_metadata())
-        self._telemetry.record_timeline(done.timeline, SPAN_OF_STAGE, parent, attributes)
         return worker_pb2.PrefillResponse(
             first_token=codec.encode_token(done.index, done.token),
             finish_reason=codec.FINISH_TO_WIRE[done.finish_reason],
             cached_tokens=done.cached_tokens,
             queue_ms=done.timeline.seconds_in(Stage.QUEUE) * 1e3,
             prefill_ms=done.timeline.seconds_in(Stage.PREFILL) * 1e3,
+            stages=self._stages(done),
             kv_block_seconds=done.kv_block_seconds,
         )
+
+    def _stages(self, done: PrefillDone) -> list[worker_pb2.StageSpan]:
+        computed = {
+            Attribute.CACHED_TOKENS: done.cached_tokens,
+            Attribute.TOKENS: done.num_tokens - done.cached_tokens,
+            Attribute.BLOCKS: done.num_blocks,
+        }
+        common = {Attribute.WORKER: self._worker_id}
+        return stage_spans(done.timeline, done.record, SPAN_OF_STAGE, {Stage.PREFILL: computed}, common)
 
     async def _compute(self, wire: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillDone:
         request = codec.decode_sequence(wire.sequence)

@@ -8,28 +8,20 @@ reads or not.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
-from opentelemetry.trace import Span
-
+from core.errors import WorkerUnavailable
 from core.lifecycle import FinishReason, Stage
 from core.request import Request
 from core.step import SampledToken
 from protos import codec, inference_pb2
 from router.events import Deliver, Fail, Finish, Outcome, Promise
 from router.receipt import encode_promise, receipt_of
-from runtime.telemetry import Attribute, AttributeValue, SpanName, Telemetry, context_of, trace_id_of
+from router.request_ring import EndedChoice
+from runtime.trace_context import TraceContext
 from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
-
-PROVIDER = "tandem"  # gen_ai.provider.name of the semantic conventions
-
-SPAN_OF_STAGE = {
-    Stage.TOKENIZE: SpanName.ROUTER_TOKENIZE,
-    Stage.QUEUE: SpanName.ROUTER_QUEUE,
-    Stage.PREFILL: SpanName.ROUTER_PREFILL,
-    Stage.DECODE: SpanName.ROUTER_DECODE,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +33,7 @@ class ChoiceStream:
     client_request_id: str
     arrived_at: float
     text: TextStream
-    root: Span
+    trace: TraceContext
     changed: asyncio.Event  # of the call: one of its choices has new tokens, or its end
     token_name: TokenBytes  # for log-probabilities; names special tokens too
     result: Finish | Fail | None = None  # None until the machine has ended the choice
@@ -138,7 +130,7 @@ class ChoiceStream:
             transferred_bytes=0 if decode is None else decode.transferred_bytes,
             request_id=self.client_request_id,
             seed=self.request.sampling.seed,
-            trace_id=trace_id_of(self.root),
+            trace_id=self.trace.trace_id_hex,
             stop_match=self._stop_match(outcome.finish_reason),
             promise=None if outcome.promise is None else encode_promise(outcome.promise),
             receipt=receipt_of(outcome),
@@ -151,76 +143,40 @@ class ChoiceStream:
 
     # ---- the trace
 
-    def end_trace(self, telemetry: Telemetry, now: float) -> None:
-        """Record a span for each stage and end the root span. Call it after the last message."""
-        result = self.result
-        if result is None:
-            error = "the router stopped before the request ended"
-            telemetry.end_root(self.root, now, self._request_attributes(), error=error)
-            return
-        timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
-        parent, choice = context_of(self.root), {Attribute.CHOICE: self.choice}
-        telemetry.record_timeline(timeline, SPAN_OF_STAGE, parent, choice)
-        telemetry.record_span(SpanName.ROUTER_RESPOND, parent, timeline.entered_at, now, choice)
-        attributes = self._request_attributes()
+    def ended(self, now: float) -> EndedChoice:
+        """The choice for the ring and the trace. Call it after the last message."""
+        result, request = self.result, self.request
+        stages: tuple[tuple[Stage, float, float], ...] = ()
+        outcome, error, generated_at = None, None, None
         if isinstance(result, Finish):
-            attributes |= self._outcome_attributes(result.outcome)
-            telemetry.end_root(self.root, now, attributes)
-        else:
-            attributes[Attribute.ERROR_TYPE] = result.error.code.value
-            telemetry.end_root(self.root, now, attributes, error=str(result.error))
-
-    def _request_attributes(self) -> dict[str, AttributeValue]:
-        sampling = self.request.sampling
-        return {
-            **call_attributes(self.operation, self.model, self.client_request_id),
-            Attribute.CHOICE: self.choice,
-            Attribute.MAX_TOKENS: sampling.max_tokens,
-            Attribute.TEMPERATURE: sampling.temperature,
-            Attribute.TOP_P: sampling.top_p,
-            Attribute.TOP_K: sampling.top_k,
-            Attribute.SEED: sampling.seed,
-            Attribute.INPUT_TOKENS: self.request.num_prompt_tokens,
-            Attribute.OUTPUT_TOKENS: len(self.token_ids),
-        }
-
-    def _outcome_attributes(self, outcome: Outcome) -> dict[str, AttributeValue]:
-        candidate = outcome.candidate
-        return {
-            Attribute.FINISH_REASONS: [outcome.finish_reason.value],
-            Attribute.PATH: outcome.path.value,
-            Attribute.ATTEMPTS: outcome.attempts,
-            Attribute.CACHED_TOKENS: outcome.cached_tokens,
-            Attribute.UNCACHED_TOKENS: candidate.uncached_tokens,
-            Attribute.PREFILL_WORKER: candidate.prefill_worker or candidate.decode_worker,
-            Attribute.DECODE_WORKER: candidate.decode_worker,
-            **route_attributes(outcome),
-        }
-
-
-def call_attributes(operation: str, model: str, request_id: str) -> dict[str, AttributeValue]:
-    """Attributes of every root span, also that of a refused call."""
-    return {
-        Attribute.OPERATION: operation,
-        Attribute.PROVIDER: PROVIDER,
-        Attribute.REQUEST_MODEL: model,
-        Attribute.RESPONSE_ID: request_id,
-    }
-
-
-def route_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
-    candidate = outcome.candidate
-    return {
-        Attribute.ROUTE_QUEUE: candidate.queue_s * 1e3,
-        Attribute.ROUTE_PREFILL: candidate.prefill_s * 1e3,
-        Attribute.ROUTE_TRANSFER: candidate.transfer_s * 1e3,
-        Attribute.ROUTE_ROOM_WAIT: candidate.room_wait_s * 1e3,
-        Attribute.ROUTE_GAP: candidate.gap_s * 1e3,
-        Attribute.ROUTE_NUM_STREAMS: candidate.num_streams,
-        Attribute.ROUTE_COST: candidate.cost * 1e3,
-        Attribute.PREDICTED_TTFT: outcome.predicted_first_token_s * 1e3,
-        Attribute.TTFT: outcome.first_token_s * 1e3,
-    }
+            outcome = result.outcome
+        elif result is not None:
+            error = result.error
+        if result is not None:
+            timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
+            stages, generated_at = tuple(timeline.history), timeline.entered_at
+        elif error is None:
+            error = WorkerUnavailable("the router stopped before the request ended")
+        return EndedChoice(
+            trace=self.trace,
+            request_id=self.client_request_id,
+            choice=self.choice,
+            operation=self.operation,
+            model=self.model,
+            arrived_at=self.arrived_at,
+            ended_at=now,
+            arrived_unix_s=time.time() - (now - self.arrived_at),
+            tenant=request.tenant,
+            sampling=request.sampling,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(self.token_ids),
+            stages=stages,
+            generated_at=generated_at,
+            outcome=outcome,
+            error_code="" if error is None else error.code.value,
+            error="" if error is None else str(error),
+            attempts=() if result is None else result.attempts,
+        )
 
 
 def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:

@@ -15,8 +15,9 @@ from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2, report_c
 from router import validation
 from router.bounded_pool import BoundedPool
 from router.callers import Callers
-from router.policy import Candidate, reason_for
+from router.policy import reason_for
 from router.shell import RouterShell
+from router.trace_messages import encode_candidate, list_requests, trace_of
 from router.worker_link import WorkerLink
 from runtime.grpc_server import abort, remaining_s
 from text.tokenizer import ModelTokenizer
@@ -114,7 +115,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         chosen = found[0]
         return cluster_pb2.ExplainResponse(
             prompt_tokens=generation.choices[0].num_prompt_tokens,
-            candidates=[_encode_candidate(candidate, candidate is chosen) for candidate in found],
+            candidates=[encode_candidate(candidate, candidate is chosen) for candidate in found],
             path=codec.PATH_TO_WIRE[chosen.path],
             reason=reason_for(chosen, machine.workers.has_role(ServiceRole.PREFILL)),
         )
@@ -148,6 +149,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             workers=await asyncio.gather(*(_ask_for_ledger(link, max_holders, timeout_s) for link in asked))
         )
 
+    async def ListRequests(
+        self, request: cluster_pb2.ListRequestsRequest, context: Context
+    ) -> cluster_pb2.ListRequestsResponse:
+        try:
+            return list_requests(self._shell.ring, request)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def GetTrace(self, request: cluster_pb2.GetTraceRequest, context: Context) -> cluster_pb2.Trace:
+        try:
+            return trace_of(self._shell.ring, request.id, self._shell.router_id)
+        except TandemError as error:
+            await abort(context, error)
+
     async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: Context) -> cluster_pb2.GetMetricsResponse:
         """In a thread, because a large fleet takes milliseconds."""
         return cluster_pb2.GetMetricsResponse(text=await asyncio.to_thread(self._shell.metrics.text))
@@ -161,22 +176,3 @@ async def _ask_for_ledger(link: WorkerLink, max_holders: int, timeout_s: float) 
         )
     except TandemError as error:
         return cluster_pb2.WorkerLedger(worker_id=worker_id, error=str(error))
-
-
-def _encode_candidate(candidate: Candidate, chosen: bool) -> cluster_pb2.Candidate:
-    return cluster_pb2.Candidate(
-        prefill_worker=candidate.prefill_worker or "",
-        decode_worker=candidate.decode_worker,
-        cached_tokens=candidate.cached_tokens,
-        uncached_tokens=candidate.uncached_tokens,
-        transfer_blocks=candidate.transfer_blocks,
-        chosen=chosen,
-        queue_ms=candidate.queue_s * 1e3,
-        prefill_ms=candidate.prefill_s * 1e3,
-        transfer_ms=candidate.transfer_s * 1e3,
-        room_wait_ms=candidate.room_wait_s * 1e3,
-        gap_ms=candidate.gap_s * 1e3,
-        num_streams=candidate.num_streams,
-        first_token_ms=candidate.first_token_s * 1e3,
-        cost_ms=candidate.cost * 1e3,
-    )

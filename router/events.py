@@ -70,6 +70,15 @@ class WorkerLost:
     detail: str
 
 
+class WorkerStage(NamedTuple):
+    """One stage of a call, as the worker measured it."""
+
+    name: str  # of a span
+    start_s: float  # since the arrival of the call at the worker
+    duration_s: float
+    attributes: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     index: int  # of the token in the output
@@ -78,6 +87,7 @@ class PrefillResult:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    stages: tuple[WorkerStage, ...] = ()
     kv_block_seconds: float = 0.0
 
 
@@ -115,6 +125,7 @@ class DecodeResult:
     transfer_s: float
     transfer_exposed_s: float
     transferred_bytes: int
+    stages: tuple[WorkerStage, ...] = ()
     kv_block_seconds: float = 0.0
     num_moved_blocks: int = 0
     num_skipped_blocks: int = 0
@@ -190,6 +201,21 @@ class Deliver(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to serve a request, after its end."""
+
+    number: int  # from 1
+    candidate: Candidate
+    compared: Sequence[Candidate]  # with `candidate`, in no order
+    started_at: float
+    ended_at: float
+    prefill: PrefillResult | None  # None: the call did not return a result
+    decode: DecodeResult | None
+    error_code: str = ""  # of the call that failed, else empty
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The content of the last message of a choice."""
 
@@ -214,6 +240,7 @@ class Outcome:
 class Finish:
     request_id: str
     outcome: Outcome
+    attempts: tuple[Attempt, ...] = ()  # the newest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +248,7 @@ class Fail:
     request_id: str
     error: TandemError
     timeline: Timeline
+    attempts: tuple[Attempt, ...] = ()  # the newest ones
 
 
 @dataclass(frozen=True, slots=True)

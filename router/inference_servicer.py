@@ -16,7 +16,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.bounded_pool import BoundedPool
 from router.callers import Callers
-from router.choice_stream import ChoiceStream, call_attributes
+from router.choice_stream import ChoiceStream
 from router.events import Fail
 from router.receipt import initial_metadata, trailing_metadata
 from router.shell import RouterShell
@@ -71,8 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )  # fmt: skip
         except TandemError as error:
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
-            attributes = call_attributes(operation, self._tokenizer.info.name, request_id)
-            self._shell.refuse(error, headers, arrived_at, attributes)
+            self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
         changed = asyncio.Event()
         streams = [
@@ -86,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 text=TextStream(
                     self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
                 ),
-                root=self._shell.telemetry.start_root(headers, arrived_at),
+                trace=self._shell.telemetry.start_trace(headers),
                 changed=changed,
                 token_name=self._tokenizer.token_name,
             )

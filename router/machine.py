@@ -303,7 +303,7 @@ class RouterMachine:
         return self._retry(routed, missing, dispatch.candidate.decode_worker, now)
 
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
-        actions = self._end_dispatch(routed)
+        actions = self._end_dispatch(routed, None, now)
         self._forget(routed, now)
         dispatch, slo_itl_s = _dispatch_of(routed), 0.0
         decode = self.workers.get(dispatch.candidate.decode_worker)
@@ -311,7 +311,8 @@ class RouterMachine:
             slo_itl_s = decode.load.slo_itl_s
             if dispatch.decode is None:
                 routed.kv_block_seconds += routed.unreported_block_seconds(decode.agent.layout.block_size)
-        return [*actions, events.Finish(routed.request_id, routed.outcome(reason, slo_itl_s))]
+        outcome = routed.outcome(reason, slo_itl_s)
+        return [*actions, events.Finish(routed.request_id, outcome, tuple(routed.ended_attempts))]
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
         """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
@@ -324,7 +325,7 @@ class RouterMachine:
         waits = isinstance(error, QueueFull) and routed.has_streamed
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
-        actions = self._end_dispatch(routed)
+        actions = self._end_dispatch(routed, error, now)
         self.num_retries[error.code] += 1
         routed.failed_workers |= workers_to_avoid(error, worker_id, _dispatch_of(routed).candidate)
         routed.last_error = str(error)
@@ -337,14 +338,15 @@ class RouterMachine:
 
     def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
         """Fail a request, and with it the choices that wait for its first token."""
-        actions = self._end_dispatch(routed)
+        actions = self._end_dispatch(routed, error, now)
         self._forget(routed, now)
-        actions.append(events.Fail(routed.request_id, error, routed.timeline))
+        actions.append(events.Fail(routed.request_id, error, routed.timeline, tuple(routed.ended_attempts)))
         for choice in self._take_held_choices(routed):
             actions += self._fail(choice, error, now)
         return actions
 
-    def _end_dispatch(self, routed: RoutedRequest) -> list[RouterAction]:
+    def _end_dispatch(self, routed: RoutedRequest, error: TandemError | None, now: float) -> list[RouterAction]:
+        routed.record_attempt(error, now)
         self._deadlines.cancel(("tokens", routed.request_id))
         return self._dispatches.end(routed)
 

@@ -25,7 +25,9 @@ class OpenDispatches:
         """Start an attempt on these workers."""
         dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
         call, has_prefill = self._next_call(), candidate.prefill_worker is not None
-        routed.dispatch = Dispatch(dispatch_id, candidate, call, len(routed.delivered), prefill_open=has_prefill)
+        routed.dispatch = Dispatch(
+            dispatch_id, candidate, call, len(routed.delivered), has_prefill, self._workers.compared, now
+        )
         routed.last_dispatch = routed.dispatch
         self.by_id[dispatch_id] = self.by_call[call] = routed
         # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.

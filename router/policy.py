@@ -146,6 +146,8 @@ class Candidate(NamedTuple):
 
 
 class Policy(Protocol):
+    compared: Sequence[Candidate]  # by the last `choose`
+
     def choose(self, question: RoutingQuestion) -> Candidate | None:
         """None if the request has to wait for a worker with room."""
 
@@ -156,9 +158,10 @@ class Policy(Protocol):
 class SecondsPolicy:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self.compared: Sequence[Candidate] = ()
 
     def choose(self, question: RoutingQuestion) -> Candidate | None:
-        found = self._all(question)
+        self.compared = found = self._all(question)
         return _spread(found) if found else None
 
     def candidates(self, question: RoutingQuestion) -> list[Candidate]:

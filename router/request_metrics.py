@@ -7,9 +7,10 @@ import re
 from core.config import RouterConfig
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError
 from core.lifecycle import ServiceRole, Stage
-from router.choice_stream import PROVIDER, ChoiceStream, phase_timings
+from router.choice_stream import ChoiceStream, phase_timings
 from router.events import Fail, Finish, Outcome
 from router.receipt import receipt_of
+from router.request_spans import PROVIDER
 from runtime.metric_series import Buckets
 from runtime.metrics import MAX_TENANTS, OTHER_TENANTS, REQUEST, Metric, length_class
 from runtime.metrics_page import Metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
 from core.block_hash import PromptHashes
@@ -10,8 +12,10 @@ from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request
 from core.sequence import Sequence
 from core.step import SampledToken
-from router.events import DecodeResult, Deliver, Outcome, PrefillResult, Promise
+from router.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise
 from router.policy import Candidate
+
+MAX_ATTEMPTS_KEPT = 16  # for the trace
 
 EarlyToken = tuple[int, SampledToken | None]  # id, and the token with its log-probabilities if the request has them
 
@@ -33,6 +37,8 @@ class Dispatch:
     call: int  # number of the decode call
     first_index: int  # of the first token of this attempt
     prefill_open: bool  # the call has not returned
+    compared: Items[Candidate]  # with `candidate`
+    started_at: float
     decode_open: bool = True
     prefill: PrefillResult | None = None
     decode: DecodeResult | None = None
@@ -61,6 +67,7 @@ class RoutedRequest:
     last_error: str = ""
     first_token_at: float | None = None
     predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token
+    ended_attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_ATTEMPTS_KEPT))
     promise: Promise | None = None  # of the last dispatch
     kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
     has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
@@ -90,6 +97,19 @@ class RoutedRequest:
             return None
         token_ids = [*self.request.token_ids, *self.delivered]
         return Sequence(self.request, 0, token_ids=token_ids).finish_reason_after(token_ids[-1], eos_token_ids)
+
+    def record_attempt(self, error: TandemError | None, now: float) -> None:
+        """Note the end of the current attempt, if there is one, for the trace."""
+        dispatch = self.dispatch
+        if dispatch is None:
+            return
+        code, text = ("", "") if error is None else (error.code.value, str(error))
+        self.ended_attempts.append(
+            Attempt(
+                self.attempts, dispatch.candidate, dispatch.compared, dispatch.started_at, now, dispatch.prefill,
+                dispatch.decode, code, text,
+            )
+        )  # fmt: skip
 
     def outcome(self, reason: FinishReason, slo_itl_s: float = 0.0) -> Outcome:
         dispatch = self.last_dispatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -18,14 +19,16 @@ from router.events import RouterAction, RouterEvent
 from router.fleet_metrics import readings
 from router.machine import RouterMachine
 from router.request_metrics import RequestMetrics
+from router.request_ring import EndedChoice, RequestRing
+from router.request_spans import spans_of
 from router.routed_request import request_id_of
 from router.timed_workers import TimedWorkers
-from router.worker_link import Metadata, WorkerLink
+from router.worker_link import WorkerLink
 from runtime.driver import Driver
 from runtime.metrics import Metric
 from runtime.metrics_page import Metrics
 from runtime.security import Credentials
-from runtime.telemetry import Attribute, AttributeValue, Telemetry, inject
+from runtime.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class RouterShell:
         self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
         self._streams: dict[str, ChoiceStream] = {}  # open ones, by the request id of the choice
         self._num_requests = 0
+        self.ring = RequestRing()
         self.metrics = Metrics(telemetry_config, readings(self.machine))
         self._request_metrics = RequestMetrics(self.metrics, config)
         self._decisions = self.metrics.buckets(Metric.DECISION_DURATION)
@@ -89,13 +93,24 @@ class RouterShell:
         error: TandemError,
         headers: Mapping[str, str],
         arrived_at: float,
-        attributes: Mapping[str, AttributeValue],
+        operation: str,
+        names: tuple[str, str],
     ) -> None:
-        """Count a call that was refused before it had a stream, and record its root span."""
+        """Count and trace a call that was refused before it had a stream. `names`: of the model, of the request."""
         self._request_metrics.refused(error)
-        root = self.telemetry.start_root(headers, arrived_at)
-        attributes = {**attributes, Attribute.ERROR_TYPE: error.code.value}
-        self.telemetry.end_root(root, self.now(), attributes, error=str(error))
+        trace, now, (model, request_id) = self.telemetry.start_trace(headers), self.now(), names
+        arrived_unix_s = time.time() - (now - arrived_at)
+        self._trace(
+            EndedChoice(
+                trace, request_id, 0, operation, model, arrived_at, now, arrived_unix_s,
+                error_code=error.code.value, error=str(error),
+            )
+        )  # fmt: skip
+
+    def _trace(self, ended: EndedChoice) -> None:
+        self.ring.add(ended)
+        if self.telemetry.keeps(ended.trace, ended.total_s, failed=ended.outcome is None):
+            self.telemetry.export(ended.trace, spans_of(ended, self.router_id))
 
     def count_refusal(self, error: TandemError) -> None:
         """Count a call that was refused before the request was read."""
@@ -109,7 +124,7 @@ class RouterShell:
         stream.end_rest()
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
-        stream.end_trace(self.telemetry, self.now())
+        self._trace(stream.ended(self.now()))
 
     @property
     def num_open(self) -> int:
@@ -151,10 +166,10 @@ class RouterShell:
                 if stream.deliver(action):  # later: the machine has not finished this event
                     asyncio.get_running_loop().call_soon(self.post, events.StopMatched(request_id))
             case events.StartPrefill():
-                self.links[action.worker_id].start_prefill(action, self._trace_headers(action.dispatch_id))
+                self.links[action.worker_id].start_prefill(action)
             case events.StartDecode():
                 self._streams[request_id_of(action.dispatch_id)].dispatched(action.promise)
-                self.links[action.worker_id].start_decode(action, self._trace_headers(action.dispatch_id))
+                self.links[action.worker_id].start_decode(action)
             case events.UpdatePeers(worker_id, changes):
                 self.links[worker_id].update_peers(changes)
             case events.CancelDispatch(dispatch_id):
@@ -172,9 +187,6 @@ class RouterShell:
 
     def _record_decision(self, seconds: float) -> None:
         self._decisions.observe(seconds)
-
-    def _trace_headers(self, dispatch_id: str) -> Metadata:
-        return inject(self._streams[request_id_of(dispatch_id)].root)
 
     def _on_fatal(self, error: BaseException) -> None:
         if not self.failure.done():

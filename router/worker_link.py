@@ -27,6 +27,7 @@ from router.events import RouterEvent
 from router.token_stream import TokenStream
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.security import Credentials
+from runtime.span_names import SpanName
 
 CONNECT_TIMEOUT_S = 2.0
 # A busy router reads late. With a window of some hundred tokens, the worker soon waits, and joins its next steps into
@@ -34,9 +35,9 @@ CONNECT_TIMEOUT_S = 2.0
 WINDOW_BYTES = 4096
 RETRY_S = (0.0, 0.2, 0.5, 1.0)  # pauses before an attempt to subscribe; the last one repeats
 
-logger = logging.getLogger(__name__)
+SPAN_NAMES = frozenset(name.value for name in SpanName)
 
-Metadata = list[tuple[str, str]]
+logger = logging.getLogger(__name__)
 
 
 class WorkerLink:
@@ -190,11 +191,11 @@ class WorkerLink:
         if self._updating_peers is None:
             self._updating_peers = asyncio.create_task(self._call_update_peers())
 
-    def start_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
-        self._start(action.dispatch_id, self._call_prefill(action, metadata))
+    def start_prefill(self, action: events.StartPrefill) -> None:
+        self._start(action.dispatch_id, self._call_prefill(action))
 
-    def start_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
-        self._start(action.dispatch_id, self._call_decode(action, metadata))
+    def start_decode(self, action: events.StartDecode) -> None:
+        self._start(action.dispatch_id, self._call_decode(action))
 
     def cancel(self, dispatch_id: str) -> None:
         call = self._calls.get(dispatch_id)
@@ -219,8 +220,8 @@ class WorkerLink:
                 logger.exception("cannot send worker %s its peers", self.endpoint.service_id)
         self._updating_peers = None  # here and not in a done callback, before which more changes may arrive
 
-    async def _call_prefill(self, action: events.StartPrefill, metadata: Metadata) -> None:
-        metadata = [*metadata, *self._credentials.metadata]
+    async def _call_prefill(self, action: events.StartPrefill) -> None:
+        metadata = self._credentials.metadata
         result: events.PrefillResult | TandemError
         try:
             request = worker_pb2.PrefillRequest(
@@ -234,8 +235,8 @@ class WorkerLink:
             result = _failure(error)
         self._post(events.PrefillReturned(action.dispatch_id, result))
 
-    async def _call_decode(self, action: events.StartDecode, metadata: Metadata) -> None:
-        metadata = [*metadata, *self._credentials.metadata]
+    async def _call_decode(self, action: events.StartDecode) -> None:
+        metadata = self._credentials.metadata
         result: events.DecodeResult | TandemError
         stream_id = self._tokens.stream_id
         try:
@@ -276,6 +277,7 @@ def _decode_prefill(wire: worker_pb2.PrefillResponse) -> events.PrefillResult:
         cached_tokens=wire.cached_tokens,
         queue_s=wire.queue_ms / 1e3,
         prefill_s=wire.prefill_ms / 1e3,
+        stages=_decode_stages(wire.stages),
         kv_block_seconds=wire.kv_block_seconds,
     )
 
@@ -295,7 +297,17 @@ def _decode_finished(wire: worker_pb2.DecodeFinished) -> events.DecodeResult | T
         transfer_s=wire.transfer_ms / 1e3,
         transfer_exposed_s=wire.transfer_exposed_ms / 1e3,
         transferred_bytes=wire.transferred_bytes,
+        stages=_decode_stages(wire.stages),
         kv_block_seconds=wire.kv_block_seconds,
         num_moved_blocks=wire.num_moved_blocks,
         num_skipped_blocks=wire.num_skipped_blocks,
+    )
+
+
+def _decode_stages(stages: Iterable[worker_pb2.StageSpan]) -> tuple[events.WorkerStage, ...]:
+    """The stages that this version knows."""
+    return tuple(
+        events.WorkerStage(stage.name, stage.start_ms / 1e3, stage.duration_ms / 1e3, dict(stage.attributes))
+        for stage in stages
+        if stage.name in SPAN_NAMES
     )

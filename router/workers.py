@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
@@ -190,6 +190,11 @@ class WorkerTable:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room."""
         question = self._question(prompt, avoid, now)
         return None if question is None else self._policy.choose(question)
+
+    @property
+    def compared(self) -> Sequence[Candidate]:
+        """The candidates that the last `choose` compared, in no order."""
+        return self._policy.compared
 
     def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
         """The candidates for a prompt now, cheapest first."""

@@ -122,6 +122,17 @@ class AsyncClient:
     ) -> cluster_pb2.ExplainResponse:
         return await self._operate(self._cluster.Explain, request, metadata)
 
+    async def list_requests(
+        self, limit: int = 0, after: int = 0, metadata: Metadata = ()
+    ) -> cluster_pb2.ListRequestsResponse:
+        """The requests that ended last, newest first: at most `limit` (0 = 100), with a higher number than `after`."""
+        request = cluster_pb2.ListRequestsRequest(limit=limit, after=after)
+        return await self._operate(self._cluster.ListRequests, request, metadata)
+
+    async def get_trace(self, id: str, metadata: Metadata = ()) -> cluster_pb2.Trace:
+        """The spans of one of them, by request id or trace id. Raises `CallFailed` with NOT_FOUND."""
+        return await self._operate(self._cluster.GetTrace, cluster_pb2.GetTraceRequest(id=id), metadata)
+
     async def metrics(self, metadata: Metadata = ()) -> str:
         """The metrics page of the router that answers, in the text format of Prometheus."""
         return (await self._operate(self._cluster.GetMetrics, cluster_pb2.GetMetricsRequest(), metadata)).text
@@ -244,6 +255,17 @@ class Client:
 
     def explain(self, request: inference_pb2.GenerateRequest, metadata: Metadata = ()) -> cluster_pb2.ExplainResponse:
         return self._operate(self._cluster.Explain, request, metadata)
+
+    def list_requests(
+        self, limit: int = 0, after: int = 0, metadata: Metadata = ()
+    ) -> cluster_pb2.ListRequestsResponse:
+        """The requests that ended last, newest first: at most `limit` (0 = 100), with a higher number than `after`."""
+        request = cluster_pb2.ListRequestsRequest(limit=limit, after=after)
+        return self._operate(self._cluster.ListRequests, request, metadata)
+
+    def get_trace(self, id: str, metadata: Metadata = ()) -> cluster_pb2.Trace:
+        """The spans of one of them, by request id or trace id. Raises `CallFailed` with NOT_FOUND."""
+        return self._operate(self._cluster.GetTrace, cluster_pb2.GetTraceRequest(id=id), metadata)
 
     def metrics(self, metadata: Metadata = ()) -> str:
         """The metrics page of the router that answers, in the text format of Prometheus."""

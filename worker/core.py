@@ -34,6 +34,7 @@ from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from kv_transfer.machine import TransferMachine
 from kv_transfer.peers import Drop
 from worker.block_meter import BlockMeter
+from worker.call_record import CallRecord, StepCounts
 from worker.reported_load import ReportedCost, backlog_of, decode_contexts
 from worker.step_stats import StepStats
 
@@ -115,6 +116,8 @@ class WorkerCore:
     draining: bool = False
     deadlines: Deadlines[str] = field(default_factory=Deadlines)  # by request id
     timelines: dict[str, Timeline] = field(default_factory=dict)  # by request id
+    records: dict[str, CallRecord] = field(default_factory=dict)  # by request id
+    counts: StepCounts = field(default_factory=StepCounts)
     calls: dict[str, CallId] = field(default_factory=dict)  # by request id
     router_calls: dict[str, RouterCalls] = field(default_factory=dict)  # by router id; only routers with open calls
     num_arrived: int = 0
@@ -145,6 +148,7 @@ class WorkerCore:
             raise InvalidRequest("request_id", f"{request.request_id} is being served already")
         self.num_arrived += 1
         self.timelines[request.request_id] = Timeline(Stage.QUEUE, now)
+        self.records[request.request_id] = CallRecord(len(self.scheduler.waiting), self.scheduler.num_waiting_tokens)
         self.deadlines.set(request.request_id, deadline)
         self._note_call(request.request_id, call)
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
@@ -152,6 +156,7 @@ class WorkerCore:
     def dismiss(self, request_id: str) -> None:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
+        self.records.pop(request_id, None)
         self._prefilling.pop(request_id, None)
         self.held_blocks.forget(request_id)
         self.deadlines.cancel(request_id)
@@ -165,6 +170,11 @@ class WorkerCore:
         last_call, num_open = self.router_calls.get(call.router_id, RouterCalls())
         self.calls[request_id] = call
         self.router_calls[call.router_id] = RouterCalls(max(last_call, call.number), num_open + 1)
+
+    def enter(self, request_id: str, stage: Stage, now: float) -> None:
+        """A sequence enters its next stage."""
+        self.timelines[request_id].enter(stage, now)
+        self.records[request_id].mark(stage, self.counts)
 
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
@@ -195,12 +205,15 @@ class WorkerCore:
 
     def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
         """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on."""
+        if (plan := self.scheduler.oldest_step) is not None:
+            self.counts.record(len(plan.chunks))
         events = self.scheduler.complete_step(output)
         self.record_step(self._step_works.pop(0), now - self.step_started_at)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:
-            self._prefilling.pop(request_id).enter(Stage.DECODE, now)
+            del self._prefilling[request_id]
+            self.enter(request_id, Stage.DECODE, now)
         return events
 
     def record_step(self, work: StepWork, seconds: float) -> None:
@@ -228,7 +241,7 @@ class WorkerCore:
         for sequence in self.scheduler.take_admitted():
             timeline = self.timelines[sequence.sequence_id]
             if timeline.stage is Stage.QUEUE:
-                timeline.enter(Stage.PREFILL, now)
+                self.enter(sequence.sequence_id, Stage.PREFILL, now)
                 self._prefilling[sequence.sequence_id] = timeline
         self._step_works.append(work := work_of(plan))
         self.stats.num_sequences, self.stats.num_tokens = len(plan.chunks), _num_tokens(work)

@@ -28,7 +28,6 @@ from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
 from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.security import OPEN, WORKER_RULES, Credentials
-from runtime.telemetry import Telemetry
 from worker.changes import ChangeTracker
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.executor import StepExecutor
@@ -103,14 +102,12 @@ class WorkerService:
         config: WorkerConfig,
         build: BuildParts,
         servicer: Servicer,
-        telemetry: Telemetry,
         credentials: Credentials = OPEN,
     ) -> None:
         self._role = role
         self._config = config
         self._build = build
         self._servicer = servicer
-        self._telemetry = telemetry
         self._credentials = credentials
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
@@ -174,7 +171,6 @@ class WorkerService:
             self._parts.agent.close(STOP_TIMEOUT_S)
         except TandemError as error:
             logger.warning("%s", error)
-        self._telemetry.close()
 
     # ---- actions
 

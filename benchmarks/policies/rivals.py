@@ -40,10 +40,12 @@ class Rival:
     def __init__(self, prefill: Rule, decode: Rule) -> None:
         self._prefill, self._decode = prefill, decode
         self._num_chosen = 0
+        self.compared: Sequence[Candidate] = ()
 
     def choose(self, question: RoutingQuestion) -> Candidate | None:
         found = self._ranked(question, 1)
         self._num_chosen += bool(found)
+        self.compared = found
         return found[0] if found else None
 
     def candidates(self, question: RoutingQuestion) -> list[Candidate]:

@@ -194,9 +194,9 @@ async def test_every_hand_off_has_a_ticket_of_128_random_bits_that_both_workers_
     seen: dict[str, list[int]] = {"prefill": [], "decode": []}
 
     def note(role: str, start: Callable[..., None], find: Callable[[Any], int]) -> Callable[..., None]:
-        def noting(self: object, action: Any, metadata: object) -> None:
+        def noting(self: object, action: Any) -> None:
             seen[role].append(find(action))
-            start(self, action, metadata)
+            start(self, action)
 
         return noting
 

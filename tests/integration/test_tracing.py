@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from core.config import TelemetryConfig
-from runtime.telemetry import Attribute, SpanName
+from runtime.span_names import Attribute, SpanName
 from tests.support.deployment import Answer, deploy, generate_beside_a_full_queue, make_request, tiny_config
 
 MIN_COVERAGE = 0.98
@@ -41,16 +41,40 @@ async def test_every_stage_of_every_process_is_a_child_of_one_root(traced: tuple
     root = roots[0]
     children = [span for span in spans if span is not root]
     assert {span["name"] for span in children} == {
-        "router.tokenize", "router.queue", "router.prefill", "router.decode", "router.respond",
+        "router.tokenize", "router.queue", "router.prefill", "router.decode", "router.respond", "router.attempt",
         "prefill_worker.queue", "prefill_worker.prefill",
         "decode_worker.queue", "decode_worker.transfer", "decode_worker.decode",
     }  # fmt: skip
     assert {span["context"]["trace_id"] for span in spans} == {root["context"]["trace_id"]}
-    assert {span["parent_id"] for span in children} == {root["context"]["span_id"]}
+    attempt = next(span for span in children if span["name"] == SpanName.ROUTER_ATTEMPT.value)
+    for span in children:
+        parent = root if span["name"].startswith("router.") else attempt
+        assert span["parent_id"] == parent["context"]["span_id"]
     services = {span["resource"]["attributes"]["service.name"] for span in spans}
     assert services == {"tandem-router", "tandem-prefill-worker", "tandem-decode-worker"}
     assert answer.finished is not None
     assert root["context"]["trace_id"] == f"0x{answer.finished.trace_id}"
+
+
+async def test_each_stage_of_a_worker_has_its_figures(traced: tuple[Answer, list[dict]]) -> None:
+    answer, spans = traced
+    assert answer.finished is not None
+    attributes = {span["name"]: span["attributes"] for span in spans}
+    prefill, transfer = attributes["prefill_worker.prefill"], attributes["decode_worker.transfer"]
+    decode, attempt = attributes["decode_worker.decode"], attributes["router.attempt"]
+    assert prefill[Attribute.WORKER] == answer.finished.prefill_worker
+    assert (prefill[Attribute.TOKENS], prefill[Attribute.CACHED_TOKENS], prefill[Attribute.BLOCKS]) == (80, 0, 5)
+    assert prefill[Attribute.STEPS] == 2, "a step has at most 64 tokens"
+    assert prefill[Attribute.BATCH_SIZE] == 1
+    assert prefill[Attribute.PREDICTED] == attempt[Attribute.ROUTE_PREFILL] > 0
+    assert attributes["prefill_worker.queue"][Attribute.QUEUE_DEPTH] == 0
+    assert transfer[Attribute.TRANSFER_OWNER] == answer.finished.prefill_worker
+    assert (transfer[Attribute.TRANSFER_BLOCKS], transfer[Attribute.TRANSFER_SKIPPED_BLOCKS]) == (5, 0)
+    assert transfer[Attribute.TRANSFER_GB_PER_S] > 0
+    assert transfer[Attribute.TRANSFER_LANE]
+    assert decode[Attribute.TOKENS] == 16
+    assert decode[Attribute.STEPS] >= 15
+    assert attempt[Attribute.ATTEMPT] == 1
 
 
 async def test_the_children_cover_98_percent_of_the_root(traced: tuple[Answer, list[dict]]) -> None:

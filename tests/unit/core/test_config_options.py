@@ -41,6 +41,7 @@ def test_an_empty_file_means_the_defaults() -> None:
 TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem", "tls_ca": "ca.pem"}
 HTTPS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
 OTHER = {
+    "trace_sample_ratio": 0.25,
     "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
     "slow_path_share": 0.5, "otlp_endpoint": "http://collector:4317", "cluster_token": "sixteen-characters",
     "prefill_block_size": 32, "admission": "shed", "local_prefill": "never", "cors_origins": ["https://example.org"],
@@ -188,6 +189,8 @@ OUT_OF_RANGE = [
     (ClusterConfig, {"num_routers": 5, "max_workers": 4}, r"num_routers must be in \[1, 4\]"),
     (TelemetryConfig, {"metrics_port": 65536}, "metrics_port"),
     (TelemetryConfig, {"otlp_endpoint": "collector"}, "otlp_endpoint must be http://host:port .*'collector'"),
+    (TelemetryConfig, {"trace_sample_ratio": 1.5}, r"trace_sample_ratio must be in \[0, 1\], is 1.5"),
+    (TelemetryConfig, {"trace_slow_ms": -1.0}, "trace_slow_ms"),
     (TelemetryConfig, {"otlp_endpoint": "ftp://collector:4317"}, "otlp_endpoint"),
     (TelemetryConfig, {"otlp_endpoint": "http://collector"}, "otlp_endpoint"),
     (SchedulerConfig, {"max_batched_tokens": 63, "max_running": 64}, "max_batched_tokens"),

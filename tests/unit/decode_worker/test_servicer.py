@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 
-from core.config import TelemetryConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.request import Request, SamplingParams
@@ -16,7 +15,6 @@ from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec, worker_pb2
-from runtime.telemetry import Telemetry
 
 
 class FakeDriver:
@@ -61,7 +59,7 @@ class Context:
 
 class Scene:
     def __init__(self) -> None:
-        self.servicer, self.driver = DecodeServicer(60.0, Telemetry(TelemetryConfig(), "decode")), FakeDriver()
+        self.servicer, self.driver = DecodeServicer(60.0), FakeDriver()
         self.servicer.attach(cast(Any, self.driver), "decode-0")
         self.tasks: list[asyncio.Task[Any]] = []
 

@@ -12,10 +12,11 @@ from core.config import RouterConfig
 from core.errors import QueueFull
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
-from router.choice_stream import ChoiceStream, route_attributes
+from router.choice_stream import ChoiceStream
 from router.events import Fail, Finish, Outcome
 from router.policy import Candidate
 from router.request_metrics import RequestMetrics
+from router.request_spans import route_attributes
 from runtime.metrics import RATIO_BUCKETS, Metric
 from runtime.metrics_page import Metrics
 

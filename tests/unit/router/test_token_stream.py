@@ -77,7 +77,7 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
 
 def decode(worker: Worker) -> None:
     request = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
-    worker.link.start_decode(StartDecode("r#1", "w", request, None, timeout_s=60.0, call=7), [])
+    worker.link.start_decode(StartDecode("r#1", "w", request, None, timeout_s=60.0, call=7))
 
 
 async def test_each_message_is_one_event(worker: Worker) -> None:

@@ -106,8 +106,8 @@ REQUEST = Request("r#1", (1, 2, 3), 3, SamplingParams(max_tokens=8))
 async def test_an_answer_that_cannot_be_read_is_a_retryable_error(worker: Worker) -> None:
     assert worker.link is not None
     await joined(worker)
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2), [])
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1), [])
+    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2))
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1))
     async with asyncio.timeout(5):
         ended = [await worker.posted.get(), await worker.posted.get()]
     assert {type(event) for event in ended} == {PrefillReturned, DecodeReturned}
@@ -122,8 +122,8 @@ async def test_an_unexpected_exception_in_a_call_is_an_error_that_is_not_retryab
     assert worker.link is not None
     monkeypatch.setattr("protos.codec.encode_sequence", lambda *_: 1 // 0)
     await joined(worker)
-    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2), [])
-    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1), [])
+    worker.link.start_prefill(StartPrefill("r#1", "w", REQUEST, 7, address("d"), timeout_s=60.0, call=2))
+    worker.link.start_decode(StartDecode("r#1", "w", REQUEST, None, timeout_s=60.0, call=1))
     async with asyncio.timeout(5):
         ended = [await worker.posted.get(), await worker.posted.get()]
     for event in ended:

@@ -15,7 +15,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from core.config import TelemetryConfig
 from core.errors import ConfigError
-from runtime.telemetry import JsonLinesExporter, Telemetry
+from runtime.span_names import SpanName
+from runtime.telemetry import SpanRecord, Telemetry
+from runtime.trace_file import JsonLinesExporter
 from tests.support.limits import no_file_larger_than
 
 PATIENCE_S = 10.0
@@ -34,7 +36,8 @@ def test_a_trace_file_that_is_a_directory_is_refused_by_its_option(tmp_path: Pat
 def test_a_span_names_the_instance_of_its_service(tmp_path: Path) -> None:
     file = tmp_path / "spans.jsonl"
     telemetry = Telemetry(TelemetryConfig(trace_file=str(file)), "tandem-router", "router-1.0badcafe")
-    telemetry.end_root(telemetry.start_root({}, 0.0), 1.0, {})
+    record = SpanRecord(SpanName.REQUEST, "tandem-router", "router-1.0badcafe", 0.0, 1.0, {})
+    telemetry.export(telemetry.start_trace({}), [record])
     telemetry.close()
     attributes = json.loads(file.read_text())["resource"]["attributes"]
     assert attributes["service.name"] == "tandem-router"
@@ -79,7 +82,7 @@ class StuckProvider:
 def test_close_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.telemetry.CLOSE_TIMEOUT_S", 0.01)
     telemetry, stuck = Telemetry(TelemetryConfig(), "tandem-test"), StuckProvider()
-    telemetry._provider = stuck  # type: ignore[assignment]
+    telemetry._processor = stuck  # type: ignore[assignment]
     telemetry.close()
     assert not stuck.ended.is_set(), "close waited for the shutdown"
     stuck.answered.set()

@@ -120,7 +120,7 @@ def test_a_snapshot_has_the_load_and_every_path_and_a_later_report_what_has_chan
     paths = (PathStatus("p", PathState.FINE), PathStatus("q", PathState.FINE))
     transfers = SimpleNamespace(paths=paths)
     machine = SimpleNamespace(load=lambda: load, core=SimpleNamespace(pool=BlockPool(4)), transfers=transfers)
-    service = WorkerService(ServiceRole.DECODE, WorkerConfig(), NOBODY, NOBODY, NOBODY)
+    service = WorkerService(ServiceRole.DECODE, WorkerConfig(), NOBODY, NOBODY)
     parts: Any = SimpleNamespace(
         worker_id="w", machine=machine, agent=SimpleNamespace(num_malformed=0, address=agent("w"))
     )

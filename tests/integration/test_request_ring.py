@@ -1,0 +1,82 @@
+"""The router keeps its last requests with their spans, also without any exporter."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import cluster_pb2
+from tandem_client import AsyncClient, CallFailed
+from tests.support.deployment import deploy, make_request, tiny_config
+
+
+async def test_the_ring_lists_requests_newest_first_and_gives_their_spans() -> None:
+    async with deploy(tiny_config()) as deployment:
+        answer = await deployment.generate(token_ids=range(1, 81), max_tokens=16)
+        await deployment.generate(text="hello over there", max_tokens=1)
+        finished = answer.finished
+        assert finished is not None
+        async with AsyncClient(deployment.router_address) as client:
+            newest, oldest = (await client.list_requests()).requests
+            assert [newest.number, oldest.number] == [2, 1]
+            assert oldest.request_id == finished.request_id
+            assert (oldest.trace_id, oldest.end) == (finished.trace_id, "length")
+            assert (oldest.path, oldest.attempts) == (finished.path, 1)
+            assert (oldest.prefill_worker, oldest.decode_worker) == (finished.prefill_worker, finished.decode_worker)
+            assert oldest.usage == finished.usage
+            assert oldest.transferred_bytes == finished.transferred_bytes > 0
+            assert oldest.first_token_ms == pytest.approx(finished.timings.first_token_ms)
+            assert oldest.timings.prefill_ms == finished.timings.prefill_ms
+            assert 0 < oldest.tpot_ms < oldest.total_ms
+            assert (newest.tpot_ms, newest.usage.completion_tokens) == (0.0, 1)
+            assert [r.number for r in (await client.list_requests(limit=1)).requests] == [2]
+            assert [r.number for r in (await client.list_requests(after=1)).requests] == [2]
+
+            trace = await client.get_trace(finished.request_id)
+            assert trace == await client.get_trace(finished.trace_id)
+            assert trace.spans[0].name == "tandem.request"
+            names = [span.name for span in trace.spans]
+            assert {"prefill_worker.prefill", "decode_worker.transfer", "decode_worker.decode"} <= set(names)
+            starts = [span.start_ms for span in trace.spans]
+            assert starts == sorted(starts)
+            (candidate,) = trace.candidates
+            assert candidate.chosen
+            assert candidate.decode_worker == finished.decode_worker
+
+
+async def test_all_choices_of_a_call_are_in_its_trace() -> None:
+    async with deploy(tiny_config()) as deployment:
+        answers = await deployment.generate_all(make_request(text="hello over there", max_tokens=2, n=3))
+        finished = answers[0].finished
+        assert finished is not None
+        async with AsyncClient(deployment.router_address) as client:
+            trace = await client.get_trace(finished.request_id)
+    assert [summary.choice for summary in trace.requests] == [0, 1, 2]
+    assert [span.choice for span in trace.spans if span.name == "tandem.request"] == [0, 1, 2]
+
+
+async def test_a_refused_request_is_in_the_ring_with_its_error() -> None:
+    async with deploy(tiny_config(), num_prefill=0, num_decode=0) as deployment:
+        request = make_request(text="hi", temperature=-1.0)
+        request.request_id = "mine"
+        with pytest.raises(grpc.aio.AioRpcError):
+            await deployment.inference.Generate(request, timeout=10).read()
+        async with AsyncClient(deployment.router_address) as client:
+            trace = await client.get_trace("mine")
+    (summary,) = trace.requests
+    assert (summary.end, summary.attempts, summary.first_token_ms) == ("invalid_argument", 0, 0.0)
+    assert not trace.candidates
+    assert trace.spans[0].error.startswith("temperature: ")
+
+
+async def test_an_unknown_request_and_a_bad_limit_are_refused() -> None:
+    async with (
+        deploy(tiny_config(), num_prefill=0, num_decode=0) as deployment,
+        AsyncClient(deployment.router_address) as client,
+    ):
+        with pytest.raises(CallFailed, match="keeps no request 'nothing': it keeps the last 512") as failure:
+            await client.get_trace("nothing")
+        assert failure.value.code is grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.aio.AioRpcError, match=r"limit: must be in \[1, 512\]"):
+            await deployment.cluster.ListRequests(cluster_pb2.ListRequestsRequest(limit=513), timeout=5)

@@ -1,0 +1,111 @@
+"""Every exception becomes an error in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from grpc import StatusCode
+from pydantic import ValidationError
+
+from gateway.errors import STATUSES, ApiError, ClientGone, api_error, http_field
+from gateway.fleets import ModelUnknown
+from gateway.schema_chat import ChatBody
+from gateway.schema_completions import CompletionBody
+from tandem_client import CallFailed
+
+CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
+
+
+@pytest.mark.parametrize("code", STATUSES)
+def test_a_status_of_grpc_has_one_of_http(code: StatusCode) -> None:
+    status, kind, name = STATUSES[code]
+    error = api_error(CallFailed(code, "why", retryable=True))
+    assert (error.status, error.kind, error.code) == (status, kind, name)
+
+
+def test_another_status_of_grpc_is_a_server_error() -> None:
+    assert api_error(CallFailed(StatusCode.DATA_LOSS, "why")).status == 500
+
+
+def test_a_field_of_the_router_has_its_name_in_the_http_api() -> None:
+    error = api_error(CallFailed(StatusCode.INVALID_ARGUMENT, "stop_strings: at most 16", field="stop_strings"))
+    assert (error.param, error.message) == ("stop", "stop: at most 16")
+    assert http_field("chat.messages[3].content") == "messages[3].content"
+    assert http_field("chat.tools[0].name") == "tools[0].name"
+
+
+@pytest.mark.parametrize(("hint", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.001, "2"), (30.0, "30")])
+def test_the_hint_of_the_router_is_rounded_up_to_seconds(hint: float, header: str) -> None:
+    error = api_error(CallFailed(StatusCode.RESOURCE_EXHAUSTED, "full", retryable=True, retry_after_s=hint))
+    assert error.headers == {"retry-after": header, "x-should-retry": "true"}
+
+
+def test_a_message_over_the_limit_of_grpc_is_too_large_and_not_retried() -> None:
+    error = api_error(CallFailed(StatusCode.RESOURCE_EXHAUSTED, "too large a message"))
+    assert (error.status, error.code, error.headers) == (413, "request_too_large", {})
+
+
+def test_a_passed_deadline_is_not_retried() -> None:
+    error = api_error(CallFailed(StatusCode.DEADLINE_EXCEEDED, "late"))
+    assert (error.status, error.headers) == (504, {"x-should-retry": "false"})
+    assert "x-tandem-timeout-ms" in error.message
+
+
+def test_a_full_context_has_the_code_that_clients_know() -> None:
+    error = api_error(CallFailed(StatusCode.INVALID_ARGUMENT, "prompt: over the context of 8 tokens", field="prompt"))
+    assert error.code == "context_length_exceeded"
+
+
+def test_an_unknown_model_and_a_lost_client() -> None:
+    assert api_error(ModelUnknown("a", ["b"])).status == 404
+    assert api_error(ClientGone("gone")).status == 499
+
+
+def test_an_unexpected_error_keeps_its_text_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        error = api_error(RuntimeError("a secret"))
+    error_id = error.message.rsplit(" ", 1)[1]
+    assert "secret" not in str(error.body())
+    assert error_id in caplog.text
+    assert "a secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ("{", None, "must be JSON"),
+        ("[]", "body", "object"),
+        ("{}", "messages", "is required"),
+        ('{"messages": []}', "messages", "at least 1"),
+        ('{"messages": [{"role": "king", "content": "a"}]}', "messages[0].role", "'system'"),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "messages[0].content[0].type", "required"),
+        (CHAT % '"n": 17', "n", "16"),
+        (CHAT % '"n": "2"', "n", "integer"),
+        (CHAT % '"seed": -1', "seed", "0"),
+        (CHAT % '"top_k": -2', "top_k", "-1"),
+        (CHAT % '"stop": [1]', "stop[0]", "string"),
+        (CHAT % '"logit_bias": {"a": 1}', "logit_bias.a", "token ids"),
+        (CHAT % '"max_tokens": 0', "max_tokens", "1"),
+        (CHAT % '"stop_token_ids": [4294967296]', "stop_token_ids[0]", "4294967295"),
+    ],
+)
+def test_an_invalid_body_names_the_field_and_the_limit(body: str, param: str | None, message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate_json(body)
+    error = api_error(caught.value)
+    assert (error.status, error.param) == (400, param)
+    assert message in error.message
+
+
+@pytest.mark.parametrize("prompt", ["1", "[]", "[1.5]", "[[1], 2]", "[-1]", "[[true]]", "null", '["a", null]'])
+def test_another_form_of_a_prompt_is_refused(prompt: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionBody.model_validate_json(f'{{"prompt": {prompt}}}')
+    assert api_error(caught.value).param == "prompt"
+
+
+def test_an_api_error_is_itself() -> None:
+    error = ApiError(418, "tea")
+    assert api_error(error) is error
+    assert error.body() == {"error": {"message": "tea", "type": "invalid_request_error", "param": None, "code": None}}

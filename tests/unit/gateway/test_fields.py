@@ -1,0 +1,61 @@
+"""Fields without effect: ignored, warned of, or refused by name; and the document that lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from docs.gateway_fields import DOCUMENT, GROUPS, render
+from gateway.errors import ApiError
+from gateway.fields import CHAT, COMPLETION, FieldRule, Verdict, check_extra
+from gateway.schema_chat import ChatBody
+from gateway.schema_completions import CompletionBody
+from gateway.schema_responses import ResponsesBody
+
+
+def test_the_document_lists_every_field() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert render(text) == text, "run `python -m docs.gateway_fields`"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_null_and_neutral_values_ask_for_nothing(group: str) -> None:
+    rules = GROUPS[group]
+    assert check_extra(dict.fromkeys(rules), rules) == []
+    for name, rule in rules.items():
+        for value in rule.neutral:
+            assert check_extra({name: value}, rules) == []
+
+
+def test_a_field_with_a_warning_gives_its_reason() -> None:
+    assert check_extra({"store": True}, CHAT) == ["store has no effect: nothing is stored"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [("suffix", "end", "unsupported_parameter"), ("guided_json", {}, "unsupported_parameter"),
+     ("tempreture", 1, "unknown_parameter"), ("tempreture", None, "unknown_parameter")],
+)  # fmt: skip
+def test_a_refused_field_is_named(name: str, value: Any, code: str) -> None:
+    with pytest.raises(ApiError, match=f"^{name}: ") as caught:
+        check_extra({name: value}, COMPLETION)
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, name, code)
+
+
+def test_a_path_precedes_the_name() -> None:
+    with pytest.raises(ApiError, match=r"^messages\[2\]\.mood: unknown field"):
+        check_extra({"mood": 1}, {}, "messages[2].")
+
+
+@pytest.mark.parametrize(
+    ("schema", "rules"),
+    [(ChatBody, CHAT), (CompletionBody, COMPLETION), (ResponsesBody, GROUPS["/v1/responses"])],
+)
+def test_no_field_of_a_schema_has_a_rule_as_well(schema: Any, rules: dict[str, FieldRule]) -> None:
+    assert not set(schema.model_fields) & set(rules)
+
+
+def test_every_verdict_has_a_reason() -> None:
+    assert all(rule.reason for rules in GROUPS.values() for rule in rules.values())
+    assert {rule.verdict for rule in CHAT.values()} == set(Verdict)

@@ -1,0 +1,151 @@
+"""The forms of answers: chunks and objects made of the same events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.chat_format import DONE, ChatAnswer, ChatChunks, Parsers
+from gateway.completion_format import CompletionAnswer, CompletionChunks
+from gateway.outputs import AnswerHead, CompletionLogprobs, Event, Filtered, chat_logprobs, token_text
+from gateway.responses_format import ResponseAnswer, ResponseEvents
+from gateway.usage import UsageSum
+from tandem_client import Finished, FinishReason, GenerateResponse
+from tandem_client.stubs.inference_pb2 import Logprob, TokenChunk, TokenLogprobs, Usage
+
+HEAD = AnswerHead("id-1", 'a "model"', 123, frozenset({2}), ("END",))
+TEXTS = ["Grüße \u2028", '"quoted" \\ \n', "\x00", ""]
+TOOL_TEXTS = [
+    "I ask.",
+    '<tool_call>{"name": "add", "arguments": {"a"',
+    ': 1}}</tool_call><tool_call>{"name": "f"}</tool_call>',
+]
+
+
+def tokens(text: str, choice: int = 0, logprobs: Any = ()) -> Event:
+    return GenerateResponse(tokens=TokenChunk(choice=choice, text=text, logprobs=logprobs))
+
+
+def end(choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2") -> Event:
+    usage = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
+    return GenerateResponse(finished=Finished(choice=choice, finish_reason=reason, usage=usage, stop_match=stop_match))
+
+
+def chunks_of(form: Any, events: list[Event]) -> list[dict[str, Any]]:
+    """What a client parses from the stream, which must be valid server-sent events."""
+    stream = b"".join(map(form.push, events)) + form.end()
+    assert stream.endswith(DONE)
+    return [json.loads(event.removeprefix("data: ")) for event in stream.decode().split("\n\n")[:-2]]
+
+
+@pytest.mark.parametrize("with_usage", [True, False])
+def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
+    events = [tokens(text, choice) for text in TEXTS for choice in (0, 1)] + [end(0), end(1)]
+    chunks = chunks_of(ChatChunks(HEAD, 2, Parsers("", 2), UsageSum(2, False), with_usage), events)
+    answer = ChatAnswer(HEAD, 2, Parsers("", 2), UsageSum(2, False))
+    for event in events:
+        answer.push(event)
+    for choice in (0, 1):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == choice]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert own[-1]["finish_reason"] == "stop"
+        text = "".join(part["delta"].get("content", "") for part in own)
+        assert text == answer.result()["choices"][choice]["message"]["content"] == "".join(TEXTS)
+    assert {chunk["model"] for chunk in chunks} == {HEAD.model}
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    assert usages == ([answer.result()["usage"]] if with_usage else [])
+    assert all(("usage" in chunk) is with_usage for chunk in chunks)
+
+
+def test_calls_of_tools_are_the_same_in_both_forms() -> None:
+    events = [*map(tokens, TOOL_TEXTS), end()]
+    chunks = chunks_of(ChatChunks(HEAD, 1, Parsers("hermes", 1), UsageSum(1, False), False), events)
+    answer = ChatAnswer(HEAD, 1, Parsers("hermes", 1), UsageSum(1, False))
+    for event in events:
+        answer.push(event)
+    (choice,) = answer.result()["choices"]
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in chunks:
+        for part in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            call = calls.setdefault(part["index"], {"name": part["function"].get("name", ""), "arguments": ""})
+            call["arguments"] += part["function"]["arguments"]
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == list(calls.values())
+    assert [call["name"] for call in calls.values()] == ["add", "f"]
+    assert choice["message"]["content"] == "I ask."
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_completion_repeats_its_prompt_once() -> None:
+    events = [tokens("b"), tokens("c"), end()]
+    chunks = chunks_of(CompletionChunks(HEAD, ["a"], UsageSum(1, False), False), events)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
+    answer = CompletionAnswer(HEAD, ["a"], UsageSum(1, False))
+    for event in events:
+        answer.push(event)
+    assert answer.result()["choices"][0]["text"] == "abc"
+
+
+@pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
+def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any) -> None:
+    event = end(stop_match=match)
+    assert isinstance(event, GenerateResponse)
+    assert HEAD.stop_reason(event.finished) == reason
+
+
+def test_a_filtered_choice_ends_in_every_form() -> None:
+    events: list[Event] = [tokens("a"), Filtered(0)]
+    chat = chunks_of(ChatChunks(HEAD, 1, Parsers("", 1), UsageSum(1, False), False), events)
+    text = chunks_of(CompletionChunks(HEAD, [""], UsageSum(1, False), False), events)
+    assert chat[-1]["choices"][0]["finish_reason"] == text[-1]["choices"][0]["finish_reason"] == "content_filter"
+    answer = ResponseAnswer(HEAD, {}, Parsers("", 1), UsageSum(1, False))
+    for event in events:
+        answer.push(event)
+    assert answer.result()["incomplete_details"] == {"reason": "content_filter"}
+
+
+def test_a_prompt_counts_once_however_many_choices_continue_it() -> None:
+    usage = UsageSum(2, False)
+    for choice in range(4):
+        event = end(choice)
+        assert isinstance(event, GenerateResponse)
+        usage.add(event.finished)
+    assert usage.counts() == (10, 8, 8)
+    assert usage.responses()["total_tokens"] == 18
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
+    assert token_text("ß".encode()) == "ß"
+    assert token_text(b"\xc3") == "bytes:\\xc3"
+
+
+def test_offsets_count_the_characters_of_the_text() -> None:
+    entries = [TokenLogprobs(logprob=-1, token=part) for part in (b"a", b"\xc3", b"\x9f", b"b")]
+    columns = CompletionLogprobs(10).take(entries)
+    assert columns["text_offset"] == [10, 11, 11, 12]
+    assert columns["tokens"] == ["a", "bytes:\\xc3", "bytes:\\x9f", "b"]
+
+
+def test_an_impossible_token_has_a_number_that_json_knows() -> None:
+    entry = TokenLogprobs(logprob=-0.5, token=b"a", top=[Logprob(logprob=float("-inf"), token=b"b")])
+    (found,) = chat_logprobs([entry])
+    assert found["top_logprobs"][0]["logprob"] == -9999.0
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_response_fails_with_an_error_event() -> None:
+    form = ResponseEvents(ResponseAnswer(HEAD, {}, Parsers("", 1), UsageSum(1, False)))
+    form.push(tokens("a"))
+    failed = form.fail(RuntimeError("x")).decode().split("\n\n")
+    assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]
+
+
+def test_a_response_has_an_item_for_each_text_and_call() -> None:
+    answer = ResponseAnswer(HEAD, {}, Parsers("hermes", 1), UsageSum(1, False))
+    kinds = [typed["type"] for event in [*map(tokens, TOOL_TEXTS), end()] for typed in answer.take(event)]
+    items = answer.result()["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "function_call"]
+    assert [item["status"] for item in items] == ["completed"] * 3
+    assert json.loads(items[1]["arguments"]) == {"a": 1}
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3

@@ -1,0 +1,174 @@
+"""From OpenAI's requests to the messages of the gRPC API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import ApiError
+from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
+from gateway.schema_completions import CompletionBody, check_completion
+from gateway.schema_responses import ResponsesBody, input_messages, response_tools
+from gateway.schema_sampling import common_request, stream_warnings
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def chat(**fields: Any) -> ChatBody:
+    return ChatBody.model_validate_json(json.dumps({"messages": [{"role": "user", "content": "a"}]} | fields))
+
+
+def test_each_field_of_sampling_reaches_the_wire() -> None:
+    body = chat(
+        temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, repetition_penalty=1.5, presence_penalty=0.5,
+        frequency_penalty=-0.5, seed=7, logit_bias={"5": -100}, stop="end", stop_token_ids=[3], ignore_eos=True,
+        min_tokens=2, cache_salt="salt", priority=-3, user="alice",
+    )  # fmt: skip
+    wire = common_request(body, 9, "m", "id-1")
+    sampling = wire.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 0, 7)
+    assert sampling.HasField("top_k")
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, 0.5, -0.5)
+    assert (round(sampling.top_p, 3), round(sampling.min_p, 3)) == (0.9, 0.1)
+    assert dict(sampling.logit_bias) == {5: -100.0}
+    assert (list(wire.stop.stop_strings), list(wire.stop.stop_token_ids)) == (["end"], [3])
+    assert (wire.stop.max_tokens, wire.stop.min_tokens, wire.stop.ignore_eos) == (9, 2, True)
+    assert (wire.cache_salt, wire.priority, wire.user) == ("salt", -3, "alice")
+    assert (wire.model, wire.request_id) == ("m", "id-1")
+
+
+def test_a_field_that_is_not_given_stays_unset_on_the_wire() -> None:
+    wire = common_request(chat(temperature=None), None, "", "id")
+    assert wire.sampling.ListFields() == []
+    assert not wire.stop.HasField("max_tokens")
+
+
+def test_messages_of_every_role_reach_the_wire() -> None:
+    body = chat(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+            {"role": "user", "content": "1+?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+            {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+        ]
+    )
+    messages, warnings = wire_messages(body.messages)
+    assert warnings == []
+    assert [message.role for message in messages] == ["developer", "user", "assistant", "tool"]
+    assert messages[0].content == "Be kind."
+    (call,) = messages[2].tool_calls
+    assert (call.id, call.name, json.loads(call.arguments_json)) == ("call_1", "add", {"a": 1})
+    assert messages[3].tool_call_id == "call_1"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "tool", "content": "a"}, "messages[0].tool_call_id"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f"}}, "messages[0].function_call"),
+    ],
+)
+def test_a_message_that_breaks_a_rule_is_refused(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        wire_messages(chat(messages=[message]).messages)
+    assert caught.value.param == param
+
+
+def test_tools_reach_the_wire_unless_none_may_be_called() -> None:
+    body = chat(tools=[TOOL])
+    (tool,), warnings = wire_tools(body.tools, "auto")
+    assert (tool.name, tool.description, json.loads(tool.parameters_json)) == ("add", "Adds.", {"type": "object"})
+    assert warnings == []
+    assert wire_tools(body.tools, "none") == ([], [])
+
+
+@pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "add"}}])
+def test_a_forced_tool_is_refused(choice: Any) -> None:
+    with pytest.raises(ApiError, match=r"^tool_choice: .* cannot force a call"):
+        wire_tools(chat(tools=[TOOL]).tools, choice)
+
+
+def test_logprobs_of_a_chat_have_a_switch_and_a_number() -> None:
+    assert num_logprobs(chat()) is None
+    assert num_logprobs(chat(logprobs=False)) is None
+    assert num_logprobs(chat(logprobs=True)) == 0
+    assert num_logprobs(chat(logprobs=True, top_logprobs=5)) == 5
+    with pytest.raises(ApiError, match="top_logprobs: needs logprobs"):
+        num_logprobs(chat(top_logprobs=5))
+
+
+def test_only_text_is_a_format() -> None:
+    check_response_format(chat(response_format={"type": "text"}))
+    with pytest.raises(ApiError, match="json_schema is not supported"):
+        check_response_format(chat(response_format={"type": "json_schema", "json_schema": {}}))
+
+
+def test_options_of_a_stream_need_a_stream() -> None:
+    assert stream_warnings(chat(stream=True, stream_options={"include_usage": True})) == []
+    with pytest.raises(ApiError, match="needs stream"):
+        stream_warnings(chat(stream_options={"include_usage": True}))
+    with pytest.raises(ApiError, match=r"stream_options\.colour: unknown field"):
+        stream_warnings(chat(stream=True, stream_options={"colour": 1}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
+)
+def test_the_forms_of_a_prompt(prompt: Any, prompts: Any) -> None:
+    assert CompletionBody.model_validate({"prompt": prompt}).prompt == prompts
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 2}, {"best_of": 3, "n": 2}, {"echo": True, "logprobs": 0}])
+def test_a_completion_that_the_engine_cannot_serve_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match=r"^(best_of|echo): "):
+        check_completion(CompletionBody.model_validate({"prompt": "a"} | fields))
+    check_completion(CompletionBody.model_validate({"prompt": "a", "best_of": 2, "n": 2, "echo": True}))
+
+
+def test_the_items_of_a_response_become_a_chat() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "1+1 and 2+2?"}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}', "id": "fc_1"},
+        {"type": "function_call", "call_id": "c2", "name": "add", "arguments": '{"a": 2}', "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+    ]
+    body = ResponsesBody.model_validate({"input": items, "instructions": "Be brief."})
+    messages = input_messages(body)
+    assert [message.role for message in messages] == ["system", "user", "assistant", "tool"]
+    assert [call.id for call in messages[2].tool_calls] == ["c1", "c2"]
+    assert (messages[3].tool_call_id, messages[3].content) == ("c1", "2")
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "reasoning"}, "input[0].type"),
+        ({"content": "a"}, "input[0].role"),
+        ({"type": "function_call", "name": "f"}, "input[0].call_id"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].type"),
+        ({"role": "user", "content": "a", "colour": 1}, "input[0].colour"),
+    ],
+)
+def test_an_item_that_is_not_supported_is_refused(item: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        input_messages(ResponsesBody.model_validate({"input": [item]}))
+    assert caught.value.param == param
+
+
+def test_a_tool_of_a_response_must_be_a_function() -> None:
+    with pytest.raises(ApiError, match="web_search"):
+        response_tools(ResponsesBody.model_validate({"input": "a", "tools": [{"type": "web_search"}]}))
