@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway vllm_engine simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients soak explore protos clean
+.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization clients soak explore screenshots protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -86,6 +86,10 @@ soak: setup  ## Send 20,000 requests while one transport operation in ten fails,
 
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
 	$(BIN)/python -m tests.support.explore --minutes $(or $(MINUTES),5)
+
+screenshots: setup  ## Take the dashboard's screenshots of docs/ (3 minutes, needs Chromium)
+	$(BIN)/tandem pull
+	$(BIN)/python -m docs.make_screenshots
 
 protos: setup  ## Generate the checked-in stubs again
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto
