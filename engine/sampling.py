@@ -32,18 +32,14 @@ class Sampler:
     def __init__(self, chunks: Iterable[ScheduledChunk], eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.chunks = [chunk for chunk in chunks if chunk.samples]
         self._names = [chunk.sequence.sequence_id for chunk in self.chunks]
+        samplings = [chunk.sequence.sampling for chunk in self.chunks]
+        late = [row for row, sampling in enumerate(samplings) if sampling.min_tokens]
         # row -> tokens that its sequence must not draw yet
-        self._barred = {
-            row: barred
-            for row, chunk in enumerate(self.chunks)
-            if chunk.sequence.sampling.min_tokens and (barred := barred_tokens(chunk, eos_token_ids))
-        }
-        self._plain = [
-            row
-            for row, chunk in enumerate(self.chunks)
-            if is_plain_greedy(chunk.sequence.sampling) and row not in self._barred
-        ]
-        bare = {row for row in self._plain if self.chunks[row].sequence.sampling.num_logprobs is None}
+        self._barred = {row: barred for row in late if (barred := barred_tokens(self.chunks[row], eos_token_ids))}
+        self._plain = [row for row, sampling in enumerate(samplings) if is_plain_greedy(sampling)]
+        if self._barred:
+            self._plain = [row for row in self._plain if row not in self._barred]
+        bare = {row for row in self._plain if samplings[row].num_logprobs is None}
         self._others = [row for row in range(len(self.chunks)) if row not in bare]
 
     def sample(

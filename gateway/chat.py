@@ -13,7 +13,7 @@ from gateway.calls import call_context, read_body, request_id_of
 from gateway.chat_format import ChatAnswer, ChatChunks, Parsers
 from gateway.errors import refused
 from gateway.fields import CHAT, check_extra
-from gateway.guarding import check_messages, guardrail_of, refuse_logprobs
+from gateway.guarding import check_chat, guardrail_of, refuse_logprobs
 from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
 from gateway.schema_sampling import common_request, stream_warnings
 from gateway.usage import UsageSum
@@ -49,11 +49,12 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     refuse_logprobs(guardrail, body.logprobs or None)
     num_chars = sum(len(message.content) for message in messages)
     model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
-    prompt = await check_messages(guardrail, messages)
+    options = json.dumps(body.chat_template_kwargs, ensure_ascii=False) if body.chat_template_kwargs else ""
+    chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options)
+    prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("chatcmpl-", body.request_id, context)
     wire = common_request(body, _max_tokens(body), model.info.name, call_id)
-    options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
-    wire.chat.CopyFrom(ChatPrompt(messages=messages, tools=tools, template_options_json=options))
+    wire.chat.CopyFrom(chat)
     logprobs = num_logprobs(body)
     if logprobs is not None:
         wire.logprobs = logprobs

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
 from typing import Any
 
 from starlette.requests import Request
 
 from gateway.errors import ApiError, refused
 from gateway.guardrails import Guardrail, Message, Refused, check_prompt, load_guardrail
-from tandem_client import ChatMessage
+from tandem_client import ChatPrompt
 
 
 def guardrail_of(request: Request) -> Guardrail | None:
@@ -21,14 +22,34 @@ def guardrail_of(request: Request) -> Guardrail | None:
     return guardrail
 
 
-async def check_messages(guardrail: Guardrail | None, messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Rewrite `messages` as the guardrail wants them. Returns what it saw of them. Raises `ApiError`."""
+async def check_chat(guardrail: Guardrail | None, chat: ChatPrompt) -> tuple[Message, ...]:
+    """Rewrite `chat` as the guardrail wants it. Returns what it saw of the chat. Raises `ApiError`.
+
+    The guardrail sees every text that the chat template may write into the prompt: options of the template, tools,
+    contents of messages, and arguments of earlier calls.
+    """
     if guardrail is None:
         return ()
-    checked = await _check(guardrail, [Message(message.role, message.content) for message in messages])
-    for message, found in zip(messages, checked, strict=True):
-        message.content = found.text
+    places: list[tuple[str, Any, str]] = [("template_options", chat, "template_options_json")]
+    places += [("tools", tool, name) for tool in chat.tools for name in ("description", "parameters_json")]
+    for message in chat.messages:
+        places += [(message.role, call, "arguments_json") for call in message.tool_calls]
+        places.append((message.role, message, "content"))
+    places = [place for place in places if getattr(place[1], place[2])]
+    for _, owner, name in places:
+        if name.endswith("_json"):
+            setattr(owner, name, _unescaped(getattr(owner, name)))
+    checked = await _check(guardrail, [Message(role, getattr(owner, name)) for role, owner, name in places])
+    for (_, owner, name), found in zip(places, checked, strict=True):
+        setattr(owner, name, found.text)
     return checked
+
+
+def _unescaped(text: str) -> str:
+    """JSON as the model reads it: no character is hidden behind an escape such as \\u0061."""
+    with contextlib.suppress(ValueError, RecursionError):  # the router refuses text that is no JSON
+        return json.dumps(json.loads(text), ensure_ascii=False).encode(errors="replace").decode()
+    return text
 
 
 async def check_text(guardrail: Guardrail, text: str) -> str:

@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat, or a whole text prompt."""
+    """One text of a prompt: the content of a message, the arguments of a call in it, a tool, or a whole text prompt."""
 
-    role: str  # empty: a text prompt
+    role: str  # of the message; "tools", "template_options"; empty: a text prompt
     text: str
 
 

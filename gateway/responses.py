@@ -10,7 +10,7 @@ from gateway.answering import Call, answer_object, answer_stream
 from gateway.calls import call_context, read_body, request_id_of
 from gateway.chat_format import Parsers
 from gateway.fields import RESPONSES, check_extra
-from gateway.guarding import check_messages, guardrail_of
+from gateway.guarding import check_chat, guardrail_of
 from gateway.responses_format import ResponseAnswer, ResponseEvents
 from gateway.schema_responses import (
     ResponsesBody,
@@ -48,8 +48,9 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     guardrail = guardrail_of(request)
     num_chars = sum(len(message.content) for message in messages)
     model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
-    prompt = await check_messages(guardrail, messages)
+    chat = ChatPrompt(messages=messages, tools=tools)
+    prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("resp_", body.request_id, context)
     wire = common_request(body, body.max_output_tokens, model.info.name, call_id)
-    wire.chat.CopyFrom(ChatPrompt(messages=messages, tools=tools))
+    wire.chat.CopyFrom(chat)
     return Call(call_id, model, [wire], [prompt], guardrail, warnings + tool_warnings, context)

@@ -44,20 +44,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._validation_pool = validation_pool
         self._callers = callers
 
-    def _remaining_s(self, context: Context) -> float:
+    def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        try:
+            await self.serve(request, context)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def serve(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """Serve a request of any protocol, and write its responses to `context`: a gRPC context, or what stands for
+        one. Raises `TandemError`."""
         try:
             with self._callers.admit(request, context.invocation_metadata() or (), self._shell.now()):
                 await self._generate(request, context)
         except KeyLimitReached as error:
             self._shell.count_refusal(error)
-            await abort(context, error)
-        except TandemError as error:
-            await abort(context, error)
+            raise
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         arrived_at = self._shell.now()
         timeout_s = self._remaining_s(context)
         deadline = arrived_at + timeout_s
@@ -103,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def _write_all(
-        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Context
+        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Any
     ) -> None:
         """Write the messages of all choices, to the end of the last one. Raises the error of the first that fails.
 
@@ -127,7 +133,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 receipts.append(await self._write_end(stream, context))
         context.set_trailing_metadata(trailing_metadata(receipts))
 
-    async def _write_end(self, stream: ChoiceStream, context: Context) -> inference_pb2.Receipt:
+    async def _write_end(self, stream: ChoiceStream, context: Any) -> inference_pb2.Receipt:
         if stream.has_chunk:
             await context.write(stream.take_chunk())
         if isinstance(stream.result, Fail):

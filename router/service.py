@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Scale
-from protos import cluster_pb2_grpc, inference_pb2_grpc
+from protos import cluster_pb2_grpc, inference_pb2_grpc, kserve_pb2_grpc
 from router.bounded_pool import BoundedPool
 from router.callers import Callers
 from router.cluster_servicer import ClusterServicer
 from router.inference_servicer import InferenceServicer
+from router.kserve_servicer import KserveServicer
 from router.shell import RouterShell
 from runtime.api_keys import ApiKeys
 from runtime.grpc_server import GrpcServer
@@ -79,6 +80,8 @@ class RouterService:
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")
+        kserve = KserveServicer(inference, tokenizer, shell)
+        server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve, KserveServicer.full_name)
         address = await server.start()
         cluster.routers = [FleetRouter(self._router_id, address, draining=False)]  # until the supervisor knows more
         logger.info("%s serves %s on %s", self._router_id, tokenizer.info.name, address)

@@ -1,4 +1,4 @@
-"""The numbers behind counters and histograms: plain lists and dicts, because they are written on the way of every token.
+"""The numbers behind counters and histograms: plain lists and dicts, because every token writes them.
 
 One thread writes. The thread of a scrape copies what it finds: it may miss the newest values, and no value is lost.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 
@@ -38,8 +39,12 @@ class Buckets:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it), as the text format of Prometheus has them."""
-        names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(list(self.counts))), strict=True))
+        return list(zip(_names(self.bounds), map(float, accumulate(list(self.counts))), strict=True))
+
+
+@cache
+def _names(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    return (*(repr(float(bound)) for bound in bounds), "+Inf")
 
 
 Value = float | Buckets

@@ -171,8 +171,8 @@ METRICS: dict[Metric, Description] = {
         "(prefix cache) or transferred", ("role", "source"),
     ),
     Metric.SLO_REQUESTS: Description(
-        Kind.COUNTER, "Choices by whether they met slo_ttft_ms and, with their mean gap between tokens, slo_itl_ms: met "
-        "or missed. A failed choice missed both; a cancelled one is not counted. The rate of met, met is the goodput",
+        Kind.COUNTER, "Choices by whether they met slo_ttft_ms and, with their mean gap between tokens, slo_itl_ms: "
+        "met or missed. A failed choice missed both; a cancelled one is not counted. The rate of met, met is the goodput",
         ("ttft", "itl"),
     ),
     Metric.REFUSALS: Description(

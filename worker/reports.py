@@ -67,11 +67,11 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
             except TimeoutError:
                 pass
             self._changed.clear()
-            if self._publish(unchanged=loop.time() >= next_sign_of_life):
+            if self.publish(unchanged=loop.time() >= next_sign_of_life):
                 next_sign_of_life = loop.time() + self._config.idle_report_interval_s
             await asyncio.sleep(self._config.report_interval_s)  # the rate limit
 
-    def _publish(self, *, unchanged: bool = False) -> bool:
+    def publish(self, *, unchanged: bool = False) -> bool:
         """Queue the changes for every router; without changes, only if `unchanged`. Returns True if there is a report.
 
         Ends the stream of a router that is too far behind.
@@ -105,7 +105,7 @@ class ReportFeed(worker_pb2_grpc.WorkerServicer):
             await abort(context, WorkerUnavailable("this worker is stopping or has failed"))
         queue: asyncio.Queue[worker_pb2.WorkerReport | None] = asyncio.Queue(MAX_REPORTS_BEHIND + 1)
         # The snapshot contains all changes so far, and `changes()` returns each only once: publish them first.
-        self._publish()
+        self.publish()
         first = self._snapshot()
         first.sequence_number = self._number
         self._subscribers.add(queue)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 
-import httpx
+import httpx2 as httpx
 import openai
 
 URL, MODEL = sys.argv[1:3]
@@ -62,12 +62,13 @@ def streamed_chat() -> str:
 
 
 def completion() -> str:
-    answer = client.completions.create(
-        model=MODEL, prompt=["One, two,", "A, B,"], max_tokens=4, n=2, logprobs=2, seed=1, echo=True
-    )
+    answer = client.completions.create(model=MODEL, prompt=["One, two,", "A, B,"], max_tokens=4, n=2, seed=1, echo=True)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text.startswith("One, two,")
-    assert answer.choices[0].logprobs is not None
+    likely = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=2, logprobs=2).choices[0].logprobs
+    assert likely is not None
+    assert likely.top_logprobs is not None
+    assert len(likely.top_logprobs) == 2
     return "two prompts, two choices each"
 
 

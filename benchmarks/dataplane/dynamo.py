@@ -47,10 +47,10 @@ def through_frontend(num_streams: int, warm_up_s: float, seconds: float) -> Meas
     measured, other = cores()
     with tempfile.TemporaryDirectory() as directory, _serving(Path(directory), measured, other) as frontend:
         with pinned_to(other):
-            clients = [_Client() for _ in range(num_streams)]
-            _receive(clients, warm_up_s)
+            clients = [EventClient(PORT, MODEL) for _ in range(num_streams)]
+            receive(clients, warm_up_s)
             before, start = _cpu_s(frontend), time.perf_counter()
-            num_tokens = _receive(clients, seconds)
+            num_tokens = receive(clients, seconds)
             elapsed = time.perf_counter() - start
             cpu_s = _cpu_s(frontend) - before
             for client in clients:
@@ -112,39 +112,44 @@ def _wait_for_model(log: Path) -> None:
     raise RuntimeError(f"Dynamo does not serve within {START_TIMEOUT_S:g} s: " + " | ".join(last_lines))
 
 
-class _Client:
-    """One connection with one request after another. Counts events in the bytes of the responses."""
+class EventClient:
+    """One connection with one request after another. Counts events and ends in the bytes of the responses.
 
-    def __init__(self) -> None:
-        self.num_events = 0
+    `first_tokens`: the length of the first answer; different lengths keep clients from ending at the same time.
+    """
+
+    def __init__(self, port: int, model: str, first_tokens: int = 0, tokens: int = 0) -> None:
+        self.num_events = self.num_ended = 0
         self._tail = b""
-        self.socket = socket.create_connection(("127.0.0.1", PORT), START_TIMEOUT_S)
-        self._send()
+        self._model, self._tokens = model, tokens or ANSWER_TOKENS
+        self.socket = socket.create_connection(("127.0.0.1", port), START_TIMEOUT_S)
+        self._send(first_tokens or self._tokens)
 
-    def _send(self) -> None:
+    def _send(self, max_tokens: int) -> None:
         body = json.dumps({
-            "model": MODEL, "messages": [{"role": "user", "content": "Tell me of the sea."}], "stream": True,
-            "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+            "model": self._model, "messages": [{"role": "user", "content": "Tell me of the sea."}], "stream": True,
+            "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         }).encode()  # fmt: skip
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {MODEL}\r\nContent-Type: application/json\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self._model}\r\nContent-Type: application/json\r\n"
         self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def receive(self) -> None:
         received = self.socket.recv(RECEIVE_BYTES)
         if not received:
-            raise RuntimeError("Dynamo's frontend closed a connection")
+            raise RuntimeError("the server closed a connection")
         data = self._tail + received
         if b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
-            raise RuntimeError(f"Dynamo's frontend refuses the load: {data[:500].decode(errors='replace')}")
+            raise RuntimeError(f"the server refuses the load: {data[:500].decode(errors='replace')}")
         self.num_events += data.count(EVENT)
         # The end of the data may hold the start of an event or of the response's end, but no whole event.
         ended = b"\r\n0\r\n\r\n" in data
         self._tail = b"" if ended else data[-(len(EVENT) - 1) :]
         if ended:
-            self._send()
+            self.num_ended += 1
+            self._send(self._tokens)
 
 
-def _receive(clients: list[_Client], seconds: float) -> int:
+def receive(clients: list[EventClient], seconds: float) -> int:
     """Receive for `seconds`. Returns the events that have arrived."""
     before = sum(client.num_events for client in clients)
     selector = selectors.DefaultSelector()

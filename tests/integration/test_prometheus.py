@@ -22,8 +22,8 @@ import grpc.aio
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from core.config import TelemetryConfig
-from tests.support.deployment import Deployment, deploy, tiny_config
+from core.config import TandemConfig, TelemetryConfig
+from tests.support.deployment import Answer, Deployment, deploy, tiny_config
 from tests.support.observability import FOLDER, RULES, compared, read_yaml, rules, targets
 from tests.support.ports import kept_port
 from tests.support.waiting import until
@@ -105,30 +105,42 @@ async def prometheus(folder: Path, metrics_port: int) -> AsyncIterator[Any]:
             await asyncio.wait_for(server.wait(), DEADLINE_S)
 
 
-async def send_requests_of_all_kinds(deployment: Deployment) -> None:
-    request = {"text": "a prompt of several blocks, so that some of them move to the decode worker", "max_tokens": 6}
-    await asyncio.gather(
-        deployment.generate(**request),
-        deployment.generate(**request, user="somebody"),
-        deployment.generate(**(request | {"text": "another prompt"}), temperature=1.0),
+def small_config(metrics_port: int) -> TandemConfig:
+    """A model that counts FLOP, and workers that refuse a third request, so that the router tries again."""
+    config = tiny_config("random:llama-tiny", telemetry=TelemetryConfig(metrics_port=metrics_port), max_queued=8)
+    return replace(
+        config,
+        engine=replace(config.engine, peak_tflops=1.0, peak_gb_per_s=10.0),
+        scheduler=replace(config.scheduler, max_running=1, max_waiting=1),
+        worker=replace(config.worker, idle_report_interval_s=0.05),
     )
-    with pytest.raises(grpc.aio.AioRpcError):
+
+
+async def send_requests_of_all_kinds(deployment: Deployment) -> None:
+    request: dict[str, Any] = {
+        "text": "a prompt of several blocks, so that some of them move to the decode worker",
+        "max_tokens": 6,
+    }
+    await deployment.generate(**request)
+    await deployment.generate(**request, user="somebody", temperature=1.0)
+    with pytest.raises(grpc.aio.AioRpcError, match="temperature"):
         await deployment.generate(**request, temperature=-1)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await deployment.generate(**(request | {"max_tokens": 5000}), timeout_s=0.05)
+    burst = [deployment.generate(text=f"{number} of many", max_tokens=2) for number in range(32)]
+    ended = await asyncio.gather(*burst, return_exceptions=True)
+    assert any(isinstance(answer, grpc.aio.AioRpcError) for answer in ended), "a full queue refuses some"
+    assert any(isinstance(answer, Answer) for answer in ended)
 
 
 async def test_every_query_of_every_panel_and_rule_gives_data(tmp_path: Path, metrics_port: int) -> None:
-    config = tiny_config("random:llama-tiny", telemetry=TelemetryConfig(metrics_port=metrics_port))
-    config = replace(config, worker=replace(config.worker, idle_report_interval_s=0.05))
     queries = {
         f"{target.board}: {target.panel} ({target.legend})": target.expression.replace("$__rate_interval", "1m")
         for target in targets()
     }
     for rule in rules():
-        queries[rule.get("record", rule.get("alert"))] = compared(rule) if "alert" in rule else rule["expr"]
+        is_alert = "alert" in rule
+        queries[rule["alert" if is_alert else "record"]] = compared(rule) if is_alert else rule["expr"]
 
-    async with deploy(config) as deployment:
+    async with deploy(small_config(metrics_port)) as deployment:
         await send_requests_of_all_kinds(deployment)
         async with prometheus(tmp_path, metrics_port) as ask:
 

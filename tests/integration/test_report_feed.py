@@ -121,7 +121,7 @@ async def storm(feed: ReportFeed) -> int:
     """Publish until one of two subscribers is cut off. The length of the longest queue on the way."""
     longest = 0
     for _ in range(STORMS):
-        feed._publish()
+        feed.publish()
         longest = max([longest, *(queue.qsize() for queue in feed._subscribers)])
         if len(feed._subscribers) < 2:
             return longest

@@ -32,7 +32,13 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_are_protos() -> None:
-    assert {path.name for path in PROTOS} == {"cluster.proto", "handoff.proto", "inference.proto", "worker.proto"}
+    assert {path.name for path in PROTOS} == {
+        "cluster.proto",
+        "handoff.proto",
+        "inference.proto",
+        "kserve.proto",
+        "worker.proto",
+    }
 
 
 @pytest.mark.parametrize("proto", PROTOS, ids=lambda path: path.stem)

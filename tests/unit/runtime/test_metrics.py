@@ -8,9 +8,10 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from prometheus_client.core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import TelemetryConfig
-from runtime.metrics import METRICS, Kind, Metric
+from runtime.metrics import ALIASES, METRICS, TYPES, Kind, Metric, length_class
 from runtime.metrics_page import Metrics, Reading
 
 
@@ -43,14 +44,14 @@ def page(metrics: Metrics) -> dict[str, Family]:
     return {family.name: family for family in metrics.collect()}
 
 
-def test_the_page_shows_only_present_workers_also_after_thousands_have_left() -> None:
+def test_the_page_shows_only_present_workers_also_after_a_thousand_have_left() -> None:
     here: list[str] = []
 
     def read() -> Iterable[Reading]:
         return [(Metric.WORKER_RUNNING, 1.0, {"worker": name, "role": "decode"}) for name in here]
 
     metrics = Metrics(TelemetryConfig(), read)
-    for start in range(3000):
+    for start in range(1000):
         here[:] = [f"decode-0.{start:016x}"]
         family = page(metrics)[Metric.WORKER_RUNNING.value]
         assert [sample.labels["worker"] for sample in family.samples] == here
@@ -66,3 +67,45 @@ def test_a_scrape_reads_once() -> None:
 
     assert page(Metrics(TelemetryConfig(), read))
     assert num_reads == 1
+
+
+def test_the_page_is_text_that_a_parser_reads() -> None:
+    names = {family.name for family in text_string_to_metric_families(Metrics(TelemetryConfig(), tuple).text())}
+    assert {metric.value.removesuffix("_total") for metric in Metric} <= names
+    assert {name.removesuffix("_total") for name in ALIASES} <= names
+
+
+def test_an_alias_has_the_numbers_of_its_source_with_its_own_labels() -> None:
+    running = [
+        (Metric.WORKER_RUNNING, 2.0, {"worker": "d-0", "role": "decode"}),
+        (Metric.WORKER_RUNNING, 3.0, {"worker": "d-1", "role": "decode"}),
+    ]
+    metrics = Metrics(TelemetryConfig(), lambda: running)
+    metrics.model = "smol"
+    for path, end in (("local", "stop"), ("disaggregated", "stop"), ("local", "length"), ("none", "cancelled")):
+        metrics.record(Metric.REQUESTS, 1, path=path, end=end)
+    metrics.record(Metric.PHASE_DURATION, 0.5, phase="prefill")
+    metrics.record(Metric.PHASE_DURATION, 8.0, phase="decode")
+    found = page(metrics)
+    ended = {(sample.labels["model_name"], sample.labels["finished_reason"]): sample.value
+             for sample in found["vllm:request_success"].samples}  # fmt: skip
+    assert ended == {("smol", "stop"): 2, ("smol", "length"): 1}
+    engines = {sample.labels["engine"]: sample.value for sample in found["vllm:num_requests_running"].samples}
+    assert engines == {"d-0": 2, "d-1": 3}
+    sums = [s.value for s in found["vllm:request_prefill_time_seconds"].samples if s.name.endswith("_sum")]
+    assert sums == [0.5]
+
+
+def test_the_aliases_are_names_of_vllm_with_labels_that_their_source_has() -> None:
+    for name, alias in ALIASES.items():
+        about = METRICS[alias.source]
+        assert name.startswith("vllm:")
+        assert {*alias.only, *alias.labels.values()} <= set(about.labels)
+        assert name.endswith("_total") == (TYPES[about.kind] == "counter")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "name"), [(1, "le_256"), (256, "le_256"), (257, "le_1024"), (20_000, "gt_16384")]
+)
+def test_lengths_have_few_classes(num_tokens: int, name: str) -> None:
+    assert length_class(num_tokens) == name

@@ -73,7 +73,7 @@ class Worker:
     async def store(self, sequence_hash: int, publish: bool = True) -> None:
         self.cached.append(sequence_hash)
         if publish:
-            self.feed._publish()
+            self.feed.publish()
             for _ in range(3):
                 await asyncio.sleep(0)
 

@@ -1,0 +1,193 @@
+"""The metrics of ended and refused requests: goodput, gaps between tokens, sources of tokens, refusals, tenants."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from core.config import RouterConfig, TelemetryConfig
+from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, QueueFull, RequestCancelled, TandemError
+from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
+from core.request import Request, SamplingParams
+from core.step import SampledToken
+from router.choice_stream import ChoiceStream
+from router.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
+from router.policy import Candidate
+from router.request_metrics import RequestMetrics, reason_of
+from runtime.metric_series import Buckets
+from runtime.metrics import MAX_TENANTS, OTHER_TENANTS, Metric
+from runtime.metrics_page import Metrics
+
+CANDIDATE = Candidate("p", "d", 64, 16, 5, 0)
+TIMELINE = Timeline(
+    Stage.FINISHED, 13.0, [(Stage.QUEUE, 10.0, 10.5), (Stage.PREFILL, 10.5, 11.0), (Stage.DECODE, 11.0, 13.0)]
+)
+OUTCOME = Outcome(
+    finish_reason=FinishReason.LENGTH, num_prompt_tokens=80, num_output_tokens=5, cached_tokens=64,
+    path=RequestPath.DISAGGREGATED, attempts=1, timeline=TIMELINE, candidate=CANDIDATE, first_token_s=1.0,
+    predicted_first_token_s=1.0, prefill=PrefillResult(0, SampledToken(1), None, 64, 0.25, 0.5, 3.0),
+    decode=DecodeResult(
+        FinishReason.LENGTH, 5, 48, 0.0, 0.0, 0.1, 0.0, 4096, 4.0, num_moved_blocks=2, num_skipped_blocks=3
+    ),
+    promise=Promise(1.0, 0.25, RequestPath.DISAGGREGATED), kv_block_seconds=7.0, slo_itl_s=0.5,
+)  # fmt: skip
+
+
+class Recorded:
+    """Request metrics, and what they have recorded."""
+
+    def __init__(self, **router: Any) -> None:
+        self.metrics = Metrics(TelemetryConfig(), lambda: ())
+        self.requests = RequestMetrics(self.metrics, RouterConfig(**router))
+
+    def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
+        """Counters by labels; of a histogram, the sums."""
+        found = self.metrics._recorded[metric].snapshot()
+        return {labels: value.total if isinstance(value, Buckets) else value for labels, value in found}
+
+    def end(self, outcome: Outcome = OUTCOME, tenant: str = "", salt: str = "") -> None:
+        self.requests.ended(stream(tenant, salt), Finish("r", outcome), 13.0)
+
+    def fail(self, error: TandemError, *stages: Stage) -> None:
+        timeline = Timeline(Stage.FINISHED, 12.0, [(stage, 10.0, 11.0) for stage in stages])
+        self.requests.ended(stream(), Fail("r", error, timeline), 12.0)
+
+
+def stream(tenant: str = "", salt: str = "") -> ChoiceStream:
+    request = Request("r", (1,), 1, SamplingParams(max_tokens=4), 0, salt, tenant=tenant)
+    text, root, names = cast(Any, None), cast(Any, None), cast(Any, None)
+    return ChoiceStream(0, "model", "chat", request, "r", 10.0, text, root, asyncio.Event(), names)
+
+
+@pytest.mark.parametrize(
+    ("slo_ttft_ms", "slo_itl_s", "expected"),
+    [
+        (1000.0, 0.5, ("met", "met")),
+        (900.0, 0.5, ("missed", "met")),
+        (1000.0, 0.4, ("met", "missed")),
+        (1000.0, 0.0, ("met", "met")),
+    ],
+)
+def test_a_request_counts_as_good_if_it_met_both_limits(
+    slo_ttft_ms: float, slo_itl_s: float, expected: tuple[str, str]
+) -> None:
+    recorded = Recorded(slo_ttft_ms=slo_ttft_ms)
+    recorded.end(replace(OUTCOME, slo_itl_s=slo_itl_s))
+    assert recorded.of(Metric.SLO_REQUESTS) == {expected: 1}
+
+
+def test_a_failed_request_missed_both_limits_and_a_cancelled_one_is_not_judged() -> None:
+    recorded = Recorded()
+    recorded.fail(DeadlineExceeded("late"), Stage.QUEUE, Stage.PREFILL)
+    recorded.fail(RequestCancelled("gone"), Stage.QUEUE)
+    assert recorded.of(Metric.SLO_REQUESTS) == {("missed", "missed"): 1}
+
+
+def test_prompt_tokens_are_counted_by_worker_and_source() -> None:
+    recorded = Recorded()
+    recorded.end()
+    recorded.end(
+        replace(OUTCOME, prefill=None, path=RequestPath.LOCAL, candidate=CANDIDATE._replace(prefill_worker=None))
+    )
+    assert recorded.of(Metric.PROMPT_TOKENS) == {
+        ("prefill", "local_hit"): 64,
+        ("prefill", "computed"): 16,
+        ("decode", "local_hit"): 2 * 48,
+        ("decode", "transferred"): 32,
+        ("decode", "computed"): 32,
+    }
+
+
+def test_a_hand_off_has_its_bytes_and_blocks_in_the_metrics() -> None:
+    recorded = Recorded()
+    recorded.end()
+    sizes = (Metric.TRANSFER_SIZE, Metric.MOVED_BLOCKS, Metric.SKIPPED_BLOCKS)
+    assert [recorded.of(metric)[()] for metric in sizes] == [4096, 2, 3]
+
+
+def test_the_speed_of_decode_is_counted_by_length() -> None:
+    recorded = Recorded()
+    recorded.end()
+    recorded.end(replace(OUTCOME, num_prompt_tokens=5000))
+    assert recorded.of(Metric.DECODE_SPEED) == {("le_256",): 2.0, ("le_16384",): 2.0}
+
+
+def test_the_predicted_time_per_token_is_compared_with_the_measured_one() -> None:
+    recorded = Recorded()
+    recorded.end()
+    assert recorded.of(Metric.TPOT_PREDICTION_RATIO) == {("disaggregated",): pytest.approx(2.0)}
+
+
+def test_gaps_are_those_between_messages_and_zero_within_a_message() -> None:
+    recorded, tokens = Recorded(), stream()
+    for num_tokens, now in ((1, 11.0), (1, 11.25), (3, 11.5)):
+        recorded.requests.note_tokens(tokens, num_tokens, now)
+    gaps = recorded.metrics.buckets(
+        Metric.INTER_TOKEN_LATENCY,
+        gen_ai_operation_name="chat", gen_ai_provider_name="tandem", gen_ai_request_model="model",
+    )  # fmt: skip
+    assert (gaps.num_values, gaps.total) == (4, 0.5)
+    assert gaps.counts[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (QueueFull("full"), "queue_full"),
+        (InvalidRequest("text", "too long"), "invalid_request"),
+        (KeyLimitReached("too many"), "key_limit_reached"),
+    ],
+)
+def test_a_refusal_has_its_reason(error: TandemError, reason: str) -> None:
+    recorded = Recorded()
+    recorded.requests.refused(error)
+    recorded.fail(error, Stage.QUEUE)
+    recorded.fail(error, Stage.QUEUE, Stage.PREFILL)  # a worker had it: a failure, and no refusal
+    assert reason_of(error) == reason
+    assert recorded.of(Metric.REFUSALS) == {(reason,): 2}
+
+
+def test_a_cancelled_request_is_no_refusal() -> None:
+    recorded = Recorded()
+    recorded.fail(RequestCancelled("gone"), Stage.QUEUE)
+    assert recorded.of(Metric.REFUSALS) == {}
+
+
+def test_a_tenant_is_charged_with_the_receipt() -> None:
+    recorded = Recorded()
+    recorded.end(tenant="acme")
+    recorded.end(tenant="acme")
+    assert recorded.of(Metric.TENANT_REQUESTS) == {("acme", "length"): 2}
+    assert recorded.of(Metric.TENANT_BLOCK_SECONDS) == {("acme",): 14.0}
+    assert recorded.of(Metric.TENANT_BYTES) == {("acme",): 8192}
+    assert recorded.of(Metric.TENANT_TOKENS) == {
+        ("acme", "prompt"): 160,
+        ("acme", "cached"): 128,
+        ("acme", "output"): 10,
+    }
+    assert recorded.of(Metric.TENANT_SECONDS) == {
+        ("acme", "queue"): 1.5,
+        ("acme", "prefill"): 1.0,
+        ("acme", "decode"): 4.0,
+    }
+
+
+def test_thousands_of_tenants_share_one_series_once_the_limit_is_reached() -> None:
+    recorded = Recorded()
+    for number in range(MAX_TENANTS + 500):
+        recorded.end(tenant=f"tenant-{number}")
+    recorded.end(tenant="tenant-0")
+    counted = recorded.of(Metric.TENANT_REQUESTS)
+    assert len(counted) == MAX_TENANTS + 1
+    assert counted[OTHER_TENANTS, "length"] == 500
+    assert counted["tenant-0", "length"] == 2
+
+
+def test_a_cache_salt_is_on_no_page() -> None:
+    recorded = Recorded()
+    recorded.end(tenant="a-secret-salt", salt="a-secret-salt")
+    assert recorded.of(Metric.TENANT_REQUESTS) == {("", "length"): 1}
+    assert "a-secret-salt" not in recorded.metrics.text()
