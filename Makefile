@@ -87,8 +87,7 @@ soak: setup  ## Send 20,000 requests while one transport operation in ten fails,
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
 	$(BIN)/python -m tests.support.explore --minutes $(or $(MINUTES),5)
 
-screenshots: setup  ## Take the dashboard's screenshots of docs/ (3 minutes, needs Chromium)
-	$(BIN)/tandem pull
+screenshots: setup  ## Take the dashboard's screenshots of docs/ (2 minutes, needs Chromium)
 	$(BIN)/python -m docs.make_screenshots
 
 protos: setup  ## Generate the checked-in stubs again

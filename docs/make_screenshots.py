@@ -1,6 +1,6 @@
 """Take the screenshots of docs/dashboard.md: `make screenshots`.
 
-A small fleet in this process answers chats of several users for two minutes. Then Chromium opens the dashboard.
+A small fleet in this process answers chats of several users for a minute. Then Chromium opens the dashboard.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUESTIONS = (
 def config_of(model: str) -> TandemConfig:
     """Two workers in each pool on a machine with few cores: small steps, so prompts and answers take turns."""
     return replace(
-        tiny_config(),  # every prompt moves from pool to pool, although this small machine would rather not
+        tiny_config(),  # every prompt moves from pool to pool
         engine=EngineConfig(model=model, kv_memory_mb=96, num_threads=1, pin_threads=False),
         scheduler=SchedulerConfig(max_batched_tokens=128, max_running=16),
         transfer=TransferConfig(),
@@ -117,7 +117,7 @@ async def main(model: str, seconds: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=EngineConfig().model)
-    parser.add_argument("--seconds", type=float, default=110.0)
+    parser.add_argument("--model", default="random:qwen3-tiny")
+    parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args()
     asyncio.run(main(given.model, given.seconds))

@@ -194,7 +194,6 @@ async def test_a_number_that_is_none_is_refused(client: httpx.AsyncClient, after
     assert (await client.get(f"/dashboard/api/requests?after={after}")).status_code == 422
 
 
-
 STYLE = (routes.STATIC / "style.css").read_text(encoding="utf-8")
 TEXTS = ("text", "soft", "accent", "good", "warn", "bad")
 DRAWINGS = ("edge", "cached", "held", "leased", "incoming", "queue", "prefill", "transfer", "decode")
