@@ -93,6 +93,9 @@ soak: setup  ## Send 20,000 requests while one transport operation in ten fails,
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
 	$(BIN)/python -m tests.support.explore --minutes $(or $(MINUTES),5)
 
+screenshots: setup  ## Take the dashboard's screenshots of docs/ (2 minutes, needs Chromium)
+	$(BIN)/python -m docs.make_screenshots
+
 protos: setup  ## Generate the checked-in stubs again
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. $$(grep -l '^service ' protos/*.proto)

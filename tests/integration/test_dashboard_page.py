@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Request, async_playwright, expect
 
 from cli.compose import build_router
 from core.config import ApiKeyConfig
@@ -84,8 +84,12 @@ async def shift_of(page: Page) -> float:
 async def test_it_loads_small_and_updates_without_a_shift(browser: Browser, shared: tuple[Deployment, str]) -> None:
     deployment, url = shared
     async with opened(browser, "about:blank#") as page:
-        sizes: list[asyncio.Task[dict[str, int]]] = []
-        page.on("requestfinished", lambda request: sizes.append(asyncio.ensure_future(request.sizes())))
+        sizes: list[asyncio.Task[Any]] = []
+
+        def note_size(request: Request) -> None:
+            sizes.append(asyncio.ensure_future(request.sizes()))
+
+        page.on("requestfinished", note_size)
         await page.goto(f"{url}/dashboard")
         await expect(page.locator(".pool")).to_have_count(2)
         await expect(page.locator(".worker")).to_have_count(2)

@@ -34,7 +34,7 @@ export function stagesOf(request) {
 
 const COLUMNS = [
   { title: "Ended", style: "time", read: (request) => clock(request.arrived_at_unix_ms + request.total_ms) },
-  { title: "Path", style: "path", read: (request) => (pathOf(request) === "failed" ? request.end : request.path) },
+  { title: "Path", style: "path", read: (request) => (pathOf(request) === "failed" ? request.end.replaceAll("_", " ") : request.path) },
   { title: "Prompt", style: "number", read: (request) => `${count(request.prompt_tokens)} tok` },
   { title: "Cached", style: "number cached-share", read: (request) => percent(request.prompt_tokens ? request.cached_tokens / request.prompt_tokens : null) },
   { title: "Output", style: "number", read: (request) => `${count(request.completion_tokens)} tok` },
