@@ -10,12 +10,9 @@ from typing import Any
 
 from core.errors import ConfigError
 from runtime.span_names import Attribute, SpanName
-from tandem_client.stubs import cluster_pb2, inference_pb2
+from tandem_client.stubs import cluster_pb2
 
 ROOT, GATEWAY = SpanName.REQUEST.value, SpanName.GATEWAY.value
-PATHS = {
-    name.removeprefix("REQUEST_PATH_").lower(): value for name, value in inference_pb2.RequestPath.items()
-}  # "local" -> REQUEST_PATH_LOCAL
 
 
 def trace_in_file(path: Path, name: str) -> cluster_pb2.Trace:
@@ -89,10 +86,10 @@ def _summary(number: int, root: dict[str, Any]) -> cluster_pb2.RequestSummary:
         end=values.get(Attribute.ERROR_TYPE) or next(iter(values.get(Attribute.FINISH_REASONS, ())), "unknown"),
         attempts=values.get(Attribute.ATTEMPTS, 0),
         tenant=values.get(Attribute.TENANT, ""),
+        path=f"REQUEST_PATH_{values.get(Attribute.PATH, 'unspecified').upper()}",
         prefill_worker=values.get(Attribute.PREFILL_WORKER, ""),
         decode_worker=values.get(Attribute.DECODE_WORKER, ""),
     )
-    summary.path = PATHS.get(values.get(Attribute.PATH, ""), inference_pb2.REQUEST_PATH_UNSPECIFIED)
     summary.usage.prompt_tokens = values.get(Attribute.INPUT_TOKENS, 0)
     summary.usage.completion_tokens = values.get(Attribute.OUTPUT_TOKENS, 0)
     summary.usage.cached_tokens = values.get(Attribute.CACHED_TOKENS, 0)
