@@ -292,7 +292,9 @@ async def test_headers_of_the_request_reach_the_router(
     answer = await scripted_client.chat.completions.create(
         model="scripted", messages=HELLO, extra_headers={"traceparent": trace, "x-request-id": "mine-1"}
     )
-    assert (scripted.metadata[0]["traceparent"], scripted.metadata[0]["authorization"]) == (trace, "Bearer no-key")
+    # The gateway has a span of its own in the trace of the client.
+    assert scripted.metadata[0]["traceparent"].split("-")[1] == trace.split("-")[1]
+    assert scripted.metadata[0]["authorization"] == "Bearer no-key"
     assert answer.id == scripted.requests[0].request_id == "mine-1"
 
 
@@ -306,7 +308,9 @@ async def test_a_wrong_key_is_an_authentication_error() -> None:
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(model=MODEL, messages=HELLO)
         right = client.with_options(api_key="secret")
-        answer = await right.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+        answer = await right.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=2, extra_body={"ignore_eos": True}
+        )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 2
 

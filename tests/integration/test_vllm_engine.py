@@ -120,7 +120,8 @@ async def test_an_offer_that_is_gone_makes_the_decode_worker_compute_the_prompt(
         for name in ("reads", "comes too late")
     ]
     assert ends[0][0].output_ids == ends[1][0].output_ids
-    assert transfers(engines.deployment.prefill[0]).counters.offers[OwnerState.RELEASED.value] == 1
+    offers = transfers(engines.deployment.prefill[0]).counters.offers
+    await until(lambda: offers[OwnerState.RELEASED.value] == 1, lambda: f"one offer is read and released: {offers}")
 
 
 async def test_the_parameters_of_another_prompt_are_refused(engines: Engines) -> None:

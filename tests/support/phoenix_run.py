@@ -7,6 +7,7 @@ docs/phoenix.json and the screenshot docs/images/phoenix.png (Chromium and Playw
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -143,7 +144,7 @@ async def take_screenshot(url: str, trace_id: str) -> None:
         page = await browser.new_page(viewport={"width": 1440, "height": 900})
         await page.goto(f"{url}/projects/{project}/traces/{trace_id}")
         await page.get_by_text("decode_worker.transfer").first.wait_for(timeout=30_000)
-        SCREENSHOT.parent.mkdir(exist_ok=True)
+        SCREENSHOT.parent.mkdir(parents=True, exist_ok=True)
         await page.screenshot(path=SCREENSHOT)
         await browser.close()
 
@@ -166,5 +167,6 @@ async def run() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     RECORD.write_text(json.dumps(asyncio.run(run()), indent=2) + "\n")
     print(f"wrote {RECORD} and {SCREENSHOT}")
