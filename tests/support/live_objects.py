@@ -56,8 +56,8 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-# Bounded by the label sets of metrics, by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number of workers, or
-# by the members of an enum. The heap of deadlines has at most 64 entries more than twice the deadlines.
+# Bounded by label sets, by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number
+# of workers, or by the members of an enum. The heap of deadlines has at most 64 entries more than twice the deadlines.
 BOUNDED = (
     "runtime.metric_series.",
     "core.block_pool.",
