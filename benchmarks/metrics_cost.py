@@ -102,8 +102,8 @@ def router_seconds() -> tuple[float, float]:
     outcome = Outcome(
         FinishReason.LENGTH, CONTEXT, OUTPUT_TOKENS, 64, RequestPath.DISAGGREGATED, 1,
         Timeline(Stage.FINISHED, 3.0, history), Candidate("p", "d", 64, 192, 5, 0), 0.5, 0.5,
-        PrefillResult(0, SampledToken(1), None, 64, 0.1, 0.2, 3.0),
-        DecodeResult(FinishReason.LENGTH, OUTPUT_TOKENS, 64, 0.0, 0.0, 0.1, 0.0, 4096, 4.0, 12, 4),
+        PrefillResult(0, SampledToken(1), None, 64, 0.1, 0.2, kv_block_seconds=3.0),
+        DecodeResult(FinishReason.LENGTH, OUTPUT_TOKENS, 64, 0.0, 0.0, 0.1, 0.0, 4096, (), 4.0, 12, 4),
         Promise(0.5, 0.02, RequestPath.DISAGGREGATED), 7.0, 0.1,
     )  # fmt: skip
     finish, decisions = Finish("r0", outcome), metrics.buckets(Metric.DECISION_DURATION)

@@ -146,7 +146,8 @@ class WorkerNode:
                 timeline = action.timeline
                 result = events.PrefillResult(
                     action.index, action.token, action.finish_reason, action.cached_tokens,
-                    timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), action.kv_block_seconds,
+                    timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL),
+                    kv_block_seconds=action.kv_block_seconds,
                 )  # fmt: skip
                 self._end_call(call_id, result)
             case DecodeDone(request_id=call_id):

@@ -370,7 +370,7 @@ def _prefill_result(done: PrefillDone) -> events.PrefillResult:
     timeline = done.timeline
     return events.PrefillResult(
         done.index, done.token, done.finish_reason, done.cached_tokens,
-        timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), done.kv_block_seconds,
+        timeline.seconds_in(Stage.QUEUE), timeline.seconds_in(Stage.PREFILL), kv_block_seconds=done.kv_block_seconds,
     )  # fmt: skip
 
 

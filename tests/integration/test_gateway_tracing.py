@@ -12,8 +12,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from core.config import TelemetryConfig
 from gateway.fleets import Fleets
-from tandem_client import AsyncClient
-from tests.support.deployment import deploy, make_request, tiny_config
+from tandem_client import AsyncClient, GenerateRequest, StopConditions
+from tests.support.deployment import deploy, tiny_config
 from tests.support.gateway import serving_gateway
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -76,6 +76,6 @@ async def test_the_client_continues_the_trace_of_the_calling_program() -> None:
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("program")
     async with deploy(tiny_config()) as deployment, AsyncClient(deployment.router_address) as client:
         with tracer.start_as_current_span("outer") as outer:
-            request = make_request(text="hello over there", max_tokens=2)
+            request = GenerateRequest(text="hello over there", stop=StopConditions(max_tokens=2))
             finished = [r.finished async for r in client.generate(request, TIMEOUT_S) if r.HasField("finished")]
     assert finished[0].trace_id == f"{outer.get_span_context().trace_id:032x}"

@@ -162,5 +162,5 @@ def test_the_contract_holds_over_tcp(kind: str) -> None:
         timeout=90,
         check=False,
     )
-    assert result.returncode == 0, result.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
     assert "19 passed" in result.stdout

@@ -28,9 +28,10 @@ TIMELINE = Timeline(
 OUTCOME = Outcome(
     finish_reason=FinishReason.LENGTH, num_prompt_tokens=80, num_output_tokens=5, cached_tokens=64,
     path=RequestPath.DISAGGREGATED, attempts=1, timeline=TIMELINE, candidate=CANDIDATE, first_token_s=1.0,
-    predicted_first_token_s=1.0, prefill=PrefillResult(0, SampledToken(1), None, 64, 0.25, 0.5, 3.0),
+    predicted_first_token_s=1.0, prefill=PrefillResult(0, SampledToken(1), None, 64, 0.25, 0.5, kv_block_seconds=3.0),
     decode=DecodeResult(
-        FinishReason.LENGTH, 5, 48, 0.0, 0.0, 0.1, 0.0, 4096, 4.0, num_moved_blocks=2, num_skipped_blocks=3
+        FinishReason.LENGTH, 5, 48, 0.0, 0.0, 0.1, 0.0, 4096, kv_block_seconds=4.0, num_moved_blocks=2,
+        num_skipped_blocks=3,
     ),
     promise=Promise(1.0, 0.25, RequestPath.DISAGGREGATED), kv_block_seconds=7.0, slo_itl_s=0.5,
 )  # fmt: skip
