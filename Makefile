@@ -32,7 +32,7 @@ check: setup  ## Lint, format, types, and the floors of the house
 
 test: setup  ## Every test, with warnings as errors
 	$(BIN)/tandem pull
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo
