@@ -49,14 +49,18 @@ class CallContext:
 def call_context(request: Request) -> CallContext:
     """Raises `ApiError` for a header out of its limits."""
     headers = request.headers
-    metadata = tuple((name, headers[name]) for name in PASSED_ON if _is_metadata(headers.get(name, "")))
     return CallContext(
         _timeout_s(headers.get(TIMEOUT_HEADER), request.app.state.config.default_timeout_s),
-        metadata,
+        passed_on(request),
         headers.get(REQUEST_ID_HEADER, ""),
         headers.get(TAG_HEADER, ""),
         headers.get(RECEIPT_HEADER, "") in ("1", "true"),
     )
+
+
+def passed_on(request: Request, names: Sequence[str] = PASSED_ON) -> tuple[tuple[str, str], ...]:
+    """The metadata of a gRPC call in the name of the client."""
+    return tuple((name, request.headers[name]) for name in names if _is_metadata(request.headers.get(name, "")))
 
 
 def _is_metadata(value: str) -> bool:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from grpc import StatusCode
 
+from gateway.calls import passed_on
 from gateway.fleets import READY_TIMEOUT_S, Fleets, ListedModel, ModelUnknown, RouterLink
 from gateway.metrics import GatewayMetrics
 from tandem_client import CallFailed
@@ -79,13 +80,13 @@ async def metrics(request: Request) -> PlainTextResponse:
     Where the fleet has API keys, the page needs the key of an operator.
     """
     own: GatewayMetrics = request.app.state.metrics
-    headers = [("authorization", value) for value in request.headers.getlist("authorization")]
+    headers = passed_on(request, ("authorization",))
     links = [link for fleet in _fleets(request).fleets for link in fleet.links]
     pages = await asyncio.gather(*(_router_page(link, headers) for link in links))
     return PlainTextResponse(own.page([page for page in pages if page is not None]), media_type=METRICS_TYPE)
 
 
-async def _router_page(link: RouterLink, headers: list[tuple[str, str]]) -> tuple[str, str] | None:
+async def _router_page(link: RouterLink, headers: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
     """(address, page); None for a router that is away. Raises `CallFailed` if the router refuses the caller."""
     if link.fault:
         return None

@@ -13,6 +13,7 @@ import grpc
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from gateway.calls import passed_on
 from gateway.dashboard.feed import Feed, Feeds
 from gateway.fleets import Fleets, ModelUnknown
 from tandem_client import CallFailed
@@ -114,7 +115,7 @@ def _authorization(request: Request) -> str:
     given = request.headers.get("authorization", "")
     if len(given) > MAX_KEY_CHARS:
         raise HTTPException(400, f"authorization: at most {MAX_KEY_CHARS} characters, has {len(given)}")
-    return given if given.isascii() else ""  # gRPC carries ASCII only, and every key is ASCII
+    return dict(passed_on(request, ("authorization",))).get("authorization", "")
 
 
 def _failure(error: CallFailed, failing_s: float) -> JSONResponse:

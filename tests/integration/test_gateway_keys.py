@@ -86,3 +86,13 @@ async def test_a_key_beyond_its_limit_gets_429_with_the_seconds_to_wait(http: ht
 async def test_what_needs_no_key_over_grpc_needs_none_over_http(http: httpx.AsyncClient) -> None:
     for path in ("/health", "/ready", "/version", "/v1/models"):
         assert (await http.get(path)).status_code == 200, path
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard/api/fleet", "/dashboard/api/requests"])
+@pytest.mark.parametrize("authorization", ["", "Bearer wrong", "Bearer kéy"])
+async def test_pages_of_operators_refuse_every_other_key(
+    http: httpx.AsyncClient, path: str, authorization: str
+) -> None:
+    headers = [(b"authorization", authorization.encode())] if authorization else []
+    response = await http.get(path, headers=headers)
+    assert response.status_code == 401, response.text
