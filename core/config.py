@@ -16,6 +16,7 @@ from core.errors import ConfigError
 
 MIN_TOKEN_CHARS = 16
 MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
+MAX_MIN_INTERVAL_MS = 60_000
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 MAX_KEY_NAME_CHARS = 128
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
@@ -296,6 +297,7 @@ class GatewayConfig:
     num_processes: int = 1  # gateway processes, all on this port
     max_body_bytes: int = 8 * 1024 * 1024  # a larger body is refused with status 413
     default_timeout_s: float = 600.0  # time limit of a request that names none
+    min_interval_ms: int = 0  # least time between two events of a choice: tokens of this time come as one event
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the gateway; "*" = all
     tls_cert: str = ""  # PEM file: certificate of this machine; with it, the gateway serves HTTPS
     tls_key: str = ""  # PEM file: private key of the certificate
@@ -305,6 +307,10 @@ class GatewayConfig:
         _require_given(self, "host")
         _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
         _require_positive(self, "num_processes", "max_body_bytes", "default_timeout_s")
+        _require(
+            0 <= self.min_interval_ms <= MAX_MIN_INTERVAL_MS,
+            f"min_interval_ms must be in [0, {MAX_MIN_INTERVAL_MS}], is {self.min_interval_ms}",
+        )
         _require_finite_floats(self)
         _require(bool(self.tls_cert) == bool(self.tls_key), "tls_cert and tls_key must be set together, or neither")
         _require(

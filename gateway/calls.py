@@ -44,6 +44,7 @@ class CallContext:
     request_id: str  # of the header; empty without one
     tag: str
     wants_receipt: bool
+    min_interval_ms: int = 0
 
 
 def call_context(request: Request) -> CallContext:
@@ -55,6 +56,7 @@ def call_context(request: Request) -> CallContext:
         headers.get(REQUEST_ID_HEADER, ""),
         headers.get(TAG_HEADER, ""),
         headers.get(RECEIPT_HEADER, "") in ("1", "true"),
+        request.app.state.config.min_interval_ms,
     )
 
 
@@ -116,6 +118,8 @@ def json_bytes(value: Any) -> bytes:
 
 def generate(client: AsyncClient, requests: Sequence[GenerateRequest], context: CallContext) -> Responses:
     """The answers of all calls as one stream. Closing the stream cancels every call."""
+    for request in requests:
+        request.min_interval_ms = context.min_interval_ms
     streams = [cast(Responses, client.generate(request, context.timeout_s, context.metadata)) for request in requests]
     return streams[0] if len(streams) == 1 else _merged(streams, [request.n or 1 for request in requests])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from core.config import RouterConfig
+from core.config import MAX_MIN_INTERVAL_MS, RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
 from core.request import (
     MAX_CACHE_SALT_CHARS,
@@ -26,7 +26,6 @@ from text.tokenizer import ModelTokenizer
 
 MAX_PRIORITY = 100
 MAX_REQUEST_ID_CHARS = 128
-MAX_MIN_INTERVAL_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from gateway.server import GatewaySpec
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import serving_gateway
+from tests.support.steps import slow_down
 from tests.support.waiting import until
 
 ASK = {"model": "fake:tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
@@ -228,3 +229,18 @@ async def test_a_port_that_another_program_has_is_an_error_that_names_the_option
             pass
     server.close()
     await server.wait_closed()
+
+
+async def test_a_least_interval_joins_tokens_into_fewer_events() -> None:
+    num_events = {}
+    async with deploy(tiny_config()) as deployment:
+        slow_down(deployment.decode[0], 0.005)
+        for interval_ms in (0, 60_000):
+            config = GatewayConfig(min_interval_ms=interval_ms)
+            async with serving_gateway(Fleets(deployment.router_address), config) as url:
+                body = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+                async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
+                    answer = await client.post("/v1/completions", json=body)
+            num_events[interval_ms] = answer.text.count('"text": ')
+    assert num_events[60_000] == 2  # the first token, and the others
+    assert num_events[0] > 2
