@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,15 @@ def check_num_stop_token_ids(count: int) -> None:
 def check_num_logit_biases(count: int) -> None:
     if count > MAX_LOGIT_BIAS:
         raise InvalidRequest("logit_bias", f"at most {MAX_LOGIT_BIAS} entries, are {count}")
+
+
+def check_stop_strings(field: str, stop_strings: Collection[str]) -> None:
+    """Raises `InvalidRequest` with the name `field`."""
+    if len(stop_strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(field, f"must have at most {MAX_STOP_STRINGS} items, has {len(stop_strings)}")
+    for stop in stop_strings:
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequest(field, f"each must have 1 to {MAX_STOP_STRING_CHARS} characters, one has {len(stop)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +162,11 @@ class Request:
         copy = replace(self, **changes)
         object.__setattr__(copy, "_packed", self._packed)
         return copy
+
+    def for_choice(self, choice: int, request_id: str) -> Request:
+        """The request of choice `choice`: the same prompt, with a seed of its own."""
+        seed = (self.sampling.seed + choice) % (MAX_SEED + 1)
+        return self.derive(request_id=request_id, sampling=replace(self.sampling, seed=seed))
 
     def validate_for(self, vocab_size: int, context_length: int) -> None:
         """Raise `InvalidRequest` if a model of these sizes cannot run this request."""

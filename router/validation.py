@@ -7,18 +7,16 @@ of millions of ids is one call into C, which would block the router's loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from core.config import MAX_MIN_INTERVAL_MS, RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
 from core.request import (
     MAX_CACHE_SALT_CHARS,
     MAX_CHOICES,
-    MAX_SEED,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
     MAX_USER_CHARS,
     Request,
+    check_stop_strings,
 )
 from protos import codec, inference_pb2
 from router.chat_prompt import check_chat, quoted
@@ -71,13 +69,7 @@ def prepare(
     )  # fmt: skip
     first.validate_for(info.vocab_size, info.context_length)
     first.packed_token_ids()  # here, in a thread, and not on the router's loop
-    choices = tuple(
-        first.derive(
-            request_id=f"{unique_id}.{choice}",
-            sampling=replace(sampling, seed=(sampling.seed + choice) % (MAX_SEED + 1)),
-        )
-        for choice in range(wire.n or 1)
-    )
+    choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
     return Generation(wire.request_id or unique_id, choices, tuple(wire.stop.stop_strings))
 
 
@@ -119,15 +111,7 @@ def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
         raise InvalidRequest("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], is {wire.priority}")
     if wire.min_interval_ms > MAX_MIN_INTERVAL_MS:
         raise InvalidRequest("min_interval_ms", f"must be in [0, {MAX_MIN_INTERVAL_MS}], is {wire.min_interval_ms}")
-    if len(wire.stop.stop_strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(
-            "stop_strings", f"must have at most {MAX_STOP_STRINGS} items, has {len(wire.stop.stop_strings)}"
-        )
-    for stop in wire.stop.stop_strings:
-        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                "stop_strings", f"each must have 1 to {MAX_STOP_STRING_CHARS} characters, one has {len(stop)}"
-            )
+    check_stop_strings("stop_strings", wire.stop.stop_strings)
 
 
 def _check_room(field: str, num_tokens: int, context_length: int) -> None:

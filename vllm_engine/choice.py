@@ -83,7 +83,7 @@ class Choice:
             )
         )
 
-    def complete(self, stop_tokens: frozenset[int], kv_transfer_params: str) -> vllm_engine_pb2.GenerateResponse:
+    def complete(self, kv_transfer_params: str) -> vllm_engine_pb2.GenerateResponse:
         """The last message, with all tokens."""
         complete = vllm_engine_pb2.GenerateComplete(
             output_ids=[token.token_id for token in self.tokens],
@@ -98,8 +98,10 @@ class Choice:
             complete.kv_transfer_params_json = kv_transfer_params
         if self.text is not None and self.text.stop_match:
             complete.matched_stop_str = self.text.stop_match
-        elif self.finish_reason == FinishReason.STOP.value and self.tokens[-1].token_id in stop_tokens:
-            complete.matched_token_id = self.tokens[-1].token_id
+        elif self.finish_reason == FinishReason.STOP.value:
+            last = self.tokens[-1].token_id
+            if last in self.request.sampling.stop_token_ids:
+                complete.matched_token_id = last
         return vllm_engine_pb2.GenerateResponse(complete=complete)
 
     def _logprobs(self, tokens: list[SampledToken]) -> vllm_engine_pb2.OutputLogProbs | None:

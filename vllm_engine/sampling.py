@@ -14,11 +14,10 @@ from smg_grpc_proto import vllm_engine_pb2
 from core.errors import InvalidRequest
 from core.request import (
     MAX_CHOICES,
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
     SamplingParams,
     check_num_logit_biases,
     check_num_stop_token_ids,
+    check_stop_strings,
 )
 
 FIELD = "sampling_params"
@@ -49,7 +48,7 @@ def decode_sampling(wire: vllm_engine_pb2.SamplingParams, room: int, random_seed
         raise InvalidRequest(f"{FIELD}.logprobs", f"must be 0 or more (-1, all, is not supported), is {wire.logprobs}")
     if wire.seed < 0:
         raise InvalidRequest(f"{FIELD}.seed", f"must be 0 or more, is {wire.seed}")
-    _check_stop_strings(wire)
+    check_stop_strings(f"{FIELD}.stop", wire.stop)
     check_num_stop_token_ids(len(wire.stop_token_ids))
     check_num_logit_biases(len(wire.logit_bias))
     params = SamplingParams(
@@ -70,13 +69,3 @@ def refuse_unknown_fields(field: str, message: object) -> None:
     unknown = sorted({entry.field_number for entry in UnknownFieldSet(message)})  # type: ignore[arg-type,attr-defined]
     if unknown:
         raise InvalidRequest(field, f"the field with number {unknown[0]} is unknown here")
-
-
-def _check_stop_strings(wire: vllm_engine_pb2.SamplingParams) -> None:
-    if len(wire.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"{FIELD}.stop", f"must have at most {MAX_STOP_STRINGS} items, has {len(wire.stop)}")
-    for stop in wire.stop:
-        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARS:
-            raise InvalidRequest(
-                f"{FIELD}.stop", f"each must have 1 to {MAX_STOP_STRING_CHARS} characters, one has {len(stop)}"
-            )

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -25,7 +25,7 @@ from smg_grpc_proto.generated import common_pb2
 from core.block_pool import BlockEvent
 from core.errors import DeadlineExceeded, InvalidRequest, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import TransferId
-from core.request import MAX_SEED, Request
+from core.request import Request
 from runtime.driver import Driver
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
@@ -144,17 +144,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         kind = wire.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input", "one of tokenized and text must be set")
-        most = self._tokenizer.info.context_length - 1
         if kind == "tokenized":
-            if len(wire.tokenized.input_ids) > most:
-                raise InvalidRequest(
-                    "tokenized.input_ids", f"must have at most {most} tokens, has {len(wire.tokenized.input_ids)}"
-                )
-            return tuple(wire.tokenized.input_ids)
-        token_ids = tuple(await asyncio.to_thread(self._tokenizer.encode, wire.text))
+            field, token_ids = "tokenized.input_ids", wire.tokenized.input_ids
+        else:
+            field, token_ids = "text", await asyncio.to_thread(self._tokenizer.encode, wire.text)
+        most = self._tokenizer.info.context_length - 1
         if len(token_ids) > most:
-            raise InvalidRequest("text", f"must have at most {most} tokens, has {len(token_ids)}")
-        return token_ids
+            raise InvalidRequest(field, f"must have at most {most} tokens, has {len(token_ids)}")
+        return tuple(token_ids)
 
     def _most_tokens(self) -> int:
         """Prompt and output of one request."""
@@ -213,18 +210,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                     await context.write(choice.chunk())
             for choice in [choice for choice in left if choice.ended and not (call.streams and choice.has_chunk)]:
                 left.remove(choice)
-                await context.write(choice.complete(self._stop_tokens(choice), self._answer(call, choice)))
+                await context.write(choice.complete(self._answer(call, choice)))
             if any(choice.ended for choice in left):
                 call.changed.set()  # it ended during a write
 
     def _start(self, call: _Call, choice: Choice, source: HandOff | None) -> None:
         self._num_sequences += 1
         sequence_id = f"vllm-{self._num_sequences}.{choice.index}"
-        request = choice.request
-        if choice.index:
-            seed = (request.sampling.seed + choice.index) % (MAX_SEED + 1)
-            request = request.derive(sampling=replace(request.sampling, seed=seed))
-        request = request.derive(request_id=sequence_id)
+        request = choice.request.for_choice(choice.index, sequence_id)
         if source is not None:
             choice.first_token, choice.prefill_cached_tokens = source.first_token, source.cached_tokens
         ticket, owner = (call.ticket, None) if source is None else (source.transfer_id, source.owner)
@@ -243,9 +236,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         owner = self._parts.machine.transfers.address
         prompt = hand_off.prompt_hash(choice.request)
         return hand_off.encode_hand_off(HandOff(call.ticket, owner, prompt, choice.tokens[0], choice.cached_tokens))
-
-    def _stop_tokens(self, choice: Choice) -> frozenset[int]:
-        return choice.request.sampling.stop_token_ids
 
     def _close(self, call: _Call) -> None:
         """The call has ended: cancel what still runs. The answers of the machine find no choice any more."""
