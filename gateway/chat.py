@@ -13,6 +13,7 @@ from gateway.calls import call_context, read_body, request_id_of
 from gateway.chat_format import ChatAnswer, ChatChunks, Parsers
 from gateway.errors import refused
 from gateway.fields import CHAT, check_extra
+from gateway.fleets import fleets_of
 from gateway.guarding import check_chat, guardrail_of, refuse_logprobs
 from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
 from gateway.schema_sampling import common_request, stream_warnings
@@ -48,7 +49,7 @@ async def _prepare(request: Request, body: ChatBody) -> Call:
     guardrail = guardrail_of(request)
     refuse_logprobs(guardrail, body.logprobs or None)
     num_chars = sum(len(message.content) for message in messages)
-    model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
+    model = fleets_of(request).resolve(body.model, num_chars, context.tag)
     options = json.dumps(body.chat_template_kwargs, ensure_ascii=False) if body.chat_template_kwargs else ""
     chat = ChatPrompt(messages=messages, tools=tools, template_options_json=options)
     prompt = await check_chat(guardrail, chat)

@@ -49,24 +49,43 @@ class Parsers:
         return FINISH_REASONS[finished.finish_reason]
 
 
-class ChatChunks:
-    """Chat completion chunks. `usage` goes into a last chunk with `with_usage`."""
+class Chunks:
+    """The chunks of one streamed answer. `kind`: their `object`. With `with_usage`, `usage` is a last chunk."""
+
+    def __init__(self, kind: str, head: AnswerHead, usage: UsageSum, with_usage: bool) -> None:
+        self.head, self.usage = head, usage
+        self._with_usage = with_usage
+        self._common = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+    def around(self, before: str, after: str, num_choices: int) -> tuple[list[str], str]:
+        """The text before, for each choice, and after the one escaped string of a chunk with nothing but text."""
+        opening = json.dumps(self._common)[:-1]
+        no_usage = ', "usage": null' if self._with_usage else ""
+        befores = [f'data: {opening}, "choices": [{{"index": {i}, {before}' for i in range(num_choices)]
+        return befores, f'{after}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
+
+    def chunk(self, fields: dict[str, Any]) -> bytes:
+        """`fields` of one choice."""
+        no_usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
+        return sse(self._common | {"choices": [fields]} | no_usage)
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return sse(self._common | {"choices": [], "usage": self.usage.chat()}) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return sse(api_error(error).body())
+
+
+class ChatChunks(Chunks):
+    """Chat completion chunks."""
 
     def __init__(self, head: AnswerHead, num_choices: int, parsers: Parsers, usage: UsageSum, with_usage: bool) -> None:
-        self._head = head
+        super().__init__("chat.completion.chunk", head, usage, with_usage)
         self._parsers = parsers
-        self._usage = usage
-        self._with_usage = with_usage
         self._begun = [False] * num_choices
-        self._common = {
-            "id": head.id, "object": "chat.completion.chunk", "created": head.created, "model": head.model,
-        }  # fmt: skip
-        opening = json.dumps(self._common)[:-1]
-        self._before = [
-            f'data: {opening}, "choices": [{{"index": {i}, "delta": {{"content": ' for i in range(num_choices)
-        ]
-        no_usage = ', "usage": null' if with_usage else ""
-        self._after = f'}}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
+        self._before, self._after = self.around('"delta": {"content": ', "}", num_choices)
 
     def push(self, event: Event) -> bytes:
         if isinstance(event, Filtered):
@@ -92,10 +111,10 @@ class ChatChunks:
 
     def _finished(self, finished: Finished) -> bytes:
         choice = finished.choice
-        self._usage.add(finished)
+        self.usage.add(finished)
         rest = b"".join(self._chunk(choice, _delta(delta)) for delta in self._parsers.finish(choice))
         reason = self._parsers.finish_reason(finished)
-        stop_reason = self._head.stop_reason(finished)
+        stop_reason = self.head.stop_reason(finished)
         return self._begin(choice) + rest + self._chunk(choice, {}, reason, None, {"stop_reason": stop_reason})
 
     def _begin(self, choice: int) -> bytes:
@@ -114,16 +133,7 @@ class ChatChunks:
         more: dict[str, Any] | None = None,
     ) -> bytes:
         fields = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
-        return sse(self._common | {"choices": [fields | (more or {})]} | usage)
-
-    def end(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return sse(self._common | {"choices": [], "usage": self._usage.chat()}) + DONE
-
-    def fail(self, error: Exception) -> bytes:
-        return sse(api_error(error).body())
+        return self.chunk(fields | (more or {}))
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from gateway.chat_format import DONE, sse
-from gateway.errors import api_error
+from gateway.chat_format import Chunks
 from gateway.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs, Event, Filtered
 from gateway.usage import UsageSum
 from tandem_client.stubs.inference_pb2 import TokenChunk
 
 
-class CompletionChunks:
-    """Chunks of a completion. `usage` goes into a last chunk with `with_usage`."""
+class CompletionChunks(Chunks):
+    """Chunks of a completion."""
 
     def __init__(self, head: AnswerHead, echoes: Sequence[str], usage: UsageSum, with_usage: bool) -> None:
-        self._head = head
-        self._usage = usage
-        self._with_usage = with_usage
+        super().__init__("text_completion", head, usage, with_usage)
         self._echoes = list(echoes)
         self._logprobs = [CompletionLogprobs(len(echo)) for echo in echoes]
-        self._common = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
-        opening = json.dumps(self._common)[:-1]
-        self._before = [f'data: {opening}, "choices": [{{"index": {i}, "text": ' for i in range(len(echoes))]
-        no_usage = ', "usage": null' if with_usage else ""
-        self._after = f', "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
+        self._before, self._after = self.around('"text": ', "", len(echoes))
 
     def push(self, event: Event) -> bytes:
         if isinstance(event, Filtered):
@@ -35,8 +27,8 @@ class CompletionChunks:
         if event.HasField("tokens"):
             return self._tokens(event.tokens)
         finished = event.finished
-        self._usage.add(finished)
-        more = {"stop_reason": self._head.stop_reason(finished)}
+        self.usage.add(finished)
+        more = {"stop_reason": self.head.stop_reason(finished)}
         reason = FINISH_REASONS[finished.finish_reason]
         return self._chunk(finished.choice, self._take_echo(finished.choice), reason, None, more)
 
@@ -63,16 +55,7 @@ class CompletionChunks:
         more: dict[str, Any] | None = None,
     ) -> bytes:
         fields = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
-        return sse(self._common | {"choices": [fields | (more or {})]} | usage)
-
-    def end(self) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return sse(self._common | {"choices": [], "usage": self._usage.chat()}) + DONE
-
-    def fail(self, error: Exception) -> bytes:
-        return sse(api_error(error).body())
+        return self.chunk(fields | (more or {}))
 
 
 class CompletionAnswer:

@@ -11,7 +11,7 @@ from gateway.calls import call_context, read_body, request_id_of
 from gateway.completion_format import CompletionAnswer, CompletionChunks
 from gateway.connection import while_connected
 from gateway.fields import COMPLETION, check_extra
-from gateway.fleets import ServedModel
+from gateway.fleets import ServedModel, fleets_of
 from gateway.guarding import check_text, guardrail_of, refuse_logprobs
 from gateway.guardrails import Guardrail, Message
 from gateway.schema_completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
@@ -45,7 +45,7 @@ async def _prepare(request: Request, body: CompletionBody) -> tuple[Call, list[s
     refuse_logprobs(guardrail, body.logprobs)
     prompts: list[Prompt] = body.prompt
     num_chars = sum(map(len, prompts))
-    model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
+    model = fleets_of(request).resolve(body.model, num_chars, context.tag)
     texts = [""] * len(prompts)
     if body.echo or guardrail is not None:
         texts = [await _text_of(prompt, model, context.metadata) for prompt in prompts]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from grpc import StatusCode
+from starlette.requests import Request
 
 from core.config import ModelConfig, ModelRuleConfig
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, GetModelResponse
@@ -49,6 +50,12 @@ class ListedModel:
     name: str
     model: str  # the model that the name stands for; empty if a rule decides
     info: GetModelResponse | None  # None as long as the fleet has never answered, and for a rule
+
+
+def fleets_of(request: Request) -> Fleets:
+    """The fleets of the application that serves `request`."""
+    fleets: Fleets = request.app.state.fleets
+    return fleets
 
 
 class ModelUnknown(Exception):

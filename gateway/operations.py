@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse,
 from grpc import StatusCode
 
 from gateway.calls import passed_on
-from gateway.fleets import READY_TIMEOUT_S, Fleets, ListedModel, ModelUnknown, RouterLink
+from gateway.fleets import READY_TIMEOUT_S, ListedModel, ModelUnknown, RouterLink, fleets_of
 from gateway.metrics import GatewayMetrics
 from tandem_client import CallFailed
 
@@ -21,11 +21,6 @@ router = APIRouter()
 PACKAGE = "tandem-serve"
 STARTED_AT = int(time.time())
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def _fleets(request: Request) -> Fleets:
-    fleets: Fleets = request.app.state.fleets
-    return fleets
 
 
 def _described(listed: ListedModel) -> dict[str, Any]:
@@ -39,15 +34,15 @@ def _described(listed: ListedModel) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_described(listed) for listed in _fleets(request).listed()]}
+    return {"object": "list", "data": [_described(listed) for listed in fleets_of(request).listed()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
-    for listed in _fleets(request).listed():
+    for listed in fleets_of(request).listed():
         if listed.name == name:
             return _described(listed)
-    raise ModelUnknown(name, _fleets(request).names())
+    raise ModelUnknown(name, fleets_of(request).names())
 
 
 @router.get("/health")
@@ -59,7 +54,7 @@ async def health() -> Response:
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 if a model can be served now. `models` has the reason for each one that cannot."""
-    faults = await _fleets(request).faults()
+    faults = await fleets_of(request).faults()
     is_ready = not all(faults.values())
     return JSONResponse({"ready": is_ready, "models": {name: fault or "ready" for name, fault in faults.items()}},
                         200 if is_ready else 503)  # fmt: skip
@@ -81,7 +76,7 @@ async def metrics(request: Request) -> PlainTextResponse:
     """
     own: GatewayMetrics = request.app.state.metrics
     headers = passed_on(request, ("authorization",))
-    links = [link for fleet in _fleets(request).fleets for link in fleet.links]
+    links = [link for fleet in fleets_of(request).fleets for link in fleet.links]
     pages = await asyncio.gather(*(_router_page(link, headers) for link in links))
     return PlainTextResponse(own.page([page for page in pages if page is not None]), media_type=METRICS_TYPE)
 

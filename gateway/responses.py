@@ -10,6 +10,7 @@ from gateway.answering import Call, answer_object, answer_stream
 from gateway.calls import call_context, read_body, request_id_of
 from gateway.chat_format import Parsers
 from gateway.fields import RESPONSES, check_extra
+from gateway.fleets import fleets_of
 from gateway.guarding import check_chat, guardrail_of
 from gateway.responses_format import ResponseAnswer, ResponseEvents
 from gateway.schema_responses import (
@@ -47,7 +48,7 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     tools, tool_warnings = response_tools(body)
     guardrail = guardrail_of(request)
     num_chars = sum(len(message.content) for message in messages)
-    model = request.app.state.fleets.resolve(body.model, num_chars, context.tag)
+    model = fleets_of(request).resolve(body.model, num_chars, context.tag)
     chat = ChatPrompt(messages=messages, tools=tools)
     prompt = await check_chat(guardrail, chat)
     call_id = request_id_of("resp_", body.request_id, context)

@@ -14,6 +14,7 @@ from gateway.calls import call_context, json_bytes, read_body, warning_headers
 from gateway.connection import while_connected
 from gateway.errors import refused
 from gateway.fields import FieldRule, Verdict, check_extra
+from gateway.fleets import fleets_of
 from gateway.schema_chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schema_sampling import Schema, TokenId
 from tandem_client import ChatPrompt, DetokenizeRequest, TokenizeRequest
@@ -67,7 +68,7 @@ async def tokenize(request: Request) -> Response:
         warnings += message_warnings + tool_warnings
         options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
         wire = TokenizeRequest(chat=ChatPrompt(messages=messages, tools=tools, template_options_json=options))
-    model = request.app.state.fleets.resolve(body.model, 0, context.tag)
+    model = fleets_of(request).resolve(body.model, 0, context.tag)
     found = await while_connected(request.receive, model.client.tokenize(wire, metadata=context.metadata))
     answer = {
         "count": len(found.token_ids),
@@ -83,7 +84,7 @@ async def detokenize(request: Request) -> Response:
     context = call_context(request)
     body = await read_body(request, DetokenizeBody)
     check_extra(body.model_extra, {})
-    model = request.app.state.fleets.resolve(body.model, 0, context.tag)
+    model = fleets_of(request).resolve(body.model, 0, context.tag)
     wire = DetokenizeRequest(token_ids=body.tokens)
     found = await while_connected(request.receive, model.client.detokenize(wire, metadata=context.metadata))
     return Response(json_bytes({"prompt": found.text}), 200, {}, "application/json")

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from gateway.calls import passed_on
 from gateway.dashboard.feed import Feed, Feeds
-from gateway.fleets import Fleets, ModelUnknown
+from gateway.fleets import ModelUnknown, fleets_of
 from tandem_client import CallFailed
 
 STATIC = Path(__file__).parent / "static"
@@ -62,7 +62,7 @@ async def fleet(request: Request, model: str = "") -> JSONResponse:
     feed = await _refreshed(request, model)
     if isinstance(feed, JSONResponse):
         return feed
-    models = [listed.name for listed in _fleets(request).listed() if listed.name == listed.model]
+    models = [listed.name for listed in fleets_of(request).listed() if listed.name == listed.model]
     return _json(feed.fleet() | {"models": models})
 
 
@@ -99,16 +99,11 @@ async def _refreshed(request: Request, model: str) -> Feed | JSONResponse:
 
 
 def _feed(request: Request, model: str) -> Feed:
-    state, fleets = request.app.state, _fleets(request)
+    state, fleets = request.app.state, fleets_of(request)
     if not hasattr(state, "dashboard"):
         state.dashboard = Feeds()
     feeds: Feeds = state.dashboard
     return feeds.get(model, _authorization(request), lambda: fleets.resolve(model).client)
-
-
-def _fleets(request: Request) -> Fleets:
-    fleets: Fleets = request.app.state.fleets
-    return fleets
 
 
 def _authorization(request: Request) -> str:
