@@ -146,17 +146,14 @@ class ChoiceStream:
     def ended(self, now: float) -> EndedChoice:
         """The choice for the ring and the trace. Call it after the last message."""
         result, request = self.result, self.request
-        stages: tuple[tuple[Stage, float, float], ...] = ()
-        outcome, error, generated_at = None, None, None
-        if isinstance(result, Finish):
-            outcome = result.outcome
-        elif result is not None:
-            error = result.error
-        if result is not None:
-            timeline = result.outcome.timeline if isinstance(result, Finish) else result.timeline
-            stages, generated_at = tuple(timeline.history), timeline.entered_at
-        elif error is None:
-            error = WorkerUnavailable("the router stopped before the request ended")
+        outcome, error, timeline = None, None, None
+        match result:
+            case Finish():
+                outcome, timeline = result.outcome, result.outcome.timeline
+            case Fail():
+                error, timeline = result.error, result.timeline
+            case None:
+                error = WorkerUnavailable("the router stopped before the request ended")
         return EndedChoice(
             trace=self.trace,
             request_id=self.client_request_id,
@@ -170,8 +167,8 @@ class ChoiceStream:
             sampling=request.sampling,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=len(self.token_ids),
-            stages=stages,
-            generated_at=generated_at,
+            stages=() if timeline is None else tuple(timeline.history),
+            generated_at=None if timeline is None else timeline.entered_at,
             outcome=outcome,
             error_code="" if error is None else error.code.value,
             error="" if error is None else str(error),

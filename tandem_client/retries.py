@@ -80,6 +80,26 @@ class SystemClock:
 SYSTEM_CLOCK = SystemClock()
 
 
+class _Attempts:
+    """The attempts at one call, all inside its time limit."""
+
+    def __init__(self, policy: RetryPolicy, clock: Clock, timeout_s: float) -> None:
+        self._policy, self._clock = policy, clock
+        self._deadline, self._num_failed = clock.now() + timeout_s, 0
+
+    @property
+    def left_s(self) -> float:
+        return self._deadline - self._clock.now()
+
+    def pause_after(self, error: CallFailed) -> float:
+        """The seconds to wait before the next attempt. Raises `error` if there is none."""
+        self._num_failed += 1
+        pause_s = self._policy.pause_s(error, self._num_failed, self.left_s, self._clock.draw())
+        if pause_s is None:
+            raise error
+        return pause_s
+
+
 class Retrying:
     """Makes calls again by `policy`. Each function that is given makes one attempt within so many seconds."""
 
@@ -87,51 +107,48 @@ class Retrying:
         self._policy, self._clock = policy, clock
 
     def answer(self, attempt: Callable[[float], T], timeout_s: float) -> T:
-        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        attempts = _Attempts(self._policy, self._clock, timeout_s)
         while True:
             try:
-                return attempt(deadline - self._clock.now())
+                return attempt(attempts.left_s)
             except CallFailed as error:
-                num_attempts += 1
-                pause_s = self._pause_s(error, num_attempts, deadline)
+                pause_s = attempts.pause_after(error)
             self._clock.sleep(pause_s)
 
     async def answer_async(self, attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
-        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        attempts = _Attempts(self._policy, self._clock, timeout_s)
         while True:
             try:
-                return await attempt(deadline - self._clock.now())
+                return await attempt(attempts.left_s)
             except CallFailed as error:
-                num_attempts += 1
-                pause_s = self._pause_s(error, num_attempts, deadline)
+                pause_s = attempts.pause_after(error)
             await self._clock.sleep_async(pause_s)
 
     def stream(
         self, attempt: Callable[[float], Generator[T, None, None]], timeout_s: float
     ) -> Generator[T, None, None]:
-        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        attempts = _Attempts(self._policy, self._clock, timeout_s)
         while True:
             streaming = False
             try:
-                for response in attempt(deadline - self._clock.now()):
+                for response in attempt(attempts.left_s):
                     streaming = True
                     yield response
                 return
             except CallFailed as error:
                 if streaming:
                     raise
-                num_attempts += 1
-                pause_s = self._pause_s(error, num_attempts, deadline)
+                pause_s = attempts.pause_after(error)
             self._clock.sleep(pause_s)
 
     async def stream_async(
         self, attempt: Callable[[float], AsyncGenerator[T, None]], timeout_s: float
     ) -> AsyncGenerator[T, None]:
-        deadline, num_attempts = self._clock.now() + timeout_s, 0
+        attempts = _Attempts(self._policy, self._clock, timeout_s)
         while True:
             streaming = False
             try:
-                async with contextlib.aclosing(attempt(deadline - self._clock.now())) as responses:
+                async with contextlib.aclosing(attempt(attempts.left_s)) as responses:
                     async for response in responses:
                         streaming = True
                         yield response
@@ -139,13 +156,5 @@ class Retrying:
             except CallFailed as error:
                 if streaming:
                     raise
-                num_attempts += 1
-                pause_s = self._pause_s(error, num_attempts, deadline)
+                pause_s = attempts.pause_after(error)
             await self._clock.sleep_async(pause_s)
-
-    def _pause_s(self, error: CallFailed, num_attempts: int, deadline: float) -> float:
-        """The pause before the next attempt. Raises `error` if there is none."""
-        pause_s = self._policy.pause_s(error, num_attempts, deadline - self._clock.now(), self._clock.draw())
-        if pause_s is None:
-            raise error
-        return pause_s
