@@ -33,6 +33,8 @@ check: setup  ## Lint, format, types, and the floors of the house
 test: setup  ## Every test, with warnings as errors
 	$(BIN)/tandem pull
 	$(BIN)/python -m pytest -n 3 --dist loadfile
+	@# triton reads the variable when it is imported, so its interpreter needs a process of its own
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo

@@ -113,6 +113,17 @@ class PeerDisconnected(TransportError):
     """The peer's process or machine is gone."""
 
 
+class OutOfDeviceMemory(TandemError):
+    """The step of a sequence needs more memory than its device has free. Another worker may have more."""
+
+    code = ErrorCode.RESOURCE_EXHAUSTED
+    retryable = True
+
+
+class DeviceLost(WorkerUnavailable):
+    """The device reports an error that lasts until the process ends. The worker must end."""
+
+
 class LayoutMismatch(TandemError):
     """Two pools whose KV layouts cannot be translated. `differences` names each field with both values."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
+from core.errors import TandemError
 from core.lifecycle import FinishReason
 from core.request import SamplingParams
 
@@ -50,6 +52,9 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
+NO_FAILURES: Mapping[str, TandemError] = MappingProxyType({})
+
+
 class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None  # natural logarithm, in the model's distribution before penalties and filters
@@ -58,10 +63,14 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`sampled` has one token for each chunk with `samples`, by sequence id."""
+    """`sampled` has one token for each chunk with `samples`, by sequence id.
+
+    `failed` has the sequences of the step that could not be computed. The other chunks of the step are complete.
+    """
 
     step_id: int
     sampled: Mapping[str, SampledToken]
+    failed: Mapping[str, TandemError] = field(default_factory=lambda: NO_FAILURES)
 
 
 class TokenEvent(NamedTuple):

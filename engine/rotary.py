@@ -29,13 +29,13 @@ class RotaryTable:
         """# inverse_frequencies: float32 [D / 2]"""
         places = torch.arange(num_positions, dtype=torch.float32, device=inverse_frequencies.device)
         angles = places[:, None] * inverse_frequencies
-        self._cosine, self._sine = angles.cos(), angles.sin()
+        self.cosine, self.sine = angles.cos(), angles.sin()  # float32 [num_positions, D / 2]
 
     def rows(self, positions: np.ndarray) -> Rotation:
         """# int32 [T]"""
-        if self._cosine.is_cuda:
-            rows = torch.from_numpy(positions).to(self._cosine.device)
-            return Rotation(self._cosine.index_select(0, rows), self._sine.index_select(0, rows))
+        if self.cosine.is_cuda:
+            rows = torch.from_numpy(positions).to(self.cosine.device)
+            return Rotation(self.cosine.index_select(0, rows), self.sine.index_select(0, rows))
         # numpy looks up on the calling thread; torch would start compute threads for it.
-        cosine, sine = (table.numpy().take(positions, axis=0) for table in (self._cosine, self._sine))
+        cosine, sine = (table.numpy().take(positions, axis=0) for table in (self.cosine, self.sine))
         return Rotation(torch.from_numpy(cosine), torch.from_numpy(sine))

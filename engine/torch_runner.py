@@ -15,15 +15,17 @@ from core.step import SampledToken, StepOutput, StepPlan
 from engine.backend import choose_backend, choose_device, choose_dtype
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
-from engine.model import Model, ModelInputs
+from engine.model import Model
 from engine.model_weights import allocate_weights
 from engine.quantization import weight_bytes
+from engine.rotary import RotaryTable
 from engine.sampling import Sampler
+from engine.step_inputs import InputPreparer, PreparedStep
 from engine.step_queue import PromisedTokens, StepQueue
 from engine.weights import Progress, fill_weights
 from model_files.model_source import describe, load_config, resolve_model
 
-_StepInputs = tuple[ModelInputs, Sampler]
+_StepInputs = tuple[PreparedStep, Sampler]
 
 
 class TorchRunner:
@@ -62,7 +64,9 @@ class TorchRunner:
         self._draw = backend.draw
         self._steps = StepQueue(self._prepare, self._compute)
         max_positions = min(model_config.context_length, self.num_blocks * config.block_size)
-        self._model: Model | None = Model(weights, backend.attention, backend.linear_method, backend.ops, max_positions)
+        frequencies = torch.tensor(model_config.inverse_frequencies(), dtype=torch.float32, device=device)
+        self._preparer = InputPreparer(backend.attention, RotaryTable(frequencies, max_positions), device)
+        self._model: Model | None = Model(weights, backend.linear_method, backend.ops)
         if device.type == "cpu":
             keep_freed_memory()  # after loading, so malloc returns the loader's memory to the system
 
@@ -89,15 +93,14 @@ class TorchRunner:
         self._model = None
 
     def _prepare(self, step: StepPlan) -> _StepInputs:
-        assert self._model is not None, "the runner is closed"
         with torch.inference_mode():  # a setting of each thread
-            return self._model.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
+            return self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
 
     def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> dict[str, SampledToken]:
         assert self._model is not None, "the runner is closed"
-        model_inputs, sampler = inputs
+        prepared, sampler = inputs
         with torch.inference_mode():
-            logits = self._model.forward(model_inputs, list(promised.values()))
+            logits = self._model.compute(prepared.inputs(list(promised.values())))
             if logits.is_cuda:
                 torch.cuda.current_stream(logits.device).synchronize()  # peers may read the step's KV after the return
             return sampler.sample(logits.cpu().numpy(), promised, self._draw)

@@ -171,8 +171,7 @@ def test_the_config_can_choose_torch(tmp_path: Path) -> None:
 
 
 def backend_of(runner: TorchRunner) -> object:
-    assert runner._model is not None
-    return runner._model.attention
+    return runner._preparer.attention
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what a process has loaded")

@@ -25,7 +25,7 @@ def build(model: str, kernels: str, dtype: str = "float32") -> TorchRunner:
     config = EngineConfig(model=f"random:{model}", dtype=dtype, kv_memory_mb=4, num_threads=1, kernels=kernels)
     runner = TorchRunner(config)
     assert runner._model is not None
-    assert isinstance(runner._model.attention, NativeAttention if kernels == "auto" else TorchAttention)
+    assert isinstance(runner._preparer.attention, NativeAttention if kernels == "auto" else TorchAttention)
     return runner
 
 

@@ -1,0 +1,84 @@
+"""The operators of the GPU engine, `torch.ops.tandem.*`: their contracts, and their implementations by device.
+
+    T tokens of the step    C chunks of one kind    Hq query heads    Hkv KV heads    G = Hq / Hkv    D head size
+
+Every operator writes into tensors of its caller and returns nothing: a CUDA graph finds the same addresses at each
+replay. On the meta device an operator does nothing, so a step runs there without memory. On a CUDA device the Triton
+kernels of this folder compute; on a CPU the references of `engine/gpu/reference.py`, or the same kernels under Triton's
+interpreter if TRITON_INTERPRET is set.
+
+The pool is [num_blocks, num_layers, 2, Hkv, block_size, D] with any strides but the last, which is 1. A slot is the
+place of a token: block * block_size + place in the block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# One tile of a prompt chunk in `prefill_attention`: this many tokens.
+PREFILL_TILE_TOKENS = 64
+
+CONTRACTS = {
+    # hidden += update (if given); normed = hidden / sqrt(mean(hidden^2) + epsilon) * weight, the mean in float32.
+    # hidden, update, normed: [T, hidden size]; weight: [hidden size]
+    "add_rms_norm": "(Tensor(a!) hidden, Tensor? update, Tensor weight, float epsilon, Tensor(b!) normed) -> ()",
+    # activated = silu(gate) * up. gate_up: [T, 2 * size], gate before up; activated: [T, size]
+    "silu_and_multiply": "(Tensor gate_up, Tensor(a!) activated) -> ()",
+    # Rotate the query heads in place; rotate the keys and write keys and values into their slots of the pool.
+    # heads: [T, Hq + 2 * Hkv, D] queries, keys, values; the keys' part of heads may be rotated or left as it is
+    # cosine, sine: float32 [positions, D / 2], half-split; positions, slots: int32 [T]
+    "rope_and_cache": (
+        "(Tensor(a!) heads, Tensor cosine, Tensor sine, Tensor positions, Tensor slots, Tensor(b!) pool, "
+        "int layer) -> ()"
+    ),
+    # Attention of chunks of one token, whose keys and values are in the pool.
+    # heads: as after rope_and_cache; attended: [T, Hq, D], only the rows first_row are written
+    # block_ids: int32 [any]; the blocks of chunk c begin at block_ids[first_block[c]]
+    # first_row, first_block, num_positions: int32 [C] row in heads, place in block_ids, positions including its own
+    # partial: float32 [C, Hq, num_splits, D + 2] scratch; num_splits is the number of programs that share a context
+    "decode_attention": (
+        "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, "
+        "Tensor num_positions, Tensor(a!) partial, Tensor(b!) attended) -> ()"
+    ),
+    # Causal attention of chunks of several tokens, whose keys and values are in the pool.
+    # start, num_tokens: int32 [C] position of a chunk's first token, tokens of the chunk; the rest as above
+    # tile_chunk, tile_first: int32 [tiles]; a tile is the tokens [tile_first, tile_first + PREFILL_TILE_TOKENS) of its
+    # chunk; a negative tile_chunk is no tile
+    "prefill_attention": (
+        "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
+        "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
+    ),
+}
+
+_library = torch.library.Library("tandem", "DEF")
+for _name, _schema in CONTRACTS.items():
+    _library.define(_name + _schema)
+    _library.impl(_name, lambda *_: None, "Meta")
+
+
+def implement(device: str, implementations: dict[str, Callable[..., None]]) -> None:
+    """Give operators their implementation on "CPU" or "CUDA". Each at most once."""
+    for name, function in implementations.items():
+        _library.impl(name, function, device)
+
+
+def _implement_all() -> None:
+    from engine.gpu import reference
+
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kernels: dict[str, Any] = {}
+    if interpreted or torch.cuda.is_available():
+        from engine.gpu.kernels import KERNELS
+
+        kernels = KERNELS
+    implement("CPU", reference.REFERENCES | (kernels if interpreted else {}))
+    if torch.cuda.is_available():
+        implement("CUDA", kernels)
+
+
+_implement_all()
+ops: Any = torch.ops.tandem

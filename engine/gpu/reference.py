@@ -1,0 +1,109 @@
+"""The operators of `engine/gpu/ops.py` in plain torch: for tests, on a device without Triton.
+
+Slow and easy to read. Nothing here looks at a slot that the contract does not name, so a pool poisoned with NaN changes
+no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def add_rms_norm(
+    hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, normed: torch.Tensor
+) -> None:
+    if update is not None:
+        hidden += update
+    normed.copy_(F.rms_norm(hidden.float(), hidden.shape[-1:], weight.float(), epsilon))
+
+
+def silu_and_multiply(gate_up: torch.Tensor, activated: torch.Tensor) -> None:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    activated.copy_(F.silu(gate) * up)
+
+
+def rope_and_cache(
+    heads: torch.Tensor,
+    cosine: torch.Tensor,
+    sine: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+) -> None:
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_rotated = heads.shape[1] - num_kv_heads
+    cos, sin = cosine[positions.long()][:, None], sine[positions.long()][:, None]
+    first, second = heads[:, :num_rotated].float().chunk(2, dim=-1)
+    heads[:, :num_rotated] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
+    blocks, places = slots.long() // block_size, slots.long() % block_size
+    pool[blocks, layer, 0, :, places] = heads[:, num_rotated - num_kv_heads : num_rotated].to(pool.dtype)
+    pool[blocks, layer, 1, :, places] = heads[:, num_rotated:].to(pool.dtype)
+
+
+def decode_attention(
+    heads: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,
+    first_row: torch.Tensor,
+    first_block: torch.Tensor,
+    num_positions: torch.Tensor,
+    partial: torch.Tensor,  # noqa: ARG001 - kernels use it
+    attended: torch.Tensor,
+) -> None:
+    for row, first, end in zip(first_row.tolist(), first_block.tolist(), num_positions.tolist(), strict=True):
+        _attend(heads, pool, layer, block_ids[first:], row, end - 1, 1, attended)
+
+
+def prefill_attention(
+    heads: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,
+    first_row: torch.Tensor,
+    first_block: torch.Tensor,
+    start: torch.Tensor,
+    num_tokens: torch.Tensor,
+    tile_chunk: torch.Tensor,  # noqa: ARG001 - kernels use tiles
+    tile_first: torch.Tensor,  # noqa: ARG001
+    attended: torch.Tensor,
+) -> None:
+    chunks = torch.stack((first_row, first_block, start, num_tokens), 1).tolist()
+    for row, first, begin, count in chunks:
+        _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended)
+
+
+def _attend(
+    heads: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,  # the sequence's, and others behind them
+    row: int,
+    start: int,
+    num_tokens: int,
+    attended: torch.Tensor,
+) -> None:
+    """Causal attention of rows [row, row + num_tokens), which are the positions from `start` on."""
+    num_kv_heads, block_size = pool.shape[3], pool.shape[4]
+    num_heads, end = heads.shape[1] - 2 * num_kv_heads, start + num_tokens
+    blocks = block_ids[: -(-end // block_size)].long()
+    cached = pool[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end].float()  # [2, Hkv, end, D]
+    query = heads[row : row + num_tokens, :num_heads].float().transpose(0, 1)  # [Hq, n, D]
+    positions = torch.arange(start, end, device=heads.device)
+    seen = positions[:, None] >= torch.arange(end, device=heads.device)
+    keys, values = cached.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    found = F.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=seen)[0]
+    attended[row : row + num_tokens] = found.transpose(0, 1).to(attended.dtype)
+
+
+REFERENCES: dict[str, Callable[..., None]] = {
+    "add_rms_norm": add_rms_norm,
+    "silu_and_multiply": silu_and_multiply,
+    "rope_and_cache": rope_and_cache,
+    "decode_attention": decode_attention,
+    "prefill_attention": prefill_attention,
+}
