@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-# One tile of a prompt chunk in `prefill_attention`: this many tokens.
-PREFILL_TILE_TOKENS = 64
+from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
 
 CONTRACTS = {
     # hidden += update (if given); normed = hidden / sqrt(mean(hidden^2) + epsilon) * weight, the mean in float32.
