@@ -1,0 +1,105 @@
+"""Launches that cover the compiled variants of every kernel: `tests/kernels/test_compile.py` compiles them for sm_90.
+
+A launch calls the launcher of a kernel with meta tensors of real sizes. So the launcher itself chooses the types and
+the constants, as it does in service, and Triton sees the strides of a large pool. Nothing runs.
+
+`in_ci` marks the few that every test run compiles: the served dtype, and where a shape changes the code. The others run
+on demand: `python -m tests.support.compile_kernels --all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from engine.gpu.kernels import KERNELS
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Variant(NamedTuple):
+    name: str
+    launch: Callable[[], object]
+    in_ci: bool
+    # Beginnings of the machine instructions that the code must contain, such as LDG.E.128 or HGMMA.
+    instructions: tuple[str, ...] = ()
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def variants() -> Iterator[Variant]:
+    yield from _elementwise()
+    yield from _attention()
+
+
+def _elementwise() -> Iterator[Variant]:
+    for dtype in DTYPES:
+        served = dtype is torch.bfloat16
+        for size in (576, 4096, 8192, 16384):
+            rows, weight = meta(256, size, dtype=dtype), meta(size, dtype=dtype)
+            for update in (rows, None):
+                yield Variant(
+                    f"add_rms_norm {dtype} {size} {'with' if update is rows else 'without'} update",
+                    partial(KERNELS["add_rms_norm"], rows, update, weight, 1e-5, rows),
+                    in_ci=served and size in (4096, 16384) and update is rows,
+                    instructions=("LDG.E.128", "STG.E.128"),
+                )
+        for size in (1536, 14336):
+            yield Variant(
+                f"silu_and_multiply {dtype} {size}",
+                partial(KERNELS["silu_and_multiply"], meta(256, 2 * size, dtype=dtype), meta(256, size, dtype=dtype)),
+                in_ci=served and size == 14336,
+                instructions=("LDG.E.128", "STG.E.128"),
+            )
+
+
+ATTENTION_IN_CI = [
+    (torch.bfloat16, 128, 4),  # Llama 8B
+    (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
+    (torch.bfloat16, 256, 4),  # the most registers
+    (torch.float32, 64, 3),  # products without the matrix units
+]
+
+
+def _attention() -> Iterator[Variant]:
+    """The dtype, the head size and the group change the tiles. Kernels read all lengths and counts at run time."""
+    for dtype in DTYPES:
+        for head_dim in (64, 80, 96, 128, 256):
+            for group in (1, 3, 4, 8):
+                step = AttentionStep(dtype, head_dim, group)
+                in_ci = (dtype, head_dim, group) in ATTENTION_IN_CI
+                shape = f"{dtype} head size {head_dim} group {group}"
+                copies = ("LDGSTS.E.BYPASS.128",)  # 16 bytes past the registers, while earlier tiles are computed
+                products = () if dtype is torch.float32 else ("HGMMA",)
+                yield Variant(f"rope_and_cache {shape}", step.rope_and_cache, in_ci, ("LDG.E.128", "STG.E.128"))
+                yield Variant(f"decode_attention {shape}", partial(step.decode_attention, 8), in_ci, copies)
+                yield Variant(f"decode_attention {shape} unsplit", partial(step.decode_attention, 1), False, copies)
+                yield Variant(f"prefill_attention {shape}", step.prefill_attention, in_ci, (*copies, *products))
+
+
+class AttentionStep:
+    """The tensors of one step of a model with 8 KV heads."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
+        num_heads, num_kv_heads, num_tokens = 8 * group, 8, 512
+        self.heads = meta(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.attended = meta(num_tokens, num_heads, head_dim, dtype=dtype)
+        self.pool = meta(20_000, 32, 2, num_kv_heads, 16, head_dim, dtype=dtype)
+        self.angles = meta(4096, head_dim // 2, dtype=torch.float32)
+        self.ints = meta(64, dtype=torch.int32)
+
+    def rope_and_cache(self) -> None:
+        KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3)
+
+    def decode_attention(self, num_splits: int) -> None:
+        num_chunks, (_, num_heads, head_dim) = len(self.ints), self.attended.shape
+        partials = meta(num_chunks, num_heads, num_splits, head_dim + 2, dtype=torch.float32)
+        KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended)
+
+    def prefill_attention(self) -> None:
+        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
