@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.gpu import elementwise
+from engine.gpu import copies, digests, elementwise
 
 KERNELS: dict[str, Callable[..., None]] = {
     "add_rms_norm": elementwise.add_rms_norm,
     "silu_and_multiply": elementwise.silu_and_multiply,
+    "copy_runs": copies.copy_runs,
+    "block_digests": digests.block_digests,
 }
