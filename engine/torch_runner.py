@@ -56,7 +56,7 @@ class TorchRunner:
         self.sizes: ModelSizes | None = model_config.sizes(
             weight_bytes(dtype, config.quantization), self.layout.token_bytes
         )
-        self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
+        self.num_blocks = num_blocks_within(self.layout, config.host_kv_memory_mb)
         self._pool = KVPool(self.layout, self.num_blocks, device)
         backend = choose_backend(config, model_config, self._pool, num_threads, cache_dir)
         weights = allocate_weights(model_config, TORCH_DTYPES[dtype], device, config.quantization)
