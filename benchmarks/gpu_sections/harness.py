@@ -33,21 +33,46 @@ TOTAL_S = 540.0
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A section: its share of TOTAL_S, and its title in docs/gpu.md."""
+    """A section: its share of TOTAL_S, its title and its goal in docs/gpu.md."""
 
     seconds: float
     title: str
+    goal: str = ""
 
 
 SECTIONS = {
-    "rates": About(20, "Rates of the device, and both pool layouts"),
-    "kernels": About(70, "Kernels against their references"),
-    "families": About(60, "Tokens of small models in float32"),
-    "decode": About(120, "Decode of an 8B model"),
-    "prefill": About(60, "Prefill of an 8B model"),
-    "hand_off": About(60, "Hand-off between two processes"),
-    "faults": About(30, "Faults"),
-    "peers": About(90, "Served tokens beside continuous batching of transformers"),
+    "rates": About(20, "rates of the device; decode attention over both layouts of the pool"),
+    "kernels": About(
+        70,
+        "operators against their references, in a pool poisoned with NaN; sampling against numpy; graphs against "
+        "single launches; no hidden synchronisation",
+        "float32 1e-5, half precision 2e-2, the same tokens",
+    ),
+    "families": About(
+        60,
+        "greedy float32 tokens of small models beside `transformers`: whole, in chunks, with a cached prefix, "
+        "preempted, resumed, through two processes",
+        "identical",
+    ),
+    "decode": About(
+        120,
+        "decode of an 8B model in bfloat16, 1, 32 and 128 sequences of 2,048 and 8,192 tokens",
+        "step on the device at least 0.8 of the bandwidth's floor, served step 0.7",
+    ),
+    "prefill": About(
+        60, "prompts of 2,048 and 8,192 tokens of an 8B model", "at least 0.6 of the matrix rate (causal FLOP)"
+    ),
+    "hand_off": About(
+        60,
+        "blocks of an 8B model between two processes: runs and shuffled blocks; the lane",
+        "mapped pool at least 0.7 of a copy on the device",
+    ),
+    "faults": About(
+        30,
+        "out of memory, an illegal access, a peer killed during a read",
+        "the worker ends or goes on, the pool is intact",
+    ),
+    "peers": About(90, "tokens of the same prompts beside continuous batching of `transformers`", "at least 3 x"),
 }
 
 

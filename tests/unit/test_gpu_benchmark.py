@@ -76,7 +76,7 @@ def test_the_children_of_a_section_out_of_time_end_with_it(run: Run) -> None:
 def test_the_file_is_whole_after_each_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[list[str]] = []
 
-    def show(result: SectionResult) -> None:
+    def show(_: SectionResult) -> None:
         statuses.append([section["status"] for section in sections_of(run).values()])
 
     monkeypatch.setattr(harness, "show", show)
