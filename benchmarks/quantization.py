@@ -1,4 +1,4 @@
-"""What int8 and int4 weights cost in quality and gain in speed: `make bench-quantization TEXT=wiki.test.txt`.
+"""Measures the quality and the speed of int8 and int4 weights: `make bench-quantization TEXT=wiki.test.txt`.
 
 Speed: all matrix products of a step of SmolLM2-135M, by number of rows, on one thread. Inputs and weights are random.
 SwiGLU's activation is included. The head multiplies at most 32 rows, as where 32 sequences sample.
