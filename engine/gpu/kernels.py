@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-KERNELS: dict[str, Callable[..., None]] = {}
+from engine.gpu import elementwise
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "add_rms_norm": elementwise.add_rms_norm,
+    "silu_and_multiply": elementwise.silu_and_multiply,
+}
