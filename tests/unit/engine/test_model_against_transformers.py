@@ -82,17 +82,12 @@ def load_runner(directory: Path) -> TorchRunner:
 
 def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
     """Logits after the last token of a prompt that is prefilled in two uneven chunks."""
-    assert runner._model is not None
     blocks = list(range(runner.layout.num_blocks_for(len(token_ids))))
     sampling = SamplingParams(max_tokens=1)
     logits = None
-    with torch.inference_mode():
-        for start, end in ((0, 37), (37, len(token_ids))):
-            samples = end == len(token_ids)
-            chunk = ScheduledChunk(
-                SequenceView("a", token_ids, len(token_ids), blocks, sampling), start, end - start, samples, False
-            )
-            logits = runner._model.forward(runner._model.prepare([chunk]))
+    for start, end in ((0, 37), (37, len(token_ids))):
+        view = SequenceView("a", token_ids, len(token_ids), blocks, sampling)
+        logits = runner.logits([ScheduledChunk(view, start, end - start, end == len(token_ids), False)])
     assert logits is not None
     return logits[0].numpy()
 

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import EngineConfig
+from core.errors import OutOfDeviceMemory
 from core.request import Request
 from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
 from engine.runner import Runner, StepDropped, run_step
-from engine.step_queue import StepQueue
+from engine.step_queue import Computed, PromisedTokens, StepQueue
 from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
@@ -270,3 +271,29 @@ def test_submit_starts_no_compute_threads(runner: Runner) -> None:
             assert num_threads_started_by(lambda: torch.ones(2000, 64).cos()) > 0, "this could show nothing"
             assert num_threads_started_by(partial(runner.submit, plan)) == 0
         runner.collect()
+
+
+def test_a_sequence_that_failed_fails_in_the_step_behind_too_and_its_neighbour_continues(runner: Runner) -> None:
+    requests = [request("a", PROMPT), request("b", PROMPT[3:])]
+    a, b = Decode(requests[0], [4, 1, 7, 2]), Decode(requests[1], [9, 8, 6, 5])
+    error = OutOfDeviceMemory("no memory for b")
+    steps: StepQueue[Any] = runner._steps  # type: ignore[attr-defined]
+    compute = steps._compute
+
+    def fail_for_b(inputs: object, promised: PromisedTokens) -> Computed:
+        sampled = dict(compute(inputs, promised).sampled)
+        del sampled["b"]
+        return Computed(sampled, {"b": error})
+
+    with patch.object(steps, "_compute", fail_for_b):
+        submit(runner, 0, a, b)
+        submit(runner, 1, a, b)
+        first = runner.collect()
+    a.take(first.sampled["a"])
+    second = runner.collect()
+    a.take(second.sampled["a"])
+    assert first.failed == second.failed == {"b": error}
+    assert first.sampled.keys() == second.sampled.keys() == {"a"}
+    submit(runner, 2, a)
+    collect(runner, a)
+    assert a.token_ids == alone(runner, requests[0])[:3]
