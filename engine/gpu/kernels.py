@@ -4,4 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-KERNELS: dict[str, Callable[..., None]] = {}
+from engine.gpu.decode_attention import decode_attention
+from engine.gpu.prefill_attention import prefill_attention
+from engine.gpu.rope_cache import rope_and_cache
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "rope_and_cache": rope_and_cache,
+    "decode_attention": decode_attention,
+    "prefill_attention": prefill_attention,
+}

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-# One tile of a prompt chunk in `prefill_attention`: this many tokens.
-PREFILL_TILE_TOKENS = 64
+from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
+
 # One program of a kernel of sampling reads this many logits of a row.
 SAMPLING_SPLIT = 4096
 # The likeliest tokens of a row that `draw_tokens` keeps at hand. A draw that needs more reads the whole row.
