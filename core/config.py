@@ -19,6 +19,7 @@ MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
 MAX_MIN_INTERVAL_MS = 60_000
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 MAX_KEY_NAME_CHARS = 128
+HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
@@ -72,7 +73,8 @@ class EngineConfig:
     device: str = "auto"  # auto | cpu | cuda
     block_size: int = 16  # tokens per KV block
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
-    kv_memory_mb: int = 512  # size of the KV pool
+    kv_memory_mb: int = 0  # size of the KV pool; 0 = 512 on a CPU, all that is left on a GPU
+    gpu_memory_margin_mb: int = 1024  # of each worker on a GPU: stays free beside weights, graphs, steps and KV pool
     num_threads: int = 0  # compute threads; 0 = the cores of the machine divided among its workers
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
@@ -84,7 +86,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_given(self, "model")
-        _require_positive(self, "block_size", "kv_memory_mb")
+        _require_positive(self, "block_size")
+        _require(self.kv_memory_mb >= 0, f"kv_memory_mb must be 0 (automatic) or more, is {self.kv_memory_mb}")
+        _require(
+            self.gpu_memory_margin_mb >= 0, f"gpu_memory_margin_mb must be 0 or more, is {self.gpu_memory_margin_mb}"
+        )
         small, large = sorted((self.block_size, self.prefill_block_size or self.block_size))
         _require(
             small > 0 and large % small == 0,
@@ -103,6 +109,11 @@ class EngineConfig:
         )
         _require_finite_floats(self)
         _require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
+
+    @property
+    def host_kv_memory_mb(self) -> int:
+        """The size of a KV pool in the memory of the host."""
+        return self.kv_memory_mb or HOST_KV_MEMORY_MB
 
 
 def heartbeat_s(lease_s: float) -> float:

@@ -67,7 +67,7 @@ class FakeRunner:
             head_dim=shape.head_dim,
             quantization=config.quantization,
         )
-        num_blocks = min((config.kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
+        num_blocks = min((config.host_kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
         if num_blocks < 1:
             raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
         return cls(info, layout, num_blocks)

@@ -32,7 +32,7 @@ class TorchRunner:
         setup = ModelSetup.of(config, cache_dir)
         self.info, self.layout = setup.info, setup.layout
         self.sizes: ModelSizes | None = setup.sizes
-        self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
+        self.num_blocks = num_blocks_within(self.layout, config.host_kv_memory_mb)
         self._pool = KVPool(self.layout, self.num_blocks, setup.device)
         backend = choose_backend(config, setup.model_config, self._pool, setup.num_threads, cache_dir)
         self._draw = backend.draw

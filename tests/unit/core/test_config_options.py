@@ -150,7 +150,7 @@ def test_float_options_refuse_negative_and_infinite_values_and_nan(table: str, o
 
 POSITIVE = {
     SchedulerConfig: ["max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms"],
-    EngineConfig: ["block_size", "kv_memory_mb"],
+    EngineConfig: ["block_size"],
     TransferConfig: ["lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_transfers"],
     WorkerConfig: ["report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting"],
     RouterConfig: ["max_queued", "max_attempts", "retry_pause_s", "report_stale_s", "max_message_bytes", "slo_ttft_ms"],
@@ -175,6 +175,8 @@ OUT_OF_RANGE = [
     (EngineConfig, {"num_threads": -1}, "num_threads"),
     (EngineConfig, {"num_threads": 100_000}, r"num_threads must be in \[0, 4096\] .*is 100000"),
     (EngineConfig, {"max_context": -1}, "max_context"),
+    (EngineConfig, {"kv_memory_mb": -1}, r"kv_memory_mb must be 0 \(automatic\) or more, is -1"),
+    (EngineConfig, {"gpu_memory_margin_mb": -1}, "gpu_memory_margin_mb"),
     (TransferConfig, {"transport": "pigeon"}, "transport"),
     (TransferConfig, {"slow_path_share": 1.0}, "slow_path_share"),
     (TransferConfig, {"max_transfers": 16_385}, "max_transfers must be at most 16384"),
