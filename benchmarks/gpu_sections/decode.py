@@ -19,6 +19,7 @@ CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]
 TINY_CASES = [(1, 20), (3, 40), (3, 10_000_000)]
 STEPS, WARM_UP_STEPS = 40, 8
 CASE_S = 10.0
+NO_SAMPLING: dict[str, float] = {}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
@@ -27,12 +28,13 @@ def run(section: Section) -> None:
     copied = copy_rate(section.device, 1 << 16 if section.rehearse else 1 << 31)
     limits = StepLimits(max_running=max(batch for batch, _ in cases), max_batched_tokens=2048)
     runner = build(section, limits)
-    section.note(f"{runner.num_blocks:,} KV blocks of {runner.layout.block_size} tokens; copies move {copied / 1e12:.3g} TB/s")
+    section.note(f"{runner.num_blocks:,} KV blocks; copies move {copied / 1e12:.3g} TB/s")
     fill_with_noise(runner)
     driver = Driver(runner, limits)
-    for batch, context in cases:
-        measure_case(section, driver, batch, context, copied, {})
-    measure_case(section, driver, *cases[1], copied, SAMPLED)
+    wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
+    for batch, context, sampling in wanted:
+        with section.case(f"{batch} x {context:,}"):
+            measure_case(section, driver, batch, context, copied, sampling)
 
 
 def measure_case(

@@ -60,11 +60,12 @@ def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:
 class Driver:
     """`tokens`: the output of each sequence. `times`: of the steps of the last `run`."""
 
-    def __init__(self, runner: Runner, limits: StepLimits) -> None:
+    def __init__(self, runner: Runner, limits: StepLimits, num_blocks: int = 0) -> None:
+        """`num_blocks`: of the runner's pool; 0 = all."""
         self.runner = runner
-        self.pool = BlockPool(runner.num_blocks)
-        config = SchedulerConfig(limits.max_batched_tokens, limits.max_running, 4096, slo_itl_ms=NO_LIMIT_MS)
-        self.scheduler = Scheduler(config, self.pool, runner.layout.block_size, runner.info.eos_token_ids)
+        self.num_blocks = num_blocks or runner.num_blocks
+        self._config = SchedulerConfig(limits.max_batched_tokens, limits.max_running, 4096, slo_itl_ms=NO_LIMIT_MS)
+        self._begin()
         self.tokens: dict[str, list[int]] = {}
         self.failed: dict[str, Exception] = {}
         self.times: list[StepTime] = []
@@ -116,10 +117,12 @@ class Driver:
         """End every sequence, and forget the prefix cache."""
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(sequence.sequence_id)
-        self.pool = BlockPool(self.runner.num_blocks)
-        self.scheduler = Scheduler(
-            self.scheduler.config, self.pool, self.runner.layout.block_size, self.runner.info.eos_token_ids
-        )
+        self._begin()
+
+    def _begin(self) -> None:
+        self.pool = BlockPool(self.num_blocks)
+        eos_token_ids = self.runner.info.eos_token_ids
+        self.scheduler = Scheduler(self._config, self.pool, self.runner.layout.block_size, eos_token_ids)
 
 
 def random_prompt(length: int, vocab_size: int, seed: int) -> Sequence[int]:
