@@ -106,7 +106,8 @@ class GpuRunner:
             model = _load(setup, on_progress, share)
 
             def make_pool(num_blocks: int) -> KVPool:
-                return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS, pool_order)
+                with torch.inference_mode(False):  # others write to the pool, too
+                    return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS, pool_order)
 
             def make_computer(pool: KVPool) -> StepComputer:
                 return StepComputer(setup, model, pool, limits, self._queue, splits)
