@@ -6,6 +6,7 @@ and begins no case that would pass the deadline.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any, TextIO
@@ -31,6 +33,7 @@ class Section:
     def __init__(self, allowed_s: float, rehearse: bool, messages: TextIO) -> None:
         self.rehearse = rehearse
         self.device = torch.device("cpu") if rehearse else torch.device("cuda", 0)
+        self.failed: list[str] = []  # cases
         self._deadline = time.monotonic() + allowed_s
         self._messages = messages
 
@@ -51,6 +54,16 @@ class Section:
         self.note(f"{case}: not measured, for lack of time")
         return False
 
+    @contextlib.contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """A case whose failure costs only its own figures. The section fails at its end."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (noted)
+            traceback.print_exc(file=sys.stderr)
+            self.note(f"{name}: {type(error).__name__}: {error}")
+            self.failed.append(name)
+
     def send(self, message: dict[str, Any]) -> None:
         print(json.dumps(message), file=self._messages, flush=True)
 
@@ -65,6 +78,8 @@ def run_section(name: str, allowed_s: float, rehearse: bool) -> int:
             raise RuntimeError("torch sees no CUDA device: use --rehearse on a CPU")
         section.send({"machine": machine_of(section.device)})
         importlib.import_module(f"benchmarks.gpu_sections.{name}").run(section)
+        if section.failed:
+            raise RuntimeError(f"these cases failed: {', '.join(section.failed)}")
     except BaseException as error:  # noqa: BLE001 (the harness reports it)
         traceback.print_exc(file=sys.stderr)
         section.send({"error": f"{type(error).__name__}: {error}"})
