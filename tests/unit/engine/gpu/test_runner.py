@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from core.config import EngineConfig
-from core.errors import DeviceLost, OutOfDeviceMemory
+from core.errors import ConfigError, DeviceLost, OutOfDeviceMemory
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.gpu.device_queue import HostQueue
+from engine.gpu.memory import MB, FakeAllocator
+from engine.gpu.pool_size import PoolSizer
 from engine.gpu.runner import GpuRunner
+from engine.gpu.step_attention import one_split
 from engine.gpu.step_computer import StepComputer
-from engine.kv_pool import PoolOrder
+from engine.kv_pool import KVPool, PoolOrder
+from engine.loading import ModelSetup
 from engine.model import Model, ModelInputs
 from engine.runner import StepLimits, run_step
 from engine.torch_runner import TorchRunner
@@ -208,3 +214,80 @@ def test_a_lost_device_ends_the_step_with_its_own_error(runner: GpuRunner, monke
     monkeypatch.setattr(Model, "compute", lose)
     with pytest.raises(DeviceLost, match="illegal memory access"):
         run_step(runner, StepPlan(0, (chunk("a", 0, 5, [0]),)))
+
+
+def test_inputs_that_find_no_memory_are_staged_again_in_parts(
+    runner: GpuRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, refused = StepComputer.stage, list[int]()
+
+    def scarce(computer: StepComputer, chunks: Any, rows_before: Any) -> Any:
+        if len(chunks) > 1 and len(refused) < 3:
+            refused.append(len(chunks))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stage(computer, chunks, rows_before)
+
+    monkeypatch.setattr(StepComputer, "stage", scarce)
+    assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    assert len(refused) == 3
+
+
+def test_a_device_that_is_lost_when_a_step_is_submitted_ends_the_worker(
+    runner: GpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(StepComputer, "stage", lose)
+    with pytest.raises(DeviceLost, match="unspecified launch failure"):
+        runner.submit(StepPlan(0, (chunk("a", 0, 5, [0]),)))
+
+
+# ---- the size of the pool
+
+
+class MeasuredAllocator(FakeAllocator):
+    """A device of 64 MB of which graphs take 8 MB."""
+
+    def __init__(self) -> None:
+        super().__init__(total=64 * MB, others=4 * MB)
+        self.num_measured = 0
+
+    def peak(self) -> int:
+        self.num_measured += 1
+        return super().peak() + 8 * MB * (self.num_measured == 3)
+
+
+def sizer(config: EngineConfig, runner: GpuRunner, share: float = 1.0) -> tuple[PoolSizer, list[Any]]:
+    """A sizer for the model of a runner, and weak references to the pools that it makes."""
+    setup, pools = ModelSetup.of(config, None), list[Any]()
+    assert runner._computer is not None
+    model, queue = runner._computer._model, runner._queue
+
+    def make_pool(num_blocks: int) -> KVPool:
+        pool = KVPool(setup.layout, num_blocks, setup.device, 1)
+        pools.append(weakref.ref(pool))
+        return pool
+
+    def make_computer(pool: KVPool) -> StepComputer:
+        return StepComputer(setup, model, pool, LIMITS, queue, one_split)
+
+    return PoolSizer(setup, LIMITS, MeasuredAllocator(), share, make_pool, make_computer), pools
+
+
+def test_an_automatic_pool_takes_what_weights_steps_graphs_and_margin_leave(runner: GpuRunner) -> None:
+    config = replace(CONFIG, kv_memory_mb=0, gpu_memory_margin_mb=10)
+    with torch.inference_mode():
+        measured, pools = sizer(config, runner)
+        block_bytes = runner.layout.block_bytes
+        assert measured.num_blocks() == (64 - 4 - 8 - 10) * MB // block_bytes - 1
+        assert len(pools) == 1
+        assert pools[0]() is None, "the pool of the measured steps is gone"
+        assert sizer(config, runner, share=0.5)[0].num_blocks() == (32 - 8 - 10) * MB // block_bytes - 1
+        assert sizer(replace(config, kv_memory_mb=3), runner)[0].num_blocks() == 3 * MB // block_bytes
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_options_to_change(runner: GpuRunner) -> None:
+    config = replace(CONFIG, kv_memory_mb=60, gpu_memory_margin_mb=1)
+    with torch.inference_mode(), pytest.raises(ConfigError, match="set kv_memory_mb to 0"):
+        sizer(config, runner)[0].num_blocks()
