@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,6 +35,8 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def variants() -> Iterator[Variant]:
     yield from _elementwise()
+    yield from _copies()
+    yield from _digests()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -55,3 +58,26 @@ def _elementwise() -> Iterator[Variant]:
                 in_ci=served and size == 14336,
                 instructions=("LDG.E.128", "STG.E.128"),
             )
+
+
+def _copies() -> Iterator[Variant]:
+    runs = meta(16384, 3, dtype=torch.int64)
+    for access_bytes, instruction in ((16, "E.128"), (8, "E.64"), (4, "E"), (2, "E.U16"), (1, "E.U8")):
+        yield Variant(
+            f"copy_runs {access_bytes} bytes",
+            partial(KERNELS["copy_runs"], runs, access_bytes),
+            in_ci=access_bytes == 16,
+            instructions=(f"LDG.{instruction}", f"STG.{instruction}"),
+        )
+
+
+def _digests() -> Iterator[Variant]:
+    for block_bytes in (368640, 2 << 20):
+        memory, blocks = meta(1 << 15, block_bytes, dtype=torch.uint8), meta(64, dtype=torch.int32)
+        sums, digests = meta(*scratch_shape(64, block_bytes), dtype=torch.int64), meta(64, dtype=torch.int64)
+        yield Variant(
+            f"block_digests {block_bytes} bytes",
+            partial(KERNELS["block_digests"], memory, blocks, sums, digests),
+            in_ci=block_bytes == 2 << 20,
+            instructions=("LDG.E.128", "STG.E.128"),
+        )
