@@ -1,4 +1,4 @@
-"""What enters and leaves a TransferMachine.
+"""The events and actions of a TransferMachine.
 
     worker machine --offer, add_ready, reserve_pull, ...--> TransferMachine --results-----> worker machine
     agent          --events-------------------------------> TransferMachine --AgentAction-> agent

@@ -37,7 +37,7 @@ TOLERANCE_S = 0.001  # of a timer after a deadline
 
 @dataclass(slots=True)
 class _Call:
-    """What the choices of one call share. Choices without a delivered token end together."""
+    """The common state of one call's choices. Choices without a delivered token end together."""
 
     client: ClientRequest
     arrived_at: float

@@ -4,4 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-KERNELS: dict[str, Callable[..., None]] = {}
+from engine.gpu import elementwise
+from engine.gpu.decode_attention import decode_attention
+from engine.gpu.prefill_attention import prefill_attention
+from engine.gpu.rope_cache import rope_and_cache
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "add_rms_norm": elementwise.add_rms_norm,
+    "silu_and_multiply": elementwise.silu_and_multiply,
+    "rope_and_cache": rope_and_cache,
+    "decode_attention": decode_attention,
+    "prefill_attention": prefill_attention,
+}

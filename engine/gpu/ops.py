@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-# One tile of a prompt chunk in `prefill_attention`: this many tokens.
-PREFILL_TILE_TOKENS = 64
+from engine.gpu.tile_sizes import MAX_CANDIDATES as MAX_CANDIDATES
+from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
+from engine.gpu.tile_sizes import SAMPLING_SPLIT as SAMPLING_SPLIT
 
 CONTRACTS = {
     # hidden += update (if given); normed = hidden / sqrt(mean(hidden^2) + epsilon) * weight, the mean in float32.
@@ -52,6 +53,35 @@ CONTRACTS = {
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
         "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
     ),
+    # The highest logit of each row, ties to the lowest id. logits: float32 [S, vocab]; ids: int32 [S or more]
+    "argmax": "(Tensor logits, Tensor(a!) ids) -> ()",
+    # Bias and penalties of rows; `AdjustedRows` in engine/gpu/sampling_plan.py has the shapes.
+    # sampled_before: int32 [any]; the token sampled_before[promised[i]] counts as one more token of row i's output
+    # saved: float32 [E + A] the raw logits of the entries and of the promised tokens, for restore_logits
+    "adjust_logits": (
+        "(Tensor(a!) logits, Tensor rows, Tensor first_entry, Tensor token_ids, Tensor counts, Tensor first_bias, "
+        "Tensor biases, Tensor penalties, Tensor promised, Tensor sampled_before, Tensor(b!) saved) -> ()"
+    ),
+    "restore_logits": (
+        "(Tensor(a!) logits, Tensor rows, Tensor first_entry, Tensor token_ids, Tensor promised, "
+        "Tensor sampled_before, Tensor saved) -> ()"
+    ),
+    # ids[rows[i]] = the token at a quantile of row rows[i], as `draw_token` of engine/sampling.py chooses it.
+    # `DrawnRows` in engine/gpu/sampling_plan.py has the shapes of rows, top_k and settings.
+    # Scratch: highest float32 [D, ceil(vocab / SAMPLING_SPLIT)], masses int64 [D, 2], candidates int64
+    # [D, MAX_CANDIDATES]; each may have more rows
+    "draw_tokens": (
+        "(Tensor logits, Tensor rows, Tensor top_k, Tensor settings, Tensor(a!) highest, Tensor(b!) masses, "
+        "Tensor(c!) candidates, Tensor(d!) ids) -> ()"
+    ),
+    # Log-probabilities of the tokens ids[rows[i]] and of the num_best most likely tokens of each of these rows.
+    # rows: int32 [L]; best_ids: int32 [L, num_best or more]; logprobs: float32 [L, 1 + num_best or more], the sampled
+    # token's first; any strides but the last, which is 1
+    # Scratch: best int64 [L, splits, num_best or more], sums float64 [L, splits, 2]; each may have more rows
+    "find_logprobs": (
+        "(Tensor logits, Tensor rows, Tensor ids, int num_best, Tensor(a!) best, Tensor(b!) sums, "
+        "Tensor(c!) best_ids, Tensor(d!) logprobs) -> ()"
+    ),
 }
 
 _library = torch.library.Library("tandem", "DEF")
@@ -67,7 +97,7 @@ def implement(device: str, implementations: dict[str, Callable[..., None]]) -> N
 
 
 def _implement_all() -> None:
-    from engine.gpu import reference
+    from engine.gpu import reference, sampling_reference
 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     kernels: dict[str, Any] = {}
@@ -75,7 +105,8 @@ def _implement_all() -> None:
         from engine.gpu.kernels import KERNELS
 
         kernels = KERNELS
-    implement("CPU", reference.REFERENCES | (kernels if interpreted else {}))
+    references = reference.REFERENCES | sampling_reference.REFERENCES
+    implement("CPU", references | (kernels if interpreted else {}))
     if torch.cuda.is_available():
         implement("CUDA", kernels)
 

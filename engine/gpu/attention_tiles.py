@@ -1,0 +1,47 @@
+"""The common parts of the attention kernels: addresses in the paged pool, and the online softmax of one tile.
+
+A kernel walks over a context in tiles of positions. A position outside the context is never loaded: the mask of the load
+puts 0 in its place, so the contents of such a slot reach no result. The softmax is in powers of 2: the caller's `scale`
+includes log2(e).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""The interpreter multiplies the bits of bfloat16 as integers, so kernels convert to float32 before a product there."""
+
+
+def softmax_scale(head_dim: int) -> float:
+    return math.log2(math.e) / math.sqrt(head_dim)
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The power of two that is at least `size` and at least `least`: Triton's tiles have no other sizes."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def pool_strides(pool: torch.Tensor) -> tuple[int, ...]:
+    """The strides of block, layer, key or value, KV head and place in the block, in elements."""
+    assert pool.stride(5) == 1
+    return pool.stride()[:5]
+
+
+@triton.jit
+def slot_offsets(block_ids, positions, seen, stride_block, stride_place, BLOCK_SIZE: tl.constexpr):
+    """Offsets of positions in the pool, in elements. A pool may have more than 2^31 elements. # int64 [positions]"""
+    blocks = tl.load(block_ids + positions // BLOCK_SIZE, mask=seen, other=0)
+    return blocks.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_place
+
+
+@triton.jit
+def products(left, right, total, UPCAST: tl.constexpr):
+    """total + left @ right in float32; float32 operands keep their full precision."""
+    if UPCAST:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")

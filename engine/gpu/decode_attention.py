@@ -1,0 +1,237 @@
+"""The kernels of `decode_attention`: several programs share a context, and a second kernel joins their results.
+
+    C chunks of one token    Hq query heads    Hkv KV heads    G = Hq / Hkv    D head size    S splits
+
+A program takes the G query heads of one KV head and one split: a range of the chunk's context. So keys and values are
+read once. The ranges are whole tiles; a context with few tiles uses fewer than S splits.
+
+    context of 11 tiles, S = 4:   | 0 1 | 2 3 4 | 5 6 7 | 8 9 10 |
+
+`partial` is scratch of [C, Hq, S] rows: first the rows' sums of weighted values (D each), then each row's highest score
+and its sum of weights. With S = 1 the first kernel writes the result itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.gpu.attention_tiles import INTERPRETED, padded, pool_strides, products, slot_offsets, softmax_scale
+
+MAX_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 8
+"""Contexts differ in length. Several programs for each place on a processor even them out."""
+POSITIONS_PER_SPLIT = 128
+"""A shorter split spends more time on its start, its scratch and the join than on the context."""
+
+
+def num_decode_splits(batch: int, num_kv_heads: int, max_context: int, num_processors: int) -> int:
+    """The number of programs that share a context: enough to fill the device, and no more than a context can use."""
+    wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors // (batch * num_kv_heads))
+    return max(1, min(wanted, MAX_SPLITS, max_context // POSITIONS_PER_SPLIT))
+
+
+@triton.jit
+def _num_tiles(num_positions, TILE: tl.constexpr):
+    return (num_positions + TILE - 1) // TILE
+
+
+@triton.jit
+def _num_used_splits(num_tiles, num_splits, TILE: tl.constexpr, POSITIONS_PER_SPLIT: tl.constexpr):
+    """The splits of a context that have tiles."""
+    return tl.minimum(num_splits, tl.maximum(1, num_tiles * TILE // POSITIONS_PER_SPLIT))
+
+
+@triton.jit(
+    do_not_specialize=["layer", "num_splits"],
+    do_not_specialize_on_alignment=["block_ids", "first_row", "first_block", "num_positions"],
+)
+def decode_attention_kernel(
+    heads,
+    pool,
+    block_ids,
+    first_row,
+    first_block,
+    num_positions,
+    sums,  # float32 [C, Hq, S, D]
+    softmaxes,  # float32 [C, Hq, S, 2] highest score and sum of weights
+    attended,
+    layer,
+    num_splits,
+    scale,
+    stride_token,
+    stride_attended,
+    stride_block,
+    stride_layer,
+    stride_kind,
+    stride_kv_head,
+    stride_place,
+    G: tl.constexpr,
+    G_PADDED: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    POSITIONS_PER_SPLIT: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    kv_head, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(num_positions + chunk)
+    num_tiles = _num_tiles(context, TILE)
+    first_tile, last_tile = 0, num_tiles
+    if not ONE_SPLIT:
+        used_splits = _num_used_splits(num_tiles, num_splits, TILE, POSITIONS_PER_SPLIT)
+        if split >= used_splits:
+            return
+        first_tile = split * num_tiles // used_splits
+        last_tile = (split + 1) * num_tiles // used_splits
+
+    row = tl.load(first_row + chunk).to(tl.int64)
+    table = block_ids + tl.load(first_block + chunk)
+    group = tl.arange(0, G_PADDED)
+    element = tl.arange(0, D_PADDED)
+    head = kv_head * G + group
+    exists = (group < G)[:, None] & (element < D)[None, :]
+    query = tl.load(heads + row * stride_token + head[:, None] * D + element[None, :], mask=exists, other=0.0)
+
+    keys = pool + layer.to(tl.int64) * stride_layer + kv_head.to(tl.int64) * stride_kv_head + element[None, :]
+    highest = tl.full([G_PADDED], float("-inf"), tl.float32)
+    # The weights of a row are added up at the end: a sum in each tile would wait for all warps.
+    weight_sums = tl.zeros([G_PADDED, TILE], tl.float32)
+    sum_of_values = tl.zeros([G_PADDED, D_PADDED], tl.float32)
+    for tile in tl.range(first_tile, last_tile):
+        positions = tile * TILE + tl.arange(0, TILE)
+        seen = positions < context
+        offsets = slot_offsets(table, positions, seen, stride_block, stride_place, BLOCK_SIZE)[:, None]
+        loaded = seen[:, None] & (element < D)[None, :]
+        key = tl.load(keys + offsets, mask=loaded, other=0.0)
+        value = tl.load(keys + stride_kind + offsets, mask=loaded, other=0.0)
+
+        scores = products(query, tl.trans(key), tl.zeros([G_PADDED, TILE], tl.float32), UPCAST)
+        scores = tl.where(seen[None, :], scores * scale, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        decay = tl.exp2(highest - new_highest)[:, None]
+        weights = tl.exp2(scores - new_highest[:, None])
+        weight_sums = weight_sums * decay + weights
+        sum_of_values = products(weights.to(value.dtype), value, sum_of_values * decay, UPCAST)
+        highest = new_highest
+
+    weight_sum = tl.sum(weight_sums, 1)
+    if ONE_SPLIT:
+        target = attended + row * stride_attended + head[:, None] * D + element[None, :]
+        tl.store(target, (sum_of_values / weight_sum[:, None]).to(attended.dtype.element_ty), mask=exists)
+    else:
+        num_heads = tl.num_programs(0) * G
+        part = (chunk.to(tl.int64) * num_heads + head) * num_splits + split
+        tl.store(sums + part[:, None] * D + element[None, :], sum_of_values, mask=exists)
+        tl.store(softmaxes + part * 2, highest, mask=group < G)
+        tl.store(softmaxes + part * 2 + 1, weight_sum, mask=group < G)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["first_row", "num_positions"])
+def join_splits_kernel(
+    sums,
+    softmaxes,
+    first_row,
+    num_positions,
+    attended,
+    num_splits,
+    stride_attended,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    POSITIONS_PER_SPLIT: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+):
+    """One program joins the splits of one query head of one chunk."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    num_tiles = _num_tiles(tl.load(num_positions + chunk), TILE)
+    used_splits = _num_used_splits(num_tiles, num_splits, TILE, POSITIONS_PER_SPLIT)
+    split = tl.arange(0, SPLITS_PADDED)
+    used = split < used_splits
+    part = (chunk.to(tl.int64) * tl.num_programs(0) + head) * num_splits + split
+    highest = tl.load(softmaxes + part * 2, mask=used, other=float("-inf"))
+    weight_sum = tl.load(softmaxes + part * 2 + 1, mask=used, other=0.0)
+    element = tl.arange(0, D_PADDED)
+    present = used[:, None] & (element < D)[None, :]
+    sum_of_values = tl.load(sums + part[:, None] * D + element[None, :], mask=present, other=0.0)
+
+    decay = tl.exp2(highest - tl.max(highest, 0))
+    joined = tl.sum(sum_of_values * decay[:, None], 0) / tl.sum(weight_sum * decay, 0)
+    target = attended + tl.load(first_row + chunk).to(tl.int64) * stride_attended + head * D + element
+    tl.store(target, joined.to(attended.dtype.element_ty), mask=element < D)
+
+
+def _shape(head_dim: int, element_size: int) -> dict[str, int]:
+    """Positions of a tile, warps and stages of loads: two programs or more fit the memory of a processor."""
+    row_bytes = padded(head_dim) * element_size
+    return {
+        "TILE": 64 if row_bytes <= 512 else 32,
+        "num_warps": 4,
+        "num_stages": 3 if row_bytes <= 256 else 2,
+    }
+
+
+def decode_attention(
+    heads: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,
+    first_row: torch.Tensor,
+    first_block: torch.Tensor,
+    num_positions: torch.Tensor,
+    partial: torch.Tensor,
+    attended: torch.Tensor,
+) -> None:
+    num_chunks, num_kv_heads, block_size = len(num_positions), pool.shape[3], pool.shape[4]
+    num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
+    num_splits = partial.shape[2]
+    if num_chunks == 0:
+        return
+    assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
+    assert partial.is_contiguous()
+    shape = _shape(head_dim, pool.element_size())
+    num_parts = num_chunks * num_heads * num_splits
+    scratch = partial.view(-1)
+    sums, softmaxes = scratch[: num_parts * head_dim], scratch[num_parts * head_dim :]
+    constants = {"D": head_dim, "D_PADDED": padded(head_dim, 16), "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT}
+    decode_attention_kernel[num_kv_heads, num_splits, num_chunks](
+        heads,
+        pool,
+        block_ids,
+        first_row,
+        first_block,
+        num_positions,
+        sums,
+        softmaxes,
+        attended,
+        layer,
+        num_splits,
+        softmax_scale(head_dim),
+        heads.stride(0),
+        attended.stride(0),
+        *pool_strides(pool),
+        G=num_heads // num_kv_heads,
+        G_PADDED=padded(num_heads // num_kv_heads, 16),
+        BLOCK_SIZE=block_size,
+        ONE_SPLIT=num_splits == 1,
+        UPCAST=INTERPRETED,
+        **constants,
+        **shape,
+    )
+    if num_splits > 1:
+        join_splits_kernel[num_heads, num_chunks](
+            sums,
+            softmaxes,
+            first_row,
+            num_positions,
+            attended,
+            num_splits,
+            attended.stride(0),
+            TILE=shape["TILE"],
+            SPLITS_PADDED=padded(num_splits),
+            num_warps=4,
+            **constants,
+        )

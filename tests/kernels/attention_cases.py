@@ -1,0 +1,73 @@
+"""Random pools and steps for the attention kernels. Every slot that no sequence holds is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NUM_LAYERS, LAYER = 2, 1
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of the largest difference from the reference. Half precision rounds the result once: 2^-8 of its size in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    layer_major: bool = False
+
+    @property
+    def num_all_heads(self) -> int:
+        return self.num_heads + 2 * self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Context:
+    """Sequences in a pool."""
+
+    pool: torch.Tensor
+    block_ids: torch.Tensor
+    first_block: torch.Tensor
+
+
+def poisoned_pool(shape: Shape, num_blocks: int) -> torch.Tensor:
+    """# [blocks, layers, 2, Hkv, block size, D]"""
+    sizes = [num_blocks, NUM_LAYERS, 2, shape.num_kv_heads, shape.block_size, shape.head_dim]
+    if not shape.layer_major:
+        return torch.full(sizes, torch.nan, dtype=shape.dtype)
+    sizes[:2] = sizes[1], sizes[0]
+    return torch.full(sizes, torch.nan, dtype=shape.dtype).transpose(0, 1)
+
+
+def random_context(shape: Shape, num_positions: list[int], generator: torch.Generator) -> Context:
+    """A pool with sequences of these lengths. Their blocks are shuffled, and other blocks lie between them."""
+    counts = [-(-n // shape.block_size) for n in num_positions]
+    pool = poisoned_pool(shape, sum(counts) + 2)
+    order = torch.randperm(len(pool), generator=generator, dtype=torch.int32)[: sum(counts)]
+    # The first id belongs to no sequence: a kernel that ignores first_block reads another block.
+    block_ids = torch.cat((torch.zeros(1, dtype=torch.int32), order))
+    first_block = (torch.tensor(counts).cumsum(0) - torch.tensor(counts) + 1).int()
+    for first, length in zip(first_block.tolist(), num_positions, strict=True):
+        for position in range(length):
+            block, place = block_ids[first + position // shape.block_size], position % shape.block_size
+            cached = torch.randn(2, shape.num_kv_heads, shape.head_dim, generator=generator)
+            pool[block, LAYER, :, :, place] = cached.to(shape.dtype)
+    return Context(pool, block_ids, first_block)
+
+
+def random_heads(shape: Shape, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+    heads = torch.randn(num_tokens, shape.num_all_heads, shape.head_dim, generator=generator)
+    return heads.to(shape.dtype)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert not expected.isnan().any(), "the reference reads a slot of no sequence"
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[expected.dtype])
