@@ -83,7 +83,7 @@ def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monke
     assert open_transport(TransferConfig(transport="memory"), "a")
     with pytest.raises(ConfigError, match="expandable_segments"):
         open_transport(TransferConfig(transport="memory"), "a", on_device=True)
-    config = tiny_config(engine=EngineConfig(model="no such model", device="cuda"))
+    config = replace(tiny_config(), engine=EngineConfig(model="no such model", device="cuda"))
     parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expandable_segments"):
         parts(lambda _: None, lambda _: None)
