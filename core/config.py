@@ -70,7 +70,7 @@ class EngineConfig:
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
     quantization: str = "none"  # of the weights: none | int8 | int4; the same on every worker
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
     block_size: int = 16  # tokens per KV block
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
     kv_memory_mb: int = 0  # size of the KV pool; 0 = 512 on a CPU, all that is left on a GPU
@@ -78,7 +78,7 @@ class EngineConfig:
     num_threads: int = 0  # compute threads; 0 = the cores of the machine divided among its workers
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
-    kernels: str = "auto"  # auto | torch; auto = C kernels, on a CPU for which they compile
+    kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
     peak_tflops: float = (
         0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
     )
@@ -101,7 +101,10 @@ class EngineConfig:
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
         formats = ("none", "int8", "int4")
         _require(self.quantization in formats, f"quantization must be none, int8 or int4: {self.quantization}")
-        _require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda: {self.device}")
+        _require(
+            re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
+            f"device must be auto, cpu, cuda or cuda:N: {self.device}",
+        )
         _require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
         _require(
             0 <= self.num_threads <= MAX_THREADS,

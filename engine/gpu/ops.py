@@ -19,12 +19,9 @@ from typing import Any
 
 import torch
 
+from engine.gpu.tile_sizes import MAX_CANDIDATES as MAX_CANDIDATES
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
-
-# One program of a kernel of sampling reads this many logits of a row.
-SAMPLING_SPLIT = 4096
-# The likeliest tokens of a row that `draw_tokens` keeps at hand. A draw that needs more reads the whole row.
-MAX_CANDIDATES = 4096
+from engine.gpu.tile_sizes import SAMPLING_SPLIT as SAMPLING_SPLIT
 
 CONTRACTS = {
     # hidden += update (if given); normed = hidden / sqrt(mean(hidden^2) + epsilon) * weight, the mean in float32.

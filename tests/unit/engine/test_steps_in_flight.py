@@ -20,7 +20,9 @@ from core.errors import OutOfDeviceMemory
 from core.request import Request
 from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
-from engine.runner import Runner, StepDropped, run_step
+from engine.gpu.device_queue import HostQueue
+from engine.gpu.runner import GpuRunner
+from engine.runner import Runner, StepDropped, StepLimits, run_step
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
@@ -32,13 +34,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "native": {"model": "random:llama-tiny"},
     "torch": {"model": "random:qwen3-tiny", "kernels": "torch"},
     "int8": {"model": "random:qwen2-tiny", "quantization": "int8"},
+    "gpu": {"model": "random:llama-tiny"},
+    "gpu, launched ahead": {"model": "random:qwen2-tiny"},
 }
 
 
 @pytest.fixture(params=KINDS, scope="module")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     tiny = EngineConfig(dtype="float32", kv_memory_mb=4, num_threads=1)
-    built = build_runner(replace(tiny, **KINDS[request.param]))
+    config = replace(tiny, device="cpu", **KINDS[request.param])
+    built: Runner
+    if request.param.startswith("gpu"):
+        queue = HostQueue(torch.device("cpu"), launches_ahead=request.param.endswith("ahead"))
+        built = GpuRunner(config, limits=StepLimits(8, 512), queue=queue)
+    else:
+        built = build_runner(config)
     yield built
     built.close()
 
