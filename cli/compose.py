@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.block_pool import BlockPool
-from core.config import RouterConfig, TandemConfig, TransferConfig, WorkerConfig
+from core.config import EngineConfig, RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
 from core.model_work import Peak
@@ -127,6 +127,20 @@ def _listen_on(configured: str, default: str, machine: str) -> str:
     return machine if machine and configured == default else configured
 
 
+def _engine_config(role: ServiceRole, config: EngineConfig, placement: Placement) -> EngineConfig:
+    """The engine's options for a worker of this role at this place."""
+    own_size = config.prefill_block_size if role is ServiceRole.PREFILL else 0
+    device = config.device
+    if placement.gpus is not None:
+        device = "cuda" if placement.gpus else "cpu"  # CUDA shows the worker no GPU but its own
+    return replace(
+        config,
+        device=device,
+        num_threads=config.num_threads or placement.num_threads,
+        block_size=own_size or config.block_size,
+    )
+
+
 def _worker_parts(
     role: ServiceRole,
     config: TandemConfig,
@@ -139,12 +153,7 @@ def _worker_parts(
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
         from engine.factory import build_runner
 
-        own_size = config.engine.prefill_block_size if role is ServiceRole.PREFILL else 0
-        engine = replace(
-            config.engine,
-            num_threads=config.engine.num_threads or placement.num_threads,
-            block_size=own_size or config.engine.block_size,
-        )
+        engine = _engine_config(role, config.engine, placement)
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading must not use the other workers' cores
             runner = build_runner(engine, cache_dir)

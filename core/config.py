@@ -19,6 +19,7 @@ MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
 MAX_MIN_INTERVAL_MS = 60_000
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 MAX_KEY_NAME_CHARS = 128
+MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
 HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
@@ -239,6 +240,10 @@ class ClusterConfig:
     prefill_resource: str = "prefill"  # each prefill worker takes 1 of this Ray resource
     decode_resource: str = "decode"  # each decode worker takes 1 of this Ray resource
     router_resource: str = ""  # each router takes 1 of this; empty = routers run on the machine of `tandem serve`
+    prefill_gpus: float = 1.0  # GPUs of each prefill worker: 1, a fraction to share one GPU, 0 = run on the CPU
+    decode_gpus: float = 1.0  # GPUs of each decode worker, likewise; both apply if engine.device is not cpu
+    prefill_accelerator: str = ""  # Ray's name of the GPUs of prefill workers, such as H100; empty = any
+    decode_accelerator: str = ""  # ... of decode workers, such as H200
     max_workers: int = 256  # of each role, and of routers
     start_timeout_s: float = 120.0  # a start that takes longer has failed
     restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
@@ -253,6 +258,22 @@ class ClusterConfig:
         _require(
             1 <= self.num_routers <= self.max_workers,
             f"num_routers must be in [1, {self.max_workers}] (max_workers), is {self.num_routers}",
+        )
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        shares = {name: getattr(self, f"{name}_gpus") for name in ("prefill", "decode")}
+        for name, share in shares.items():
+            _require(
+                share == 0 or MIN_GPU_SHARE <= share <= 1,
+                f"{name}_gpus must be 0 (run on the CPU) or in [{MIN_GPU_SHARE}, 1] (share of one GPU), is {share:g}",
+            )
+            accelerator = getattr(self, f"{name}_accelerator")
+            _require(share > 0 or not accelerator, f"{name}_accelerator = {accelerator!r} needs {name}_gpus above 0")
+        total = sum(shares.values())
+        _require(
+            total <= 1 or 0 in shares.values() or 1 in shares.values(),
+            f"prefill_gpus + decode_gpus is {total:g}: two fractions share a GPU, so their sum must be at most 1",
         )
 
 
@@ -424,6 +445,12 @@ class TandemConfig:
             not self.cluster.router_resource or self.router.port != 0,
             "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
         )
+        for name in ("prefill_accelerator", "decode_accelerator"):
+            accelerator = getattr(self.cluster, name)
+            _require(
+                self.engine.device != "cpu" or not accelerator,
+                f"[cluster] {name} = {accelerator!r} needs [engine] device = cuda or auto, is cpu",
+            )
 
     def _check_names(self) -> None:
         """Names of keys and models are unique, and each rule chooses a model."""

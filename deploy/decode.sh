@@ -12,7 +12,6 @@ head="${1:?usage: $0 HEAD_IP:PORT [PLACES]}"
 export RAY_USAGE_STATS_ENABLED=0
 export RAY_worker_niceness=0 # Ray's default of 15 gives the cores of a serving worker to any other program
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" # a process that joins can run code here: require the cluster's token
-export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 # else Ray hides the GPUs from workers placed by the "decode" resource
 exec ray start --block \
     --address "$head" ${NODE_IP:+--node-ip-address "$NODE_IP"} \
     --resources "{\"decode\": ${2:-1}}" --object-store-memory 100000000

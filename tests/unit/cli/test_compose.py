@@ -1,4 +1,4 @@
-"""Each router of a machine has a name and a metrics port of its own; the port of the routers may be shared."""
+"""Places become configs: ports and names of the routers of a machine, the device and the threads of a worker."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cli.compose import build_router, router_host
-from core.config import RouterConfig, TelemetryConfig
+from cli.compose import _engine_config, build_router, router_host
+from core.config import EngineConfig, RouterConfig, TelemetryConfig
 from core.errors import ConfigError
+from core.lifecycle import ServiceRole
 from fleet.service_host import Placement
 from tests.support.deployment import tiny_config
 
@@ -46,3 +47,22 @@ def test_routers_listen_on_the_address_of_their_machine_unless_the_config_sets_a
 ) -> None:
     router = RouterConfig(host=configured) if configured else RouterConfig()
     assert router_host(replace(tiny_config(), router=router), machine) == host
+
+
+@pytest.mark.parametrize(
+    ("gpus", "configured", "device"),
+    [
+        (0.0, "auto", "cpu"), (1.0, "auto", "cuda"), (0.5, "cuda", "cuda"), (0.0, "cuda", "cpu"),
+        (None, "auto", "auto"), (None, "cuda", "cuda"),
+    ],
+)  # fmt: skip
+def test_a_worker_runs_on_the_gpu_that_its_place_has(gpus: float | None, configured: str, device: str) -> None:
+    place = replace(PLACE, gpus=gpus)
+    assert _engine_config(ServiceRole.DECODE, EngineConfig(device=configured), place).device == device
+
+
+def test_a_prefill_worker_has_its_own_block_size_and_the_threads_of_its_place() -> None:
+    config = EngineConfig(prefill_block_size=32)
+    prefill, decode = (_engine_config(role, config, PLACE) for role in (ServiceRole.PREFILL, ServiceRole.DECODE))
+    assert (prefill.block_size, decode.block_size, prefill.num_threads) == (32, 16, 1)
+    assert _engine_config(ServiceRole.DECODE, EngineConfig(num_threads=3), PLACE).num_threads == 3
