@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway vllm_engine simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-metrics bench-peers bench-quantization clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-metrics bench-peers bench-quantization gpu-docs clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -75,6 +75,9 @@ bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the 
 bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
+
+gpu-docs: setup  ## Draw the figures of a run of benchmarks/gpu.py into docs/gpu.md: make gpu-docs JSON=DIR/gpu.json
+	$(BIN)/python -m docs.gpu_figures $(JSON)
 
 bench-gateway: setup  ## Measure what the HTTP gateway adds, and its tokens/s beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull

@@ -1,4 +1,4 @@
-"""What a fleet of 64 prefill and 64 decode workers costs a router: each decision, and the reports.
+"""Measures a router with 64 prefill and 64 decode workers: the cost of each decision, and of the reports.
 
     python -m benchmarks.decisions
 

@@ -1,4 +1,4 @@
-"""What a decode step of 64 streams spends on metrics, beside the time of the step: `make bench-metrics`.
+"""Measures the time of a decode step of 64 streams, and the share of it that metrics take: `make bench-metrics`.
 
     on the worker, in each step     the durations and operations of the step, and the blocks that each sequence holds
     on the router, in each step     a gap between tokens for each stream

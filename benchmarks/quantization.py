@@ -1,4 +1,4 @@
-"""What int8 and int4 weights cost in quality and gain in speed: `make bench-quantization TEXT=wiki.test.txt`.
+"""Measures the quality and the speed of int8 and int4 weights: `make bench-quantization TEXT=wiki.test.txt`.
 
 Speed: all matrix products of a step of SmolLM2-135M, by number of rows, on one thread. Inputs and weights are random.
 SwiGLU's activation is included. The head multiplies at most 32 rows, as where 32 sequences sample.
@@ -27,7 +27,6 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.backend import choose_linear_method, find_kernels
 from engine.linear import Linear, LinearMethod, Matrix
-from engine.model import Model
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.quantization import QuantizedMatrix
 from engine.torch_runner import TorchRunner
@@ -99,8 +98,8 @@ def speed(report: Report, rows: Sequence[int], repeats: int) -> None:
 # ---- quality
 
 
-def window_loss(model: Model, window: Sequence[int], block_size: int) -> float:
-    """Sum of -log p over the second half of the window, in blocks 0 and up of the model's pool."""
+def window_loss(runner: TorchRunner, window: Sequence[int], block_size: int) -> float:
+    """Sum of -log p over the second half of the window, in blocks 0 and up of the pool."""
     table = list(range(-(-len(window) // block_size)))
     known = len(window) // 2
 
@@ -109,18 +108,15 @@ def window_loss(model: Model, window: Sequence[int], block_size: int) -> float:
             SequenceView(f"{start}", window, len(window), table, GREEDY), start, num_tokens, samples, False
         )
 
-    with torch.inference_mode():
-        model.forward(model.prepare([chunk(0, known - 1, False)]))
-        chunks = [chunk(place, 1, True) for place in range(known - 1, len(window) - 1)]
-        logits = model.forward(model.prepare(chunks))
-        return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
+    runner.logits([chunk(0, known - 1, False)])
+    logits = runner.logits([chunk(place, 1, True) for place in range(known - 1, len(window) - 1)])
+    return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
 
 
 def perplexity(config: EngineConfig, token_ids: Sequence[int], context: int) -> float:
     runner = TorchRunner(config)
-    assert runner._model is not None
     windows = [token_ids[start : start + context] for start in range(0, len(token_ids) - context + 1, context)]
-    loss = sum(window_loss(runner._model, window, config.block_size) for window in windows)
+    loss = sum(window_loss(runner, window, config.block_size) for window in windows)
     runner.close()
     return math.exp(loss / (len(windows) * (context - context // 2)))
 

@@ -1,4 +1,4 @@
-"""What every benchmark reports: one line for each figure, with its peer, its floor and its goal where it has them.
+"""The report of a benchmark: one line for each figure, with its peer, its floor and its goal where it has them.
 
 `Report` prints each line as soon as the figure is known. `write` puts all lines into build/bench/<name>.json, and into
 build/bench/<name>.md as the table that docs/performance.md shows. A missed goal is printed as missed.
@@ -31,6 +31,7 @@ class Line:
     peer_value: float | None = None  # in the same unit; None = the peer was not measured
     floor: float | None = None  # what the hardware allows, in the same unit
     least_ratio: float | None = None  # the goal, beside the peer
+    least_share: float | None = None  # the goal, as a share of the floor
     most: float | None = None  # the goal, alone
     least: float | None = None  # likewise
 
@@ -47,15 +48,19 @@ class Line:
     def goal(self) -> str:
         if self.least_ratio is not None:
             return f"at least {self.least_ratio:g} x {self.peer}"
+        if self.least_share is not None:
+            return f"at least {self.least_share:g} of the floor"
         if self.least is not None:
             return f"at least {self.least:,g} {self.unit}"
         return f"at most {self.most:g} {self.unit}" if self.most is not None else ""
 
     @property
     def holds(self) -> bool | None:
-        """None where there is no goal, or no peer to compare with."""
+        """None where there is no goal, or no peer or floor to compare with."""
         if self.least_ratio is not None:
             return None if self.ratio is None else self.ratio >= self.least_ratio
+        if self.least_share is not None:
+            return None if self.share_of_floor is None else self.share_of_floor >= self.least_share
         if self.least is not None:
             return self.value >= self.least
         return None if self.most is None else self.value <= self.most

@@ -52,7 +52,7 @@ def fleet(arguments: argparse.Namespace) -> AbstractContextManager[int]:
     """`tandem serve`, with its process id."""
     command: list[str | Path] = [
         Path(sys.executable).with_name("tandem"), "serve", "--model", arguments.model,
-        "--kv-memory-mb", str(EngineConfig().kv_memory_mb), "--port", ADDRESS.rpartition(":")[2],
+        "--kv-memory-mb", str(EngineConfig().host_kv_memory_mb), "--port", ADDRESS.rpartition(":")[2],
         "--prefill", str(arguments.prefill), "--decode", str(arguments.decode),
     ]  # fmt: skip
     return serving(command)
@@ -96,7 +96,7 @@ def settled_sizes(pid: int) -> list[int]:
 def memory(report: Report, arguments: argparse.Namespace, sizes: list[int]) -> None:
     """The workers are the largest processes. The goal: weights once, the KV pool, and 500 MB."""
     weight_bytes = sum(num_weights(load_config(resolve_model(arguments.model)))) * WEIGHT_BYTES
-    most = weight_bytes / MB + EngineConfig().kv_memory_mb + MOST_OVERHEAD_MB
+    most = weight_bytes / MB + EngineConfig().host_kv_memory_mb + MOST_OVERHEAD_MB
     num_workers = arguments.prefill + arguments.decode
     report.add(Line("resident memory of the largest worker", sizes[0] / MB, "MB", most=round(most)))
     report.add(Line("resident memory of Ray, supervisor, router and driver", sum(sizes[num_workers:]) / MB, "MB"))

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from core.config import GatewayConfig, RouterConfig, SecurityConfig, TandemConfig, TelemetryConfig, TransferConfig
+from core.config import (
+    EngineConfig,
+    GatewayConfig,
+    RouterConfig,
+    SecurityConfig,
+    TandemConfig,
+    TelemetryConfig,
+    TransferConfig,
+)
 from core.errors import ConfigError
 from model_files.catalogue import CATALOGUE, default_cache_dir, is_cached
 from model_files.model_source import resolve_model, usable_context
@@ -21,6 +29,7 @@ COLLECTOR_TIMEOUT_S = 1.0
 def check_before_start(config: TandemConfig, console: Console) -> None:
     """Run every check. Fetches a model of the catalogue that is not cached. Raises `TandemError`."""
     check_transport(config.transfer)
+    check_device(config.engine)
     check_port(config.router)
     check_telemetry(config.telemetry, config.cluster.num_routers)
     if config.gateway.port:
@@ -41,6 +50,15 @@ def check_transport(config: TransferConfig) -> None:
     """Raises `ConfigError` for the memory transport: `serve` starts one process for each worker."""
     if config.transport == "memory":
         raise ConfigError('transport = "memory" connects workers of one process only; choose "nixl" under [transfer]')
+
+
+def check_device(config: EngineConfig) -> None:
+    """Raises `ConfigError` for a device with an index: CUDA shows each worker only the GPU that Ray gave it."""
+    if ":" in config.device:
+        raise ConfigError(
+            f"[engine] device = {config.device}: Ray chooses the GPU of each worker; set device = cuda, and "
+            "CUDA_VISIBLE_DEVICES to use only some GPUs of this machine"
+        )
 
 
 def warn_without_collector(config: TelemetryConfig, console: Console) -> None:

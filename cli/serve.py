@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.metadata
 import os
 import signal
 import sys
@@ -23,8 +24,9 @@ from cli.exit_codes import INTERRUPTED
 from cli.gateway import gateway_beside
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
-from core.config import ClusterConfig, TandemConfig
+from core.config import ClusterConfig, EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
+from fleet.claims import GpuUse
 from fleet.cluster import Cluster
 from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
@@ -49,7 +51,18 @@ def fleet_spec(config: TandemConfig) -> FleetSpec:
         router_port=config.router.port,
         drain_timeout_s=config.worker.drain_timeout_s,
         router_drain_timeout_s=config.router.drain_timeout_s,
+        gpu_use=gpu_use(config.engine, joined=bool(config.cluster.address)),
     )
+
+
+def gpu_use(config: EngineConfig, joined: bool) -> GpuUse:
+    """Whether workers ask Ray for GPUs. In a joined cluster, the build of torch on this machine says nothing."""
+    if config.device == "cpu" or config.model.startswith("fake:"):
+        return GpuUse.NEVER
+    if config.device == "auto":
+        cpu_build = importlib.metadata.version("torch").endswith("+cpu")
+        return GpuUse.NEVER if cpu_build and not joined else GpuUse.IF_PRESENT
+    return GpuUse.ALWAYS
 
 
 async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> list[str]:
@@ -72,17 +85,18 @@ async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) 
     except TimeoutError:
         raise WorkerUnavailable(
             f"some services do not serve after {spec.config.start_timeout_s:g} s (cluster.start_timeout_s): "
-            + slow_start_hint(spec.config, cluster.log_dir)
+            + slow_start_hint(spec.config, cluster.log_dir, spec.gpu_use)
         ) from None
 
 
-def slow_start_hint(config: ClusterConfig, log_dir: str) -> str:
+def slow_start_hint(config: ClusterConfig, log_dir: str, gpu_use: GpuUse = GpuUse.NEVER) -> str:
     """Where to look after a slow start. A Ray started here has room for every worker, but no `ray status`."""
     if not config.address:
         return f"a large model on this machine may need longer; the logs are in {log_dir}"
     names = filter(None, dict.fromkeys((config.prefill_resource, config.decode_resource, config.router_resource)))
     command = f"RAY_AUTH_MODE=token ray status --address {config.address}"
-    return f"each service needs a machine with a free {' or '.join(map(repr, names))}; `{command}` shows them"
+    gpu = ", and each worker its GPU" if gpu_use is not GpuUse.NEVER else ""
+    return f"each service needs a machine with a free {' or '.join(map(repr, names))}{gpu}; `{command}` shows them"
 
 
 async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -> None:

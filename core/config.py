@@ -19,6 +19,8 @@ MAX_TRANSFERS = 16_384  # one heartbeat, a single message, lists every transfer
 MAX_MIN_INTERVAL_MS = 60_000
 MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
 MAX_KEY_NAME_CHARS = 128
+MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
+HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
@@ -69,14 +71,15 @@ class EngineConfig:
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
     quantization: str = "none"  # of the weights: none | int8 | int4; the same on every worker
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
     block_size: int = 16  # tokens per KV block
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
-    kv_memory_mb: int = 512  # size of the KV pool
+    kv_memory_mb: int = 0  # size of the KV pool; 0 = 512 on a CPU, all that is left on a GPU
+    gpu_memory_margin_mb: int = 1024  # of each worker on a GPU: stays free beside weights, graphs, steps and KV pool
     num_threads: int = 0  # compute threads; 0 = the cores of the machine divided among its workers
     pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
     max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
-    kernels: str = "auto"  # auto | torch; auto = C kernels, on a CPU for which they compile
+    kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
     peak_tflops: float = (
         0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
     )
@@ -84,7 +87,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_given(self, "model")
-        _require_positive(self, "block_size", "kv_memory_mb")
+        _require_positive(self, "block_size")
+        _require(self.kv_memory_mb >= 0, f"kv_memory_mb must be 0 (automatic) or more, is {self.kv_memory_mb}")
+        _require(
+            self.gpu_memory_margin_mb >= 0, f"gpu_memory_margin_mb must be 0 or more, is {self.gpu_memory_margin_mb}"
+        )
         small, large = sorted((self.block_size, self.prefill_block_size or self.block_size))
         _require(
             small > 0 and large % small == 0,
@@ -95,7 +102,10 @@ class EngineConfig:
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
         formats = ("none", "int8", "int4")
         _require(self.quantization in formats, f"quantization must be none, int8 or int4: {self.quantization}")
-        _require(self.device in ("auto", "cpu", "cuda"), f"device must be auto, cpu or cuda: {self.device}")
+        _require(
+            re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
+            f"device must be auto, cpu, cuda or cuda:N: {self.device}",
+        )
         _require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
         _require(
             0 <= self.num_threads <= MAX_THREADS,
@@ -103,6 +113,11 @@ class EngineConfig:
         )
         _require_finite_floats(self)
         _require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
+
+    @property
+    def host_kv_memory_mb(self) -> int:
+        """The size of a KV pool in the memory of the host."""
+        return self.kv_memory_mb or HOST_KV_MEMORY_MB
 
 
 def heartbeat_s(lease_s: float) -> float:
@@ -125,15 +140,21 @@ class TransferConfig:
     verify_digests: bool = True  # check the bytes of every block after its read
     slow_path_share: float = 0.25  # a path is slow below this share of its expected bandwidth
     expected_path_bytes_per_s: float = 0.0  # expected bandwidth of each path; 0 = derived from the hardware
+    device_path: str = "auto"  # auto | mapped | direct | staged; how bytes move between pools on GPUs
+    staging_mb: int = 128  # pinned host memory of a worker on a GPU for staged bytes
     idle_poll_interval_s: float = 0.02  # interval between polls of the transport without an open transfer
     active_poll_interval_s: float = 0.001  # ... with open transfers, while no bytes move
 
     def __post_init__(self) -> None:
         transports = ("nixl", "ucxx", "memory")
         _require(self.transport in transports, f"transport must be nixl, ucxx or memory: {self.transport}")
+        device_paths = ("auto", "mapped", "direct", "staged")
+        _require(
+            self.device_path in device_paths, f"device_path must be auto, mapped, direct or staged: {self.device_path}"
+        )
         _require_positive(
             self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
-            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",
+            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share", "staging_mb",
             "idle_poll_interval_s", "active_poll_interval_s",
         )  # fmt: skip
         _require_finite_floats(self)
@@ -225,6 +246,10 @@ class ClusterConfig:
     prefill_resource: str = "prefill"  # each prefill worker takes 1 of this Ray resource
     decode_resource: str = "decode"  # each decode worker takes 1 of this Ray resource
     router_resource: str = ""  # each router takes 1 of this; empty = routers run on the machine of `tandem serve`
+    prefill_gpus: float = 1.0  # GPUs of each prefill worker: 1, a fraction to share one GPU, 0 = run on the CPU
+    decode_gpus: float = 1.0  # GPUs of each decode worker, likewise; both apply if engine.device is not cpu
+    prefill_accelerator: str = ""  # Ray's name of the GPUs of prefill workers, such as H100; empty = any
+    decode_accelerator: str = ""  # ... of decode workers, such as H200
     max_workers: int = 256  # of each role, and of routers
     start_timeout_s: float = 120.0  # a start that takes longer has failed
     restart_backoff_s: float = 1.0  # pause after a failed start, doubled for each further one, up to 30 s
@@ -239,6 +264,22 @@ class ClusterConfig:
         _require(
             1 <= self.num_routers <= self.max_workers,
             f"num_routers must be in [1, {self.max_workers}] (max_workers), is {self.num_routers}",
+        )
+        self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        shares = {name: getattr(self, f"{name}_gpus") for name in ("prefill", "decode")}
+        for name, share in shares.items():
+            _require(
+                share == 0 or MIN_GPU_SHARE <= share <= 1,
+                f"{name}_gpus must be 0 (run on the CPU) or in [{MIN_GPU_SHARE}, 1] (share of one GPU), is {share:g}",
+            )
+            accelerator = getattr(self, f"{name}_accelerator")
+            _require(share > 0 or not accelerator, f"{name}_accelerator = {accelerator!r} needs {name}_gpus above 0")
+        total = sum(shares.values())
+        _require(
+            total <= 1 or 0 in shares.values() or 1 in shares.values(),
+            f"prefill_gpus + decode_gpus is {total:g}: two fractions share a GPU, so their sum must be at most 1",
         )
 
 
@@ -410,6 +451,12 @@ class TandemConfig:
             not self.cluster.router_resource or self.router.port != 0,
             "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
         )
+        for name in ("prefill_accelerator", "decode_accelerator"):
+            accelerator = getattr(self.cluster, name)
+            _require(
+                self.engine.device != "cpu" or not accelerator,
+                f"[cluster] {name} = {accelerator!r} needs [engine] device = cuda or auto, is cpu",
+            )
 
     def _check_names(self) -> None:
         """Names of keys and models are unique, and each rule chooses a model."""

@@ -1,4 +1,4 @@
-"""What a step costs by the sizes of the model: floating-point operations, and bytes of memory.
+"""The cost of a step by the sizes of the model: floating-point operations, and bytes of memory.
 
     FLOP  = 2 x weights x tokens + 4 x layers x heads x head size x (decode context + attended pairs)
     bytes = weights, read once + KV of every token that is attended to or computed
@@ -38,7 +38,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What the hardware of a worker can do; 0 = not known."""
+    """The limits of a worker's hardware; 0 = not known."""
 
     flop_per_s: float = 0.0
     bytes_per_s: float = 0.0

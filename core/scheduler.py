@@ -26,6 +26,7 @@ One step may be planned ahead, while another is in flight. It counts on the toke
     5. Nobody is preempted ahead. If a step needs a preemption, it is planned after the step in flight.
 
 A sequence that ends while a step contains it keeps its blocks until the step ends: the runner may still write to them.
+A sequence that could not be computed ends like that, and its blocks enter no prefix cache.
 """
 
 from __future__ import annotations
@@ -201,20 +202,27 @@ class Scheduler:
         return admitted
 
     def complete_step(self, output: StepOutput) -> list[TokenEvent]:
-        """Take the results of the oldest step. A finished sequence leaves, unless the step ahead contains it."""
+        """Take the results of the oldest step. A finished sequence leaves, unless the step ahead contains it.
+
+        A sequence in `output.failed` ends with ERROR, without an event.
+        """
         assert self._in_flight, "no step is in flight"
         plan, sequences = self._in_flight[0]
         assert plan.step_id == output.step_id, "another step is in flight"
         del self._in_flight[0]
-        block_size, sampled = self.block_size, output.sampled
+        block_size, sampled, failed = self.block_size, output.sampled, output.failed
         events: list[TokenEvent] = []
         for sequence, (view, start, num_tokens, samples, _) in zip(sequences, plan.chunks, strict=True):
             end = sequence.num_computed_tokens = start + num_tokens
-            if num_tokens > 1:
+            has_failed = failed and view.sequence_id in failed
+            if num_tokens > 1 and not has_failed:
                 self.num_prefilled_tokens += num_tokens
             if sequence.finish_reason is not None:
                 if end == sequence.num_planned_tokens:
                     self._leave(sequence)
+                continue
+            if has_failed:
+                self._finish(sequence, FinishReason.ERROR)
                 continue
             if end // block_size != sequence.num_registered_blocks:
                 self.blocks.register_full_blocks(sequence)

@@ -276,10 +276,13 @@ class DecodeMachine:
 
     def _on_step(self, output: StepOutput, now: float) -> list[DecodeAction]:
         tokens = self.core.complete_step(output, now)
+        actions: list[DecodeAction] = []
+        for request_id, error in output.failed.items():
+            actions += self._end(request_id, error, AbortReason.CANCELLED, now)
         if not tokens:
-            return []
+            return actions
         ended = [event for event in tokens if event.finish_reason is not None]
-        return [EmitTokens(tuple(tokens)), *(self._finish_call(event, now) for event in ended)]
+        return [*actions, EmitTokens(tuple(tokens)), *(self._finish_call(event, now) for event in ended)]
 
     def _finish_call(self, last_token: TokenEvent, now: float) -> DecodeDone:
         request_id, reason = last_token.sequence_id, last_token.finish_reason

@@ -19,6 +19,7 @@ from typing import Any
 
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
+from docs import gpu_figures
 from runtime.metrics import ALIASES, METRICS, TYPES
 from runtime.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS
 
@@ -143,6 +144,8 @@ DRAWN: dict[str, tuple[str, Callable[[], str]]] = {
     "aliases": ("metrics.md", draw_aliases),
     "spans": ("traces.md", draw_spans),
     "attributes": ("traces.md", draw_attributes),
+    "gpu pools": ("gpu.md", gpu_figures.draw_pools),
+    "gpu figures": ("gpu.md", gpu_figures.draw_figures),
 }
 
 

@@ -22,6 +22,7 @@ from engine.cpu.linear import NativeLinear, OneDNNLinear
 from engine.cpu.ops import NativeOps
 from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.cpu.sampling import NativeDraw
+from engine.gpu.errors import sort_error
 from engine.kv_pool import KVPool
 from engine.linear import LinearMethod, PlainLinear
 from engine.ops import Ops, TorchOps
@@ -30,6 +31,11 @@ from engine.sampling import Draw
 from engine.weights import Dequantize
 from model_files.catalogue import default_cache_dir
 from model_files.model_config import ModelConfig
+
+
+def sorted_error(error: Exception) -> Exception:
+    """The `TandemError` behind an exception of a step on a device, else the exception itself."""
+    return sort_error(error) or error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +90,22 @@ def choose_linear_method(
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`. Raises `ConfigError` for `cuda` without a CUDA device."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+    """The device for `auto`, `cpu`, `cuda` or `cuda:N`. A CUDA device has an index, `cuda` means 0.
+
+    Raises `ConfigError` for a CUDA device that torch does not see.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda:0" if wanted in ("auto", "cuda") else wanted)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.index >= num_devices:
+        seen = f"{num_devices} CUDA devices" if num_devices else "no CUDA device"
         raise ConfigError(
-            "device = cuda, but torch sees no CUDA device: set device to cpu or auto, or run `tandem doctor`"
+            f"device = {wanted}, but torch sees {seen}: set device to cpu or auto"
+            + (f", or to at most cuda:{num_devices - 1}" if num_devices else "")
+            + ", or run `tandem doctor`"
         )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    return device
 
 
 def choose_dtype(wanted: str, device: torch.device) -> str:

@@ -6,14 +6,25 @@ from pathlib import Path
 
 from core.config import EngineConfig
 from engine.fake_runner import FakeRunner
-from engine.runner import Runner
+from engine.runner import Runner, StepLimits
 from model_files.model_source import SourceKind, resolve_model
 
 
-def build_runner(config: EngineConfig, cache_dir: Path | None = None) -> Runner:
-    """The runner for `config.model`, loaded and ready. Raises `ConfigError` or `ModelNotFound`."""
+def build_runner(
+    config: EngineConfig, cache_dir: Path | None = None, limits: StepLimits | None = None, gpu_share: float = 1.0
+) -> Runner:
+    """The runner for `config.model`, loaded and ready. Raises `ConfigError` or `ModelNotFound`.
+
+    A runner on a GPU prepares for steps of `limits`, and uses `gpu_share` of the memory of the GPU.
+    """
     if resolve_model(config.model, cache_dir).kind is SourceKind.FAKE:
         return FakeRunner.from_config(config)
+    from engine.backend import choose_device
+
+    if choose_device(config.device).type == "cuda" and config.kernels == "auto":
+        from engine.gpu.runner import GpuRunner
+
+        return GpuRunner(config, cache_dir, limits=limits, share=gpu_share)
     from engine.torch_runner import TorchRunner
 
     return TorchRunner(config, cache_dir)

@@ -24,9 +24,9 @@ from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.model_work import ModelSizes
 from core.request import Request
-from core.step import SampledToken, ScheduledChunk, SequenceView, StepOutput, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.sampling import Sampler
-from engine.step_queue import PromisedTokens, StepQueue, tokens_of
+from engine.step_queue import NOTHING_COMPUTED, Computed, PromisedTokens, StepQueue, tokens_of
 from model_files.builtin_configs import FAKE_CONFIGS
 from model_files.model_source import describe, resolve_model
 
@@ -67,7 +67,7 @@ class FakeRunner:
             head_dim=shape.head_dim,
             quantization=config.quantization,
         )
-        num_blocks = min((config.kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
+        num_blocks = min((config.host_kv_memory_mb << 20) // layout.block_bytes, shape.max_blocks)
         if num_blocks < 1:
             raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
         return cls(info, layout, num_blocks)
@@ -79,6 +79,9 @@ class FakeRunner:
         return memoryview(self._mapping)
 
     def pool_device(self) -> int | None:
+        return None
+
+    def device_memory(self) -> None:
         return None
 
     def start_background_work(self) -> None:
@@ -97,7 +100,7 @@ class FakeRunner:
         assert not self._closed, "the runner is closed"
         return step.chunks
 
-    def _compute(self, chunks: tuple[ScheduledChunk, ...], promised: PromisedTokens) -> dict[str, SampledToken]:
+    def _compute(self, chunks: tuple[ScheduledChunk, ...], promised: PromisedTokens) -> Computed:
         assert not self._closed, "the runner is closed"
         logits = []
         for chunk in chunks:
@@ -107,7 +110,9 @@ class FakeRunner:
                 self._write(chunk, position, previous)
             if chunk.samples:
                 logits.append(logits_after(self._read(chunk, 0, chunk.start + chunk.num_tokens), self.info.vocab_size))
-        return Sampler(chunks, self.info.eos_token_ids).sample(np.stack(logits), promised) if logits else {}
+        if not logits:
+            return NOTHING_COMPUTED
+        return Computed(Sampler(chunks, self.info.eos_token_ids).sample(np.stack(logits), promised))
 
     def _read(self, chunk: ScheduledChunk, start: int, end: int) -> bytes:
         """The pool's current bytes of slots [max(start, 0), end), in order."""

@@ -6,6 +6,9 @@ Startup touches the first blocks, because the block pool hands these out first. 
 startup (`engine/first_touch.py`). On a CPU the pool is anonymous mapped memory, which torch, numpy and transports use
 without a copy. The mapping is private: Linux gives huge pages to shared mappings only under a system-wide setting, and
 process_vm_readv reads small pages at less than half the speed.
+
+Transfers need the block-major order of this shape in memory: one block is one run of bytes. The layer-major order
+exists to measure what attention would gain by it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from enum import Enum
 
 import torch
 
@@ -36,14 +40,33 @@ def num_blocks_within(layout: KVLayout, kv_memory_mb: int) -> int:
     return num_blocks
 
 
-class KVPool:
-    """The pool as a tensor and as bytes. Raises `ConfigError` if the allocation fails."""
+class PoolOrder(Enum):
+    BLOCK_MAJOR = "block-major"  # [num_blocks, num_layers, ...] in memory
+    LAYER_MAJOR = "layer-major"  # [num_layers, num_blocks, ...] in memory
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+
+class KVPool:
+    """The pool as a tensor and as bytes. Raises `ConfigError` if the allocation fails.
+
+    The padding blocks lie behind the pool's last block. The tensor holds them, and `memory` does not.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        num_padding_blocks: int = 0,
+        order: PoolOrder = PoolOrder.BLOCK_MAJOR,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        dtype, shape = TORCH_DTYPES[layout.dtype], (num_blocks, *layout.block_shape)
-        num_bytes = num_blocks * layout.block_bytes
+        self.order = order
+        num_all = num_blocks + num_padding_blocks
+        dtype, shape = TORCH_DTYPES[layout.dtype], (num_all, *layout.block_shape)
+        if order is PoolOrder.LAYER_MAJOR:
+            shape = (layout.num_layers, num_all, *layout.block_shape[1:])
+        num_bytes = num_all * layout.block_bytes
         self._mapping: mmap.mmap | None = None
         self._untouched = torch.empty(0, dtype=torch.uint8)
         try:
@@ -61,6 +84,8 @@ class KVPool:
             raise ConfigError(
                 f"no memory for a KV pool of {num_bytes >> 20} MB: lower kv_memory_mb ({error})"
             ) from error
+        if order is PoolOrder.LAYER_MAJOR:
+            self.tensor = self.tensor.transpose(0, 1)
 
     def touch_rest(self) -> threading.Thread | None:
         """Start a thread that touches the other blocks. Returns the thread, or None if no block is left.
@@ -71,8 +96,11 @@ class KVPool:
         return touch_in_background(untouched) if len(untouched) else None
 
     def address(self) -> int:
+        assert self.order is PoolOrder.BLOCK_MAJOR, "no block of a layer-major pool is one run of bytes"
         return self.tensor.data_ptr()
 
     def memory(self) -> memoryview | None:
         """The pool's bytes, or None for a pool on a device: only a transport reads device memory."""
-        return None if self._mapping is None else memoryview(self._mapping)
+        if self._mapping is None:
+            return None
+        return memoryview(self._mapping)[: self.num_blocks * self.layout.block_bytes]

@@ -12,17 +12,28 @@ Every submitted step is collected once, in the order of submission. At most two 
 The second may contain promised chunks: their tokens are sampled by the first. One thread submits, and one thread
 collects, so the inputs of a step are prepared while the step before is computed. When a step raises an exception, the
 step that is submitted behind the failed step is dropped: its `collect` raises `StepDropped` and computes nothing. So
-does a step with a promised chunk if the step before has no token for that sequence.
+does a step with a promised chunk if the step before has neither a token nor a failure of that sequence. A step may fail
+for some of its sequences alone (`StepOutput.failed`). The step submitted behind computes anything for such a sequence,
+in the sequence's own blocks, and names it in `failed` again. `DeviceLost` means that the process must end.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.model_work import ModelSizes
 from core.step import StepOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step that the scheduler plans. A runner prepares for these sizes; larger steps are only slower."""
+
+    max_running: int = 64  # sequences
+    max_batched_tokens: int = 512  # tokens
 
 
 class StepDropped(Exception):
@@ -45,6 +56,13 @@ class Runner(Protocol):
 
     def pool_device(self) -> int | None:
         """The CUDA device that holds the pool; None for host memory."""
+        ...
+
+    def device_memory(self) -> Any:
+        """The `DeviceMemory` (kv_transfer/device_memory.py) of a pool on a device; None for host memory.
+
+        Each call makes a new one. Only the thread of the transfer agent uses it.
+        """
         ...
 
     def start_background_work(self) -> None:

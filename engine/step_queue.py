@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from core.errors import TandemError
 from core.scheduler import MAX_STEPS_IN_FLIGHT
-from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.runner import StepDropped
 
 Inputs = TypeVar("Inputs")
@@ -20,10 +21,19 @@ PromisedTokens = Mapping[str, int]  # of a step's promised chunks, by sequence i
 NO_TOKENS: PromisedTokens = {}
 
 
+class Computed(NamedTuple):
+    """Like `StepOutput`, which adds the id of the step."""
+
+    sampled: Mapping[str, SampledToken]
+    failed: Mapping[str, TandemError] = NO_FAILURES
+
+
+NOTHING_COMPUTED = Computed({})
+
+
 @dataclass(slots=True)
 class _Submitted(Generic[Inputs]):
-    step_id: int
-    promised: list[str]  # ids of the sequences with promised chunks
+    plan: StepPlan
     inputs: Inputs
     dropped: bool = False
 
@@ -34,25 +44,26 @@ class StepQueue(Generic[Inputs]):
     def __init__(
         self,
         prepare: Callable[[StepPlan], Inputs],
-        compute: Callable[[Inputs, PromisedTokens], Mapping[str, SampledToken]],
+        compute: Callable[[Inputs, PromisedTokens], Computed],
     ) -> None:
         self._prepare = prepare
         self._compute = compute
         self._steps: deque[_Submitted[Inputs]] = deque()
-        self._sampled_before: Mapping[str, SampledToken] = {}  # by the step collected last
+        self._before = NOTHING_COMPUTED  # the step collected last
 
     def submit(self, step: StepPlan) -> None:
         assert len(self._steps) < MAX_STEPS_IN_FLIGHT, f"{MAX_STEPS_IN_FLIGHT} steps are submitted already"
-        promised = [chunk.sequence.sequence_id for chunk in step.chunks if chunk.promised]
-        self._steps.append(_Submitted(step.step_id, promised, self._prepare(step)))
+        self._steps.append(_Submitted(step, self._prepare(step)))
 
     def collect(self) -> StepOutput:
         assert self._steps, "no step is submitted"
         step = self._steps[0]
-        sampled_before, self._sampled_before = self._sampled_before, {}
+        before, self._before = self._before, NOTHING_COMPUTED
         try:
-            promised = _promised_tokens(step, sampled_before)
-            self._sampled_before = self._compute(step.inputs, promised)
+            if step.dropped:
+                raise StepDropped(f"step {step.plan.step_id} is not computed: the step before has failed")
+            computed = self._compute(step.inputs, _promised_tokens(step.plan, before))
+            self._before = _without_failed(step.plan, before.failed, computed) if before.failed else computed
         except StepDropped:
             raise
         except BaseException:
@@ -61,18 +72,28 @@ class StepQueue(Generic[Inputs]):
             raise
         finally:
             self._steps.popleft()
-        return StepOutput(step.step_id, self._sampled_before)
+        return StepOutput(step.plan.step_id, *self._before)
 
 
-def _promised_tokens(step: _Submitted[Inputs], sampled_before: Mapping[str, SampledToken]) -> PromisedTokens:
-    if step.dropped:
-        raise StepDropped(f"step {step.step_id} is not computed: the step before has failed")
-    try:
-        return {name: sampled_before[name].token_id for name in step.promised}
-    except KeyError as missing:
-        raise StepDropped(
-            f"step {step.step_id} is not computed: the step before has no token for {missing}"
-        ) from missing
+def _promised_tokens(plan: StepPlan, before: Computed) -> PromisedTokens:
+    """Token 0 stands for a token of a sequence that failed in the step before."""
+    promised: dict[str, int] = {}
+    for name in (chunk.sequence.sequence_id for chunk in plan.chunks if chunk.promised):
+        if name in before.sampled:
+            promised[name] = before.sampled[name].token_id
+        elif name in before.failed:
+            promised[name] = 0
+        else:
+            raise StepDropped(f"step {plan.step_id} is not computed: the step before has no token for {name!r}")
+    return promised
+
+
+def _without_failed(plan: StepPlan, failed_before: Mapping[str, TandemError], computed: Computed) -> Computed:
+    """A sequence that failed in the step before fails in this step too, because this step was planned ahead."""
+    names = [chunk.sequence.sequence_id for chunk in plan.chunks]
+    failed = {name: failed_before[name] for name in names if name in failed_before}
+    sampled = {name: token for name, token in computed.sampled.items() if name not in failed}
+    return Computed(sampled, {**computed.failed, **failed})
 
 
 def tokens_of(chunk: ScheduledChunk, promised: PromisedTokens) -> Sequence[int]:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from core.config import EngineConfig
-from core.errors import ConfigError
-from core.kv_layout import KVLayout
 from core.model_work import ModelSizes
-from core.step import SampledToken, StepOutput, StepPlan
-from engine.backend import choose_backend, choose_device, choose_dtype
+from core.step import ScheduledChunk, StepOutput, StepPlan
+from engine.backend import choose_backend, sorted_error
 from engine.host_memory import keep_freed_memory
-from engine.kv_pool import TORCH_DTYPES, KVPool, num_blocks_within
+from engine.kv_pool import KVPool, num_blocks_within
+from engine.loading import ModelSetup, load_model
 from engine.model import Model
-from engine.model_weights import allocate_weights
-from engine.quantization import weight_bytes
-from engine.rotary import RotaryTable
 from engine.sampling import Sampler
 from engine.step_inputs import InputPreparer, PreparedStep
-from engine.step_queue import PromisedTokens, StepQueue
-from engine.weights import Progress, fill_weights
-from model_files.model_source import describe, load_config, resolve_model
+from engine.step_queue import Computed, PromisedTokens, StepQueue
+from engine.weights import Progress
 
 _StepInputs = tuple[PreparedStep, Sampler]
 
@@ -34,40 +29,19 @@ class TorchRunner:
     def __init__(
         self, config: EngineConfig, cache_dir: Path | None = None, on_progress: Progress | None = None
     ) -> None:
-        source = resolve_model(config.model, cache_dir)
-        model_config = load_config(source)
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
-        if config.quantization != "none" and device.type != "cpu":
-            raise ConfigError(f"quantization = {config.quantization} is for CPUs: set it to none, or device to cpu")
-        # This sets the thread count of the whole process: torch has one pool of compute threads.
-        num_threads = config.num_threads or len(os.sched_getaffinity(0))
-        torch.set_num_threads(num_threads)
-        self.info = describe(source, config.max_context)
-        self.layout = KVLayout(
-            model=self.info.fingerprint,
-            dtype=dtype,
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            block_size=config.block_size,
-            head_dim=model_config.head_dim,
-            quantization=config.quantization,
-        )
-        self.sizes: ModelSizes | None = model_config.sizes(
-            weight_bytes(dtype, config.quantization), self.layout.token_bytes
-        )
-        self.num_blocks = num_blocks_within(self.layout, config.kv_memory_mb)
-        self._pool = KVPool(self.layout, self.num_blocks, device)
-        backend = choose_backend(config, model_config, self._pool, num_threads, cache_dir)
-        weights = allocate_weights(model_config, TORCH_DTYPES[dtype], device, config.quantization)
-        fill_weights(weights, source, on_progress, backend.dequantize)
+        setup = ModelSetup.of(config, cache_dir)
+        self.info, self.layout = setup.info, setup.layout
+        self.sizes: ModelSizes | None = setup.sizes
+        self.num_blocks = num_blocks_within(self.layout, config.host_kv_memory_mb)
+        self._pool = KVPool(self.layout, self.num_blocks, setup.device)
+        backend = choose_backend(config, setup.model_config, self._pool, setup.num_threads, cache_dir)
         self._draw = backend.draw
         self._steps = StepQueue(self._prepare, self._compute)
-        max_positions = min(model_config.context_length, self.num_blocks * config.block_size)
-        frequencies = torch.tensor(model_config.inverse_frequencies(), dtype=torch.float32, device=device)
-        self._preparer = InputPreparer(backend.attention, RotaryTable(frequencies, max_positions), device)
-        self._model: Model | None = Model(weights, backend.linear_method, backend.ops)
-        if device.type == "cpu":
+        self._preparer = InputPreparer(backend.attention, setup.rotary_table(self.num_blocks), setup.device)
+        self._model: Model | None = load_model(
+            setup, backend.linear_method, backend.ops, backend.dequantize, on_progress
+        )
+        if setup.device.type == "cpu":
             keep_freed_memory()  # after loading, so malloc returns the loader's memory to the system
 
     def pool_address(self) -> int:
@@ -80,6 +54,9 @@ class TorchRunner:
         device = self._pool.tensor.device
         return None if device.type == "cpu" else device.index or 0
 
+    def device_memory(self) -> None:
+        return None
+
     def start_background_work(self) -> None:
         self._pool.touch_rest()
 
@@ -89,6 +66,12 @@ class TorchRunner:
     def collect(self) -> StepOutput:
         return self._steps.collect()
 
+    def logits(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+        """Compute chunks without promised tokens, for measurements. No step is submitted. # -> float32 [S, vocab]"""
+        assert self._model is not None, "the runner is closed"
+        with torch.inference_mode():
+            return self._model.compute(self._preparer.prepare(chunks).inputs())
+
     def close(self) -> None:
         self._model = None
 
@@ -96,11 +79,15 @@ class TorchRunner:
         with torch.inference_mode():  # a setting of each thread
             return self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
 
-    def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> dict[str, SampledToken]:
+    def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> Computed:
         assert self._model is not None, "the runner is closed"
         prepared, sampler = inputs
-        with torch.inference_mode():
-            logits = self._model.compute(prepared.inputs(list(promised.values())))
-            if logits.is_cuda:
-                torch.cuda.current_stream(logits.device).synchronize()  # peers may read the step's KV after the return
-            return sampler.sample(logits.cpu().numpy(), promised, self._draw)
+        try:
+            with torch.inference_mode():
+                logits = self._model.compute(prepared.inputs(list(promised.values())))
+                if logits.is_cuda:
+                    torch.cuda.current_stream(logits.device).synchronize()  # peers may read the KV after the return
+                logits = logits.cpu()
+        except RuntimeError as error:
+            raise sorted_error(error) from error
+        return Computed(sampler.sample(logits.numpy(), promised, self._draw))

@@ -107,7 +107,7 @@ def open_weights(
 ) -> WeightSource:
     """The reader for the kind of `source`."""
     if source.kind is SourceKind.RANDOM:
-        return RandomWeights(slots)
+        return RandomWeights(slots, config)
     assert source.path is not None, f"{source.kind} has no weights"
     if source.kind is SourceKind.GGUF:
         return GGUFWeights(source.path, config, dequantize)
@@ -255,27 +255,44 @@ def _hf_name(gguf_name: str) -> str:
 # ---- random
 
 
+_MAX_DRAWN_BY_CPU = 1 << 29  # weights; a CPU draws about 10^8 a second
+
+
+def _is_large(config: ModelConfig) -> bool:
+    sizes = config.sizes(weight_bytes=1.0, kv_bytes=0.0)
+    return sizes.num_layer_weights + sizes.num_head_weights > _MAX_DRAWN_BY_CPU
+
+
+def draws_on_device(source: ModelSource, config: ModelConfig, device: torch.device) -> bool:
+    """Whether the device draws the random weights. Then devices of different types draw different weights."""
+    return source.kind is SourceKind.RANDOM and device.type == "cuda" and _is_large(config)
+
+
 class RandomWeights:
     """Random weights. Each tensor's name seeds its generator, so all workers draw the same weights in any order."""
 
-    def __init__(self, slots: dict[str, Slot]) -> None:
+    def __init__(self, slots: dict[str, Slot], config: ModelConfig) -> None:
         self._shapes = {name: slot.shape for name, slot in slots.items()}
+        self._is_large = _is_large(config)
 
     def names(self) -> set[str]:
         return set(self._shapes)
 
     def read(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
-        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
-        drawn = torch.randn(shape, generator=generator)
-        if "norm" in name:
-            return 1.0 + 0.1 * drawn
-        # This scale keeps outputs as large as inputs, and embeddings small: large ones make a token predict itself.
-        scaled: torch.Tensor = drawn * shape[-1] ** -0.5
-        return scaled
+        return self._draw(name, torch.device("cpu"))
 
     def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        return _copy(self.read(name), slot)
+        return _copy(self._draw(name, slot.device if slot.is_cuda and self._is_large else torch.device("cpu")), slot)
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)
+
+    def _draw(self, name: str, device: torch.device) -> torch.Tensor:
+        """# float32 on `device`"""
+        shape = self._shapes[name]
+        generator = torch.Generator(device).manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
+        drawn = torch.randn(shape, generator=generator, device=device)
+        if "norm" in name:
+            return drawn.mul_(0.1).add_(1.0)
+        # This scale keeps outputs as large as inputs, and embeddings small: large ones make a token predict itself.
+        return drawn.mul_(shape[-1] ** -0.5)

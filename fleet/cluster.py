@@ -16,13 +16,16 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from core.config import ClusterConfig
 from core.errors import ConfigError, WorkerUnavailable
+from core.lifecycle import ServiceRole
 from core.service import Endpoint, PoolSizes
+from fleet.claims import GpuUse, check_accelerators, check_room
 from fleet.ray_head import RayHead
-from fleet.ray_hosts import SupervisorActor, await_actor, log_dir, on_this_machine, scale_fleet
+from fleet.ray_hosts import SupervisorActor, await_actor, live_nodes, log_dir, on_this_machine, scale_fleet
 from fleet.supervisor import FleetSpec, HostDied, News
 
 NAMESPACE = "tandem"
@@ -34,7 +37,6 @@ JOIN_TIMEOUT_S = 5.0
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # the operator has not agreed to usage reports
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # hides Ray's paragraph about each death; `tandem serve` prints one line
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker placed by its own resource still sees its GPU
 }
 
 logger = logging.getLogger(__name__)
@@ -66,9 +68,13 @@ class Cluster:
             raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
 
     async def start(self, spec: FleetSpec) -> None:
-        """Begin to start the fleet; `news` reports progress. Raises `ConfigError` if a fleet runs there already."""
+        """Begin to start the fleet; `news` reports progress.
+
+        Raises `ConfigError` if a fleet runs there already, or if the GPUs that it asks for cannot exist.
+        """
         import ray
 
+        spec = self._with_settled_gpus(spec)
         actor = ray.remote(SupervisorActor).options(
             name=SUPERVISOR_NAME, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_machine()
         )
@@ -78,6 +84,22 @@ class Cluster:
         except ValueError as error:
             raise ConfigError("a fleet runs in this Ray cluster already; resize it with `tandem scale`") from error
         await self._ask(self._supervisor.start.remote())
+
+    def _with_settled_gpus(self, spec: FleetSpec) -> FleetSpec:
+        """Raises `ConfigError` for an unknown accelerator type, and on a Ray of our own for too few GPUs."""
+        if spec.gpu_use is GpuUse.NEVER:
+            return spec
+        from ray.util.accelerators import accelerators  # the package itself omits newer types, such as H200
+
+        machines = [node["Resources"] for node in live_nodes()]
+        names = {value for name, value in vars(accelerators).items() if name.startswith("NVIDIA_")}
+        check_accelerators(spec.claims, names, machines)
+        if self._head is None:
+            return spec
+        claims = spec.claims.settled(machines[0])
+        sizes = {ServiceRole.PREFILL: spec.config.num_prefill, ServiceRole.DECODE: spec.config.num_decode}
+        check_room(claims, sizes, machines[0])
+        return replace(spec, gpu_use=claims.gpu_use)
 
     async def news(self) -> list[News]:
         """The news since the last call. Waits until there is some."""

@@ -24,6 +24,7 @@ from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import SIZE_FIELDS, PoolSizes
+from fleet.claims import Claims, GpuUse
 from fleet.events import (
     Drained,
     DrainService,
@@ -73,8 +74,15 @@ class _Slot:
 class FleetMachine:
     """A `core.machine.Machine` over `FleetEvent` and `FleetAction`. The first `Tick` starts everything."""
 
-    def __init__(self, config: ClusterConfig, drain_timeout_s: float, router_drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        drain_timeout_s: float,
+        router_drain_timeout_s: float,
+        gpu_use: GpuUse = GpuUse.NEVER,
+    ) -> None:
         self._config = config
+        self._claims = Claims(config, gpu_use)
         self._drain_timeout_s = {
             ServiceRole.PREFILL: drain_timeout_s,
             ServiceRole.DECODE: drain_timeout_s,
@@ -166,23 +174,13 @@ class FleetMachine:
                 self._start(slot, now)
             elif slot.state is _State.STARTING:
                 self._actions.append(KillService(slot.member))
-                reason = f"no answer within {self._config.start_timeout_s:g} s{self._missing(slot)}"
+                hint = self._claims.wait_hint(slot.member.role)
+                reason = f"no answer within {self._config.start_timeout_s:g} s{hint}"
                 self._fail(slot, "did not start", reason, now)
             elif slot.state is _State.DRAINING:
                 self._actions.append(KillService(slot.member))
                 self._actions.append(Notice(f"{slot.member.name} did not drain in time and was killed"))
                 self._forget(slot)
-
-    def _missing(self, slot: _Slot) -> str:
-        """The resource that may be missing. A Ray of our own has room for every service."""
-        config = self._config
-        resources = {
-            ServiceRole.PREFILL: config.prefill_resource,
-            ServiceRole.DECODE: config.decode_resource,
-            ServiceRole.ROUTER: config.router_resource,
-        }
-        resource = resources[slot.member.role]
-        return f" (no machine with a free {resource!r}?)" if config.address and resource else ""
 
     def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
         if slot.state is _State.SERVING and now - slot.since >= STABLE_S:
@@ -211,6 +209,7 @@ class FleetMachine:
         if self._ending:
             self._end(now)
             return
+        added: list[_Slot] = []
         for role, wanted in self._wanted.items():
             staying = self._staying(role)
             for slot in staying[wanted:]:
@@ -218,7 +217,10 @@ class FleetMachine:
             for _ in range(wanted - len(staying)):
                 ordinal = next(n for n in range(len(self._slots) + 1) if (role, n) not in self._slots)
                 slot = self._slots[(role, ordinal)] = _Slot(Member(role, ordinal, 0), _State.WAITING, now, now)
-                self._start(slot, now)
+                added.append(slot)
+        # By ordinal: where workers share GPUs, each GPU then gets a prefill and a decode worker.
+        for slot in sorted(added, key=lambda slot: slot.member.ordinal):
+            self._start(slot, now)
 
     def _end(self, now: float) -> None:
         """Rule 4. A slot that does not serve leaves at once."""

@@ -17,6 +17,7 @@ from core.config import ClusterConfig
 from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, PoolSizes
+from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import Member
 from fleet.service_host import Placement, ServiceHost, StartFault
@@ -28,16 +29,26 @@ SCALE_TIMEOUT_S = 5.0
 class HostActor(ServiceHost):
     """A `ServiceHost` inside a Ray actor, which looks up its own placement."""
 
+    def __init__(self, claims: Claims, claim: Claim) -> None:
+        """`claim`: of this member; Ray has placed it accordingly."""
+        super().__init__()
+        self._claims, self._claim = claims, claim
+
     async def machine(self) -> str:
         import ray
 
         return str(ray.get_runtime_context().get_node_id())
 
     async def start_placed(
-        self, factory: bytes, member: Member, address: str, config: ClusterConfig, seat: Seat, supervisor: Any
+        self, factory: bytes, member: Member, address: str, seat: Seat, supervisor: Any
     ) -> Endpoint | StartFault:
         """`supervisor` is the actor handle of the caller."""
-        node = _node(await self.machine())
+        import ray
+
+        config, node = self._claims.config, _node(await self.machine())
+        if self._claims.of(member.role, [node["Resources"]]).gpus > self._claim.gpus:
+            return StartFault("its machine joined later and has GPUs; the next start asks for one", permanent=False)
+        show_only_own_gpu(ray.get_runtime_context().get_accelerator_ids()[GPU], os.environ)
         room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
         num_sharers = min(seat.num_workers, int(room) or seat.num_workers)
         is_router = member.role is ServiceRole.ROUTER
@@ -49,6 +60,7 @@ class HostActor(ServiceHost):
             num_threads=max(1, len(cores)),
             scale=partial(scale_fleet, supervisor) if is_router else None,
             cores=cores,
+            gpus=self._claim.gpus,
         )
         return await self.start(factory, placement)
 
@@ -59,12 +71,14 @@ class RayHost:
     def __init__(self, member: Member, spec: FleetSpec) -> None:
         import ray
 
-        options: dict[str, Any] = {"num_cpus": 0, "resources": spec.resources(member.role)}
-        if not options["resources"]:
+        claims = spec.claims
+        claim = claims.of(member.role, [node["Resources"] for node in live_nodes()])
+        options = claim.options()
+        if not claim.resource:
             options["scheduling_strategy"] = on_this_machine()
         self._member = member
         self._spec = spec
-        self._actor: Any = ray.remote(HostActor).options(**options).remote()
+        self._actor: Any = ray.remote(HostActor).options(**options).remote(claims, claim)
 
     async def machine(self) -> str:
         machine: str = await self._finish(self._actor.machine.remote())
@@ -75,7 +89,7 @@ class RayHost:
 
         factory = pickle.dumps(self._spec.factory(self._member.role))
         supervisor = ray.get_runtime_context().current_actor
-        call = self._actor.start_placed.remote(factory, self._member, address, self._spec.config, seat, supervisor)
+        call = self._actor.start_placed.remote(factory, self._member, address, seat, supervisor)
         result: Endpoint | StartFault = await self._finish(call)
         return result
 
@@ -122,6 +136,13 @@ def _node(node_id: str) -> dict[str, Any]:
     import ray
 
     return next(node for node in ray.nodes() if node["NodeID"] == node_id)  # type: ignore[no-untyped-call]
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    """The machines of the cluster."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _host_of(node: dict[str, Any], config: ClusterConfig) -> str:

@@ -22,6 +22,7 @@ from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
+from fleet.claims import Claims, GpuUse
 from fleet.cores import Seats
 from fleet.events import (
     Drained,
@@ -68,6 +69,7 @@ class FleetSpec:
     router_port: int  # 0 = any free port
     drain_timeout_s: float  # of a worker
     router_drain_timeout_s: float
+    gpu_use: GpuUse = GpuUse.NEVER  # of the workers
 
     def factory(self, role: ServiceRole) -> ServiceFactory:
         factories = {
@@ -77,14 +79,9 @@ class FleetSpec:
         }
         return factories[role]
 
-    def resources(self, role: ServiceRole) -> dict[str, float]:
-        """The Ray resources of one member."""
-        needs = {
-            ServiceRole.PREFILL: self.config.prefill_resource,
-            ServiceRole.DECODE: self.config.decode_resource,
-            ServiceRole.ROUTER: self.config.router_resource,
-        }
-        return {needs[role]: 1.0} if needs[role] else {}
+    @property
+    def claims(self) -> Claims:
+        return Claims(self.config, self.gpu_use)
 
 
 class HostDied(Exception):
@@ -142,7 +139,7 @@ class Supervisor:
         self._create_host = create_host
         self._here = here
         self._claim: PortClaim | None = None
-        self._machine = FleetMachine(spec.config, spec.drain_timeout_s, spec.router_drain_timeout_s)
+        self._machine = FleetMachine(spec.config, spec.drain_timeout_s, spec.router_drain_timeout_s, spec.gpu_use)
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._hosts: dict[Member, Host] = {}
         self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered

@@ -37,7 +37,7 @@ Responses = AsyncGenerator[GenerateResponse, None]
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What the headers of a request say about its gRPC call."""
+    """The options of a gRPC call that the headers of a request set."""
 
     timeout_s: float
     metadata: tuple[tuple[str, str], ...]

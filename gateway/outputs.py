@@ -31,7 +31,7 @@ Events = AsyncGenerator[Event, None]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every part of one answer repeats."""
+    """The fields that every part of one answer repeats."""
 
     id: str
     model: str

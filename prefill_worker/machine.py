@@ -156,7 +156,10 @@ class PrefillMachine:
         actions: list[PrefillAction] = []
         for chunk in plan.chunks:
             actions += self._offer_computed(chunk, output, now)
-        for event in self.core.complete_step(output, now):
+        tokens = self.core.complete_step(output, now)
+        for request_id, error in output.failed.items():
+            actions += self._end(request_id, error)
+        for event in tokens:
             # The offer stays even if the first token ends the request: an abort could reach the reader before the
             # router has the answer, and the router would retry.
             call = self._calls.pop(event.sequence_id)
@@ -181,8 +184,8 @@ class PrefillMachine:
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
         """Offer the blocks that this step has filled; after the last chunk, the partly filled block too."""
         call = self._calls.get(chunk.sequence.sequence_id)
-        if call is None or call.transfer_id is None:
-            return []  # ended while the step ran, or without a reader
+        if call is None or call.transfer_id is None or chunk.sequence.sequence_id in output.failed:
+            return []  # ended while the step ran, without a reader, or not computed
         num_computed = chunk.start + chunk.num_tokens
         block_size = self.core.scheduler.block_size
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size

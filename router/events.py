@@ -155,7 +155,7 @@ RouterEvent = (
 
 
 class Promise(NamedTuple):
-    """What the router predicts when it dispatches a request."""
+    """The router's prediction at dispatch."""
 
     ttft_s: float  # from the arrival of the request
     tpot_s: float  # a step of the decode worker with its sequences and this one, without prompts

@@ -22,6 +22,7 @@ from core.deadlines import Deadlines
 from core.errors import (
     DeadlineExceeded,
     ErrorCode,
+    OutOfDeviceMemory,
     QueueFull,
     RequestCancelled,
     TandemError,
@@ -316,7 +317,7 @@ class RouterMachine:
 
     def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
         """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
-        if isinstance(error, WorkerUnavailable | QueueFull):
+        if isinstance(error, WorkerUnavailable | QueueFull | OutOfDeviceMemory):
             self.workers.suspect(worker_id)
         finish_reason = routed.finish_reason(self._eos_token_ids)
         if finish_reason is not None:

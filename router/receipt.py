@@ -1,4 +1,4 @@
-"""What a call is promised and what it took: fields of `Finished`, and metadata of the call (inference.proto)."""
+"""The promise to a call and its receipt: fields of `Finished`, and metadata of the call (inference.proto)."""
 
 from __future__ import annotations
 

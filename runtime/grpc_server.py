@@ -19,6 +19,7 @@ from core.errors import (
     ErrorCode,
     InvalidRequest,
     ModelNotFound,
+    OutOfDeviceMemory,
     PermissionDenied,
     QueueFull,
     RequestCancelled,
@@ -47,7 +48,12 @@ _ERROR_OF: dict[grpc.StatusCode, Callable[[str], TandemError]] = {
 FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
 TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
 STREAM_KEY = "tandem-token-stream-ended"  # so has an ended token stream
-_ERROR_OF_KEY: dict[str, Callable[[str], TandemError]] = {TRANSFER_KEY: TransferFailed, STREAM_KEY: TokenStreamEnded}
+MEMORY_KEY = "tandem-out-of-device-memory"  # has the same status as a full queue
+_ERROR_OF_KEY: dict[str, Callable[[str], TandemError]] = {
+    TRANSFER_KEY: TransferFailed,
+    STREAM_KEY: TokenStreamEnded,
+    MEMORY_KEY: OutOfDeviceMemory,
+}
 
 KEEPALIVE_TIME_S = 10.0  # a connection without traffic for this long gets a ping, ...
 KEEPALIVE_TIMEOUT_S = 5.0  # ... and breaks if no answer comes within this time
@@ -245,6 +251,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
         metadata.append((TRANSFER_KEY, "true"))
     if isinstance(error, TokenStreamEnded):
         metadata.append((STREAM_KEY, "true"))
+    if isinstance(error, OutOfDeviceMemory):
+        metadata.append((MEMORY_KEY, "true"))
     if isinstance(error, QueueFull):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
     try:

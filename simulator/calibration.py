@@ -46,7 +46,7 @@ class MeasuredRequest:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWorker:
-    """What a worker of the live run reports."""
+    """The report of a worker in the live run."""
 
     worker_id: str
     is_prefill: bool

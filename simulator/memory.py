@@ -11,12 +11,13 @@ and each new token from *all* previous slots, as attention does. It reads the sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from core.errors import TandemError
 from core.lifecycle import FinishReason
 from core.request import Request
 from core.sequence import Sequence
-from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, StepPlan
 
 VOCAB_SIZE = 64
 EOS_TOKEN_IDS = frozenset({0})
@@ -80,15 +81,27 @@ class Memory:
     def write(self, block: int, content: list[int], slots: slice = WHOLE_BLOCK) -> None:
         self._blocks[block][slots] = content
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Compute a step, as a Runner does."""
-        sampled = {}
+    def run(self, plan: StepPlan, failing: Mapping[str, TandemError] = NO_FAILURES) -> StepOutput:
+        """Compute a step, as a Runner does. The chunks of `failing` sequences, and of those that failed in the step
+        before, get wrong slots."""
+        sampled, failed = {}, {}
+        failing = {**self._newest.failed, **failing}
         for chunk in plan.chunks:
+            sequence_id = chunk.sequence.sequence_id
+            if sequence_id in failing:
+                failed[sequence_id] = failing[sequence_id]
+                self._spoil(chunk)
+                continue
             self._compute(chunk)
             if chunk.samples:
-                sampled[chunk.sequence.sequence_id] = self._sample(chunk)
-        self._newest = StepOutput(plan.step_id, sampled)
+                sampled[sequence_id] = self._sample(chunk)
+        self._newest = StepOutput(plan.step_id, sampled, failed)
         return self._newest
+
+    def _spoil(self, chunk: ScheduledChunk) -> None:
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
+            block = chunk.sequence.block_table[position // self.block_size]
+            self._blocks[block][position % self.block_size] = mix(_ROOT, position)
 
     def _compute(self, chunk: ScheduledChunk) -> None:
         slot = self._slot(chunk, chunk.start - 1) if chunk.start else _ROOT

@@ -1,4 +1,4 @@
-"""What `stream` yields and `complete` returns: frozen objects with plain values."""
+"""The results of `stream` and `complete`: frozen objects with plain values."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the router predicted when it dispatched the request."""
+    """The router's prediction at dispatch."""
 
     ttft_ms: float
     tpot_ms: float
@@ -82,7 +82,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What the request took of the fleet."""
+    """The resources that the request used."""
 
     queue_ms: float
     prefill_ms: float

@@ -1,4 +1,4 @@
-"""What every test shares.
+"""Settings of all tests.
 
 Hypothesis draws the same examples on every machine, and never times them. Some examples are constants of the modules
 that are loaded, so a test that runs alone may see others than in a full run. With `--hypothesis-profile=explore`, a

@@ -1,4 +1,4 @@
-"""What a worker tells the routers of other projects about itself."""
+"""A worker's description of itself for the routers of other projects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the two roles of a worker: the events of a sequence, and the actions that answer them."""
+"""The differences between the two roles of a worker: the events of a sequence, and the actions that answer them."""
 
 from __future__ import annotations
 

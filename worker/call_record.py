@@ -1,4 +1,4 @@
-"""What a worker notes of one call for its trace: the queue on arrival, and its steps in each stage.
+"""A worker's record of one call for its trace: the queue on arrival, and its steps in each stage.
 
 The core counts steps of the whole worker. The difference between two marks gives the steps of a stage and their mean
 batch size, so a token costs nothing here.

@@ -10,7 +10,8 @@ with `StepFinished` or `StepFailed`. At most two steps are in flight:
 So the model never waits for the event loop, and a sequence that arrives before `plan_at` is in step k + 1. A step that
 is shorter than PLAN_AHEAD_S gets its successor at once. The expected duration comes from earlier steps of similar size;
 after a step of unknown duration, the next step is planned at its end. The same holds if the next step needs a
-preemption. A failed step takes the step that was planned ahead with it.
+preemption. A failed step takes the step that was planned ahead with it. A sequence that alone has failed leaves both
+steps to the others.
 """
 
 from __future__ import annotations
@@ -204,11 +205,16 @@ class WorkerCore:
         return self._plan_at if deadline is None else min(deadline, self._plan_at)
 
     def complete_step(self, output: StepOutput, now: float) -> list[TokenEvent]:
-        """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on."""
+        """Take the output of the oldest step. Returns one event for each sampled token of a sequence that goes on.
+
+        The caller ends the calls in `output.failed`.
+        """
         if (plan := self.scheduler.oldest_step) is not None:
             self.counts.record(len(plan.chunks))
         events = self.scheduler.complete_step(output)
-        self.record_step(self._step_works.pop(0), now - self.step_started_at)
+        work = self._step_works.pop(0)
+        if not output.failed:  # a step that runs short of memory is computed in several parts
+            self.record_step(work, now - self.step_started_at)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:

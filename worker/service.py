@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from core.block_pool import BlockEvent
 from core.config import WorkerConfig
-from core.errors import TandemError, WorkerUnavailable
+from core.errors import DeviceLost, TandemError, WorkerUnavailable
 from core.ledger import Claim, count_once
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
@@ -235,7 +235,9 @@ class WorkerService:
 
     def _on_step_done(self, result: StepOutput | Exception) -> None:
         """On the executor's thread."""
-        if isinstance(result, Exception):
+        if isinstance(result, DeviceLost):
+            self._fail_threadsafe(result)  # every later step would fail, too
+        elif isinstance(result, Exception):
             logger.error("a step failed", exc_info=result)
             self._post_threadsafe(StepFailed(_step_error(result)))
         else:
@@ -271,7 +273,8 @@ class WorkerService:
         """A part has failed: end every call, so that routers use other workers, and report the failure to the host."""
         if self._driver is not None:
             self._driver.stop()
-            self._end_calls(WorkerUnavailable("this worker failed"))
+            lost = f": {error}" if isinstance(error, DeviceLost) else ""
+            self._end_calls(WorkerUnavailable(f"this worker failed{lost}"))
         if not self._failure.done():
             self._failure.set_result(error)
 

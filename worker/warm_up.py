@@ -32,7 +32,7 @@ def warm_up(
     executor: StepExecutor, costs: StepCostFit, block_size: int, num_blocks: int, max_tokens: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:  # fmt: skip
-    """Run the steps and feed the fit. `max_tokens` bounds the prompt. Raises what a step raises."""
+    """Run the steps and feed the fit. `max_tokens` bounds the prompt. Raises the error of a step."""
     ends_at = clock() + TIME_LIMIT_S
     for number, step in enumerate(_steps(block_size, num_blocks, max_tokens)):
         work = work_of(step)
@@ -79,3 +79,5 @@ def _run(executor: StepExecutor, step: StepPlan) -> None:
     result = done.get(timeout=STEP_TIMEOUT_S)
     if isinstance(result, Exception):
         raise result
+    for error in result.failed.values():
+        raise error

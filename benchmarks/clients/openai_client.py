@@ -1,4 +1,4 @@
-"""What a program with OpenAI's Python client does: `python openai_client.py URL MODEL` in the client's environment.
+"""Exercise a gateway with OpenAI's Python client: `python openai_client.py URL MODEL` in the client's environment.
 
 Each check prints one line. The program ends with status 1 at the first check that fails.
 """

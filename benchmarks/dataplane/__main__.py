@@ -1,4 +1,4 @@
-"""What the path of a token costs beside a model that takes no time from Python: `make bench-dataplane`.
+"""Measures the path of a token beside a model that takes no time from Python: `make bench-dataplane`.
 
 Real processes and real gRPC; only the model is replaced by a sleep. The measured process has one core; the other
 processes and the load client share the other core. All figures are medians of the repeats. In each repeat the peers

@@ -1,4 +1,4 @@
-"""What the HTTP gateway adds to a token, and how many tokens it takes: `make bench-gateway`.
+"""Measures the latency that the HTTP gateway adds to a token, and its tokens per second: `make bench-gateway`.
 
 Real processes, real gRPC and real HTTP; only the model is replaced by a sleep. The gateway has one core; the worker,
 the router and the load client share the other one. In each repeat the peers take turns.

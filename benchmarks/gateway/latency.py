@@ -1,4 +1,4 @@
-"""What the gateway adds to a token and to the first token, beside direct gRPC calls of the same router.
+"""Measures the latency of tokens through the gateway, beside direct gRPC calls of the same router.
 
 All sequences of a step sample at the same time. A probe, one direct call, gets the ids of its tokens, which tell when
 they were sampled (benchmarks/dataplane/sleeping_runner.py). So the age of a token of another stream is the time from

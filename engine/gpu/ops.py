@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
+from engine.gpu.tile_sizes import MAX_CANDIDATES as MAX_CANDIDATES
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
+from engine.gpu.tile_sizes import SAMPLING_SPLIT as SAMPLING_SPLIT
 
 CONTRACTS = {
     # hidden += update (if given); normed = hidden / sqrt(mean(hidden^2) + epsilon) * weight, the mean in float32.
@@ -51,6 +53,42 @@ CONTRACTS = {
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
         "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
     ),
+    # Copy runs between raw addresses. No run's target overlaps with another run.
+    # runs: int64 [runs, 3] address of the source, address of the target, bytes (at most engine.gpu.copies.PIECE_BYTES);
+    # all three are divisible by access_bytes: 16, 8, 4, 2 or 1
+    "copy_runs": "(Tensor runs, int access_bytes) -> ()",
+    # XXH3_64 (seed 0) of blocks. memory: uint8 [num_blocks, block_bytes], block_bytes divisible by 8 and at least 248
+    # blocks: int32 [n]; sums: int64 scratch, shape engine.gpu.digests.scratch_shape; digests: int64 [n], as unsigned
+    "block_digests": "(Tensor memory, Tensor blocks, Tensor(a!) sums, Tensor(b!) digests) -> ()",
+    # The highest logit of each row, ties to the lowest id. logits: float32 [S, vocab]; ids: int32 [S or more]
+    "argmax": "(Tensor logits, Tensor(a!) ids) -> ()",
+    # Bias and penalties of rows; `AdjustedRows` in engine/gpu/sampling_plan.py has the shapes.
+    # sampled_before: int32 [any]; the token sampled_before[promised[i]] counts as one more token of row i's output
+    # saved: float32 [E + A] the raw logits of the entries and of the promised tokens, for restore_logits
+    "adjust_logits": (
+        "(Tensor(a!) logits, Tensor rows, Tensor first_entry, Tensor token_ids, Tensor counts, Tensor first_bias, "
+        "Tensor biases, Tensor penalties, Tensor promised, Tensor sampled_before, Tensor(b!) saved) -> ()"
+    ),
+    "restore_logits": (
+        "(Tensor(a!) logits, Tensor rows, Tensor first_entry, Tensor token_ids, Tensor promised, "
+        "Tensor sampled_before, Tensor saved) -> ()"
+    ),
+    # ids[rows[i]] = the token at a quantile of row rows[i], as `draw_token` of engine/sampling.py chooses it.
+    # `DrawnRows` in engine/gpu/sampling_plan.py has the shapes of rows, top_k and settings.
+    # Scratch: highest float32 [D, ceil(vocab / SAMPLING_SPLIT)], masses int64 [D, 2], candidates int64
+    # [D, MAX_CANDIDATES]; each may have more rows
+    "draw_tokens": (
+        "(Tensor logits, Tensor rows, Tensor top_k, Tensor settings, Tensor(a!) highest, Tensor(b!) masses, "
+        "Tensor(c!) candidates, Tensor(d!) ids) -> ()"
+    ),
+    # Log-probabilities of the tokens ids[rows[i]] and of the num_best most likely tokens of each of these rows.
+    # rows: int32 [L]; best_ids: int32 [L, num_best or more]; logprobs: float32 [L, 1 + num_best or more], the sampled
+    # token's first; any strides but the last, which is 1
+    # Scratch: best int64 [L, splits, num_best or more], sums float64 [L, splits, 2]; each may have more rows
+    "find_logprobs": (
+        "(Tensor logits, Tensor rows, Tensor ids, int num_best, Tensor(a!) best, Tensor(b!) sums, "
+        "Tensor(c!) best_ids, Tensor(d!) logprobs) -> ()"
+    ),
 }
 
 _library = torch.library.Library("tandem", "DEF")
@@ -66,7 +104,7 @@ def implement(device: str, implementations: dict[str, Callable[..., None]]) -> N
 
 
 def _implement_all() -> None:
-    from engine.gpu import reference
+    from engine.gpu import reference, sampling_reference
 
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     kernels: dict[str, Any] = {}
@@ -74,7 +112,8 @@ def _implement_all() -> None:
         from engine.gpu.kernels import KERNELS
 
         kernels = KERNELS
-    implement("CPU", reference.REFERENCES | (kernels if interpreted else {}))
+    references = reference.REFERENCES | sampling_reference.REFERENCES
+    implement("CPU", references | (kernels if interpreted else {}))
     if torch.cuda.is_available():
         implement("CUDA", kernels)
 

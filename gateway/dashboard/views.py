@@ -1,4 +1,4 @@
-"""What the dashboard's page reads: JSON made from the answers of a router.
+"""The data of the dashboard's page: JSON made from the answers of a router.
 
 Names end in their unit. Every count "since the start" stays a count: the page turns two of them into a rate.
 """

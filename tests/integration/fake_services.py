@@ -51,6 +51,8 @@ class FakeService:
             cores=self._placement.cores,
             omp=os.environ["OMP_NUM_THREADS"],
             niceness=os.nice(0),
+            gpus=self._placement.gpus,
+            visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         )
         return Endpoint(f"{self.name}-{os.getpid():x}", address, self._role)
 

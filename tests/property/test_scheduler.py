@@ -3,7 +3,7 @@
 The model records for each slot the prefix that its KV was computed from. Every slot that a chunk reads must hold the
 prefix of its own sequence, so the test sees each read of a stale, evicted or foreign block. A chunk may write only
 blocks that no other sequence holds, that no peer reads, and that are neither reserved nor in the prefix cache. A step
-may be planned while another is in flight.
+may be planned while another is in flight. Sequences of a step may fail alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig
-from core.errors import InvalidRequest, QueueFull
+from core.errors import InvalidRequest, OutOfDeviceMemory, QueueFull
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
@@ -67,6 +68,10 @@ class Lease:
     expected: list[list[Content]]  # of the offered slots only
 
 
+def computed_part(plan: StepPlan, failed: Set[str]) -> StepPlan:
+    return replace(plan, chunks=tuple(chunk for chunk in plan.chunks if chunk.sequence.sequence_id not in failed))
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 10),
@@ -85,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pulls: list[Pull] = []
         self.leases: list[Lease] = []
         self.born: list[Sequence] = []
+        self.failed_before: set[str] = set()  # in the step that ended last
 
     def holders(self) -> Counter[int]:
         tables = [s.block_table for s in self.sequences.values()] + [pull.sequence.block_table for pull in self.pulls]
@@ -290,7 +296,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.samples == (end >= len(sequence.token_ids))
             if oldest:
                 assert chunk.start == sequence.num_computed_tokens
-                self.assert_readable(sequence, chunk.start)
+                if sequence.sequence_id not in self.failed_before:
+                    self.assert_readable(sequence, chunk.start)
             else:
                 assert end == sequence.num_planned_tokens
                 assert chunk.promised == (chunk.start == len(sequence.token_ids))
@@ -303,9 +310,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         found = self.memory.slots(sequence.block_table, 0, end)
         assert found == contents(sequence, 0, end), f"{sequence.sequence_id} reads another prefix than its own"
 
-    def execute(self, plan: StepPlan) -> None:
-        """Run the step as a runner does, but at its end, so that the events during the step can do harm."""
+    def execute(self, plan: StepPlan, failed: Set[str]) -> None:
+        """Run the step as a runner does, but at its end, so that the events during the step can do harm. The chunks of
+        failed sequences stay as they are."""
         self.assert_chunks_are_safe(plan)
+        plan = computed_part(plan, failed)
         for chunk in plan.chunks:
             sequence = self.sequences[chunk.sequence.sequence_id]
             end = chunk.start + chunk.num_tokens
@@ -314,27 +323,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.assert_readable(self.sequences[chunk.sequence.sequence_id], chunk.start + chunk.num_tokens)
 
     @precondition(lambda self: self.steps)
-    @rule(seed=picks, offers=st.booleans())
-    def end_step(self, seed: int, offers: bool) -> None:
+    @rule(seed=picks, offers=st.booleans(), fails=st.sampled_from([0.0, 0.0, 0.5]))
+    def end_step(self, seed: int, offers: bool, fails: float) -> None:
         plan = self.steps[0]
         assert plan is self.scheduler.oldest_step
-        self.execute(plan)
+        draw = random.Random(seed)
+        names = {c.sequence.sequence_id for c in plan.chunks}
+        failed = {name for name in sorted(names) if draw.random() < fails} | (names & self.failed_before)
+        self.failed_before = failed
+        self.execute(plan, failed)
         del self.steps[0]
         if offers:
-            self.offer_finished_prompts(plan)
-        draw = random.Random(seed)
-        sampled = {c.sequence.sequence_id: SampledToken(draw.choice(TOKENS)) for c in plan.chunks if c.samples}
+            self.offer_finished_prompts(computed_part(plan, failed))
+        sampled = {
+            c.sequence.sequence_id: SampledToken(draw.choice(TOKENS))
+            for c in computed_part(plan, failed).chunks
+            if c.samples
+        }
         before = {c.sequence.sequence_id: list(self.sequences[c.sequence.sequence_id].token_ids) for c in plan.chunks}
         aborted = {
             c.sequence.sequence_id
             for c in plan.chunks
             if self.sequences[c.sequence.sequence_id].finish_reason is not None
         }
-        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
+        errors = {name: OutOfDeviceMemory("no memory") for name in failed}
+        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled, errors))
+        assert all(self.sequences[name].finish_reason is FinishReason.ERROR for name in failed - aborted)
         assert {event.sequence_id for event in events} == sampled.keys() - aborted
         for event in events:
             self.assert_token_counts_once(event, before[event.sequence_id], sampled[event.sequence_id])
-        ended = {event.sequence_id for event in events if event.finish_reason is not None} | aborted
+        ended = {event.sequence_id for event in events if event.finish_reason is not None} | aborted | failed
         self.forget_those_that_left([self.sequences[name] for name in ended])
 
     @precondition(lambda self: not self.steps)
@@ -345,7 +363,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if ahead and len(self.steps) == 1:
                 self.begin_step()
             if self.steps:
-                self.end_step(seed + step, offers=False)
+                self.end_step(seed + step, offers=False, fails=0.0)
             self.the_ledger_balances()
 
     def offer_finished_prompts(self, plan: StepPlan) -> None:
@@ -376,6 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ids = {chunk.sequence.sequence_id for plan in self.steps for chunk in plan.chunks}
         ended = {name for name in ids if self.sequences[name].finish_reason is not None}
         self.steps.clear()
+        self.failed_before = set()
         failed = self.scheduler.fail_step()
         assert {sequence.sequence_id for sequence in failed} == in_failed - ended
         assert all(sequence.finish_reason is FinishReason.ERROR for sequence in failed)
@@ -427,7 +446,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if len(self.steps) == num_steps:
                     break
             if self.steps:
-                self.end_step(seed=1, offers=False)
+                self.end_step(seed=1, offers=False, fails=0.0)
             self.the_ledger_balances()
             if not self.sequences:
                 break

@@ -1,4 +1,5 @@
-"""Plans ahead at random change no token and leave no block behind, also when blocks are short and steps fail.
+"""Plans ahead at random change no token and leave no block behind, also when blocks are short, and when whole steps or
+single sequences of a step fail.
 
 A step is computed from the slots of a memory, as a runner does, and takes promised tokens from the step before. The
 scheduler may be told of a result later than the next step begins.
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 
 from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig
+from core.errors import OutOfDeviceMemory
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.sequence import Sequence
-from core.step import StepOutput
+from core.step import StepOutput, StepPlan
 from simulator.memory import EOS_TOKEN_IDS, Memory, expected_output
 
 BLOCK_SIZE = 4
@@ -54,7 +56,7 @@ def test_with_random_plans_ahead_the_tokens_equal_those_of_one_step_at_a_time(
     arriving = deque(_sequence(index, *request) for index, request in enumerate(wanted))
     sequences = list(arriving)
     computed: deque[StepOutput] = deque()  # the scheduler does not know of these yet
-    planned: deque[object] = deque()
+    planned: deque[StepPlan] = deque()
     for _ in range(MAX_STEPS):
         if arriving and chance() < 0.4:
             scheduler.add(arriving.popleft())
@@ -62,7 +64,9 @@ def test_with_random_plans_ahead_the_tokens_equal_those_of_one_step_at_a_time(
             plan = scheduler.schedule()
             planned.extend([plan] if plan is not None else [])
         if planned and chance() < 0.7:
-            computed.append(memory.run(planned.popleft()))  # type: ignore[arg-type]
+            plan = planned.popleft()
+            failing = [chunk.sequence.sequence_id for chunk in plan.chunks if with_failures and chance() < 0.05]
+            computed.append(memory.run(plan, {name: OutOfDeviceMemory("no memory") for name in failing}))
         if planned and not computed and with_failures and chance() < 0.1:
             planned.clear()
             scheduler.fail_step()

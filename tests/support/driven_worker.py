@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
-from core.errors import TandemError
+from core.errors import OutOfDeviceMemory, TandemError
 from core.handoff import AgentAddress, HandoffMessage
 from core.kv_layout import KVLayout
 from core.machine import Tick
@@ -76,8 +76,9 @@ class DrivenWorker:
                 self.plans.append(action.plan)
         return actions
 
-    def finish_step(self, **tokens: int) -> list[Any]:
-        """End the oldest step in flight. `tokens` replaces sampled tokens, by sequence id."""
+    def finish_step(self, *failed: str, **tokens: int) -> list[Any]:
+        """End the oldest step in flight. `failed`: sequences that the device had no memory for. `tokens` replaces
+        sampled tokens, by sequence id."""
         assert self.plans, "no step is in flight"
         plan = self.plans.pop(0)
         sampled = {
@@ -85,9 +86,10 @@ class DrivenWorker:
                 tokens.get(chunk.sequence.sequence_id, chunk.start + chunk.num_tokens)
             )
             for chunk in plan.chunks
-            if chunk.samples
+            if chunk.samples and chunk.sequence.sequence_id not in failed
         }
-        return self.post(StepFinished(StepOutput(plan.step_id, sampled)))
+        errors = {name: OutOfDeviceMemory(f"no memory for {name}") for name in failed}
+        return self.post(StepFinished(StepOutput(plan.step_id, sampled, errors)))
 
     def fail_step(self) -> list[Any]:
         self.plans.clear()

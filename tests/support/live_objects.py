@@ -1,4 +1,4 @@
-"""What Tandem keeps in this process: instances of each class, and elements of each container attribute.
+"""Counts the objects that Tandem keeps in this process: instances by class, elements by container attribute.
 
 Two counts with only finished requests between them are equal, except for containers that are bounded by design. A
 container that grows by the request is a leak, whichever object owns the container.
@@ -89,7 +89,7 @@ class Footprint:
 
 
 def growth(before: Counter[str], after: Counter[str]) -> dict[str, int]:
-    """What has grown, except for containers that are bounded by design."""
+    """The counts that have grown, except for containers that are bounded by design."""
     return {
         name: count - before[name]
         for name, count in after.items()

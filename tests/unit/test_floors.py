@@ -48,10 +48,11 @@ def test_the_contracts_hold() -> None:
 
 
 def small_house(root: Path) -> None:
-    for package in [*PACKAGES, "kv_transfer/transports", "engine/cpu"]:
+    for package in [*PACKAGES, "kv_transfer/transports", "engine/cpu", "engine/gpu"]:
         (root / package).mkdir()
         (root / package / "__init__.py").touch()
     (root / "engine/backend.py").write_text("import engine.cpu\n")
+    (root / "engine/factory.py").write_text("import engine.gpu\n")
     shutil.copy(ROOT / "pyproject.toml", root)
 
 
@@ -78,6 +79,7 @@ BREACHES = [
     ("simulator", "from kv_transfer import transports", SIMULATOR),
     ("simulator", "import grpc", SIMULATOR),
     ("engine", "import engine.cpu", KERNELS),
+    ("engine", "import engine.gpu", KERNELS),
 ]
 
 

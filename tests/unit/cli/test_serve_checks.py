@@ -13,12 +13,13 @@ from rich.console import Console
 from cli.checks import (
     check_before_start,
     check_credentials,
+    check_device,
     check_gateway,
     check_port,
     check_transport,
     warn_without_collector,
 )
-from cli.serve import slow_start_hint
+from cli.serve import gpu_use, slow_start_hint
 from core.config import (
     ClusterConfig,
     EngineConfig,
@@ -30,6 +31,7 @@ from core.config import (
     TransferConfig,
 )
 from core.errors import ConfigError
+from fleet.claims import GpuUse
 from runtime.shared_port import PortClaim
 
 
@@ -165,3 +167,30 @@ def test_a_certificate_of_the_gateway_that_cannot_be_read_is_refused(tmp_path: P
         config = GatewayConfig(tls_cert=str(tmp_path / name), tls_key=str(tmp_path / name))
         with pytest.raises(ConfigError, match=r"\[gateway\] tls_cert and tls_key must be a certificate"):
             check_gateway(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "build", "joined", "use"),
+    [
+        ({"device": "cpu"}, "2.11.0", False, GpuUse.NEVER),
+        ({"device": "cuda"}, "2.11.0+cpu", False, GpuUse.ALWAYS),
+        ({"device": "auto"}, "2.11.0", False, GpuUse.IF_PRESENT),
+        ({"device": "auto"}, "2.11.0+cpu", False, GpuUse.NEVER),
+        ({"device": "auto"}, "2.11.0+cpu", True, GpuUse.IF_PRESENT),
+        ({"device": "cuda", "model": "fake:tiny"}, "2.11.0", False, GpuUse.NEVER),
+    ],
+)
+def test_workers_use_gpus_by_the_device_and_the_build_of_torch_on_this_machine(
+    options: dict[str, str], build: str, joined: bool, use: GpuUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.serve.importlib.metadata.version", lambda _: build)
+    assert gpu_use(EngineConfig(**options), joined) is use  # type: ignore[arg-type]
+
+
+def test_a_device_with_an_index_is_refused_because_ray_chooses_it() -> None:
+    config = EngineConfig()
+    object.__setattr__(config, "device", "cuda:1")
+    with pytest.raises(ConfigError, match=r"device = cuda:1: Ray chooses the GPU .* CUDA_VISIBLE_DEVICES"):
+        check_device(config)
+    for device in ("auto", "cpu", "cuda"):
+        check_device(EngineConfig(device=device))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
 from core.block_pool import BlockPool
 from core.config import SchedulerConfig
+from core.errors import OutOfDeviceMemory
 from core.request import Request, SamplingParams
 from core.scheduler import Scheduler
 from core.sequence import Sequence
@@ -71,9 +73,15 @@ class Driven:
         assert plan is not None
         return plan
 
-    def end(self, plan: StepPlan) -> list[TokenEvent]:
-        sampled = {chunk.sequence.sequence_id: SampledToken(self.next_token) for chunk in plan.chunks if chunk.samples}
-        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled))
+    def end(self, plan: StepPlan, failed: Iterable[str] = ()) -> list[TokenEvent]:
+        """`failed`: sequences whose chunks were not computed."""
+        failures = {name: OutOfDeviceMemory("no memory") for name in failed}
+        sampled = {
+            chunk.sequence.sequence_id: SampledToken(self.next_token)
+            for chunk in plan.chunks
+            if chunk.samples and chunk.sequence.sequence_id not in failures
+        }
+        events = self.scheduler.complete_step(StepOutput(plan.step_id, sampled, failures))
         self.scheduler.check()
         self.pool.check()
         return events

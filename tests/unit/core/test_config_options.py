@@ -45,7 +45,8 @@ OTHER = {
     "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
     "slow_path_share": 0.5, "otlp_endpoint": "http://collector:4317", "cluster_token": "sixteen-characters",
     "prefill_block_size": 32, "admission": "shed", "local_prefill": "never", "cors_origins": ["https://example.org"],
-    "guardrail": "module:function", "vllm_engine": "open",
+    "guardrail": "module:function", "vllm_engine": "open", "prefill_gpus": 0.5, "decode_gpus": 0.0,
+    "device_path": "staged",
 }  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def test_float_options_refuse_negative_and_infinite_values_and_nan(table: str, o
 
 POSITIVE = {
     SchedulerConfig: ["max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms"],
-    EngineConfig: ["block_size", "kv_memory_mb"],
+    EngineConfig: ["block_size"],
     TransferConfig: ["lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_transfers"],
     WorkerConfig: ["report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting"],
     RouterConfig: ["max_queued", "max_attempts", "retry_pause_s", "report_stale_s", "max_message_bytes", "slo_ttft_ms"],
@@ -175,6 +176,8 @@ OUT_OF_RANGE = [
     (EngineConfig, {"num_threads": -1}, "num_threads"),
     (EngineConfig, {"num_threads": 100_000}, r"num_threads must be in \[0, 4096\] .*is 100000"),
     (EngineConfig, {"max_context": -1}, "max_context"),
+    (EngineConfig, {"kv_memory_mb": -1}, r"kv_memory_mb must be 0 \(automatic\) or more, is -1"),
+    (EngineConfig, {"gpu_memory_margin_mb": -1}, "gpu_memory_margin_mb"),
     (TransferConfig, {"transport": "pigeon"}, "transport"),
     (TransferConfig, {"slow_path_share": 1.0}, "slow_path_share"),
     (TransferConfig, {"max_transfers": 16_385}, "max_transfers must be at most 16384"),
@@ -187,6 +190,14 @@ OUT_OF_RANGE = [
     (ClusterConfig, {"num_decode": 257}, "num_decode"),
     (ClusterConfig, {"num_routers": 0}, r"num_routers must be in \[1, 256\] \(max_workers\), is 0"),
     (ClusterConfig, {"num_routers": 5, "max_workers": 4}, r"num_routers must be in \[1, 4\]"),
+    (ClusterConfig, {"prefill_gpus": 2.0}, r"prefill_gpus must be 0 .* or in \[0.01, 1\] .*, is 2$"),
+    (ClusterConfig, {"decode_gpus": 0.001}, r"decode_gpus must be 0 .*, is 0.001$"),
+    (ClusterConfig, {"prefill_gpus": 0.5, "decode_gpus": 0.75}, r"prefill_gpus \+ decode_gpus is 1.25: .* at most 1"),
+    (
+        ClusterConfig,
+        {"decode_gpus": 0.0, "decode_accelerator": "H200"},
+        r"decode_accelerator = 'H200' needs decode_gpus",
+    ),
     (TelemetryConfig, {"metrics_port": 65536}, "metrics_port"),
     (TelemetryConfig, {"otlp_endpoint": "collector"}, "otlp_endpoint must be http://host:port .*'collector'"),
     (TelemetryConfig, {"trace_sample_ratio": 1.5}, r"trace_sample_ratio must be in \[0, 1\], is 1.5"),
@@ -201,6 +212,18 @@ OUT_OF_RANGE = [
 def test_an_error_names_the_option_that_is_out_of_range(part: type, options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         part(**options)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.3, 0.7), (0.75, 0.0), (1.0, 0.25), (1.0, 1.0)])
+def test_workers_have_a_gpu_a_share_of_one_or_none(shares: tuple[float, float]) -> None:
+    config = ClusterConfig(prefill_gpus=shares[0], decode_gpus=shares[1])
+    assert (config.prefill_gpus, config.decode_gpus) == shares
+
+
+def test_an_accelerator_type_needs_a_device_that_may_be_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"\[cluster\] prefill_accelerator = 'H100' needs \[engine\] device"):
+        from_mapping({"engine": {"device": "cpu"}, "cluster": {"prefill_accelerator": "H100"}})
+    from_mapping({"engine": {"device": "cuda"}, "cluster": {"prefill_accelerator": "H100"}})
 
 
 def test_the_metrics_page_cannot_use_the_port_of_the_router() -> None:

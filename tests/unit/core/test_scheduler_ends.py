@@ -77,6 +77,33 @@ def test_a_failed_step_ends_only_its_own_sequences() -> None:
     assert driven.step() == {"c": 7}
 
 
+def test_a_sequence_that_was_not_computed_ends_alone_and_its_blocks_enter_no_cache() -> None:
+    driven = Driven(max_running=3)
+    for arrival, name in enumerate(("a", "b", "c")):
+        driven.add(name, range(10 * arrival + 1, 10 * arrival + 9), arrival=arrival)
+    plan = driven.begin()
+    failing = driven.scheduler.get("b")
+    assert failing is not None
+    assert [event.sequence_id for event in driven.end(plan, failed=["b"])] == ["a", "c"]
+    assert failing.finish_reason is FinishReason.ERROR
+    assert failing.block_table == []
+    assert driven.scheduler.get("b") is None
+    assert driven.scheduler.num_prefilled_tokens == 16
+    assert len(driven.pool.registered_hashes()) == 4, "two full blocks of each of the others"
+    assert driven.step() == {"a": 1, "c": 1}
+
+
+def test_a_prompt_that_fails_in_a_later_chunk_keeps_the_cached_blocks_of_its_earlier_chunks() -> None:
+    driven = Driven(budget=8)
+    driven.add("a", range(1, 17))
+    driven.step()
+    assert driven.end(driven.begin(), failed=["a"]) == []
+    assert driven.pool.ledger()[Column.HELD] == 0
+    assert len(driven.pool.registered_hashes()) == 2
+    assert driven.scheduler.num_waiting_tokens == 0
+    assert driven.scheduler.prompts_left() == []
+
+
 def test_at_most_two_steps_are_in_flight_and_they_end_in_order() -> None:
     driven = Driven()
     driven.add("a", [1])

@@ -133,6 +133,36 @@ def test_a_failed_step_drops_the_step_ahead_and_only_its_own_sequences_end() -> 
     assert driven.pool.ledger()[Column.HELD] == 0
 
 
+def test_a_sequence_that_fails_keeps_its_blocks_until_the_step_ahead_has_ended() -> None:
+    driven = Driven()
+    driven.add("failed", range(1, 5))
+    other = driven.add("other", range(21, 25), arrival=1)
+    first, ahead = driven.begin(), driven.begin()
+    assert chunks(ahead) == [("failed", 4, 1, True), ("other", 4, 1, True)]
+    assert [event.sequence_id for event in driven.end(first, failed=["failed"])] == ["other"]
+    assert driven.pool.ledger()[Column.HELD] == 4, "the step ahead may still write to the blocks of the failed sequence"
+    third = driven.begin()
+    assert chunks(third) == [("other", 5, 1, True)], "a failed sequence is planned again"
+    assert [event.sequence_id for event in driven.end(ahead, failed=["failed"])] == ["other"]
+    assert driven.scheduler.get("failed") is None
+    assert driven.pool.ledger()[Column.HELD] == 2
+    driven.end(third)
+    driven.run_until_idle()
+    assert other.finish_reason is FinishReason.LENGTH
+    assert driven.pool.ledger()[Column.HELD] == 0
+
+
+def test_a_prompt_that_fails_ends_although_its_next_chunk_is_in_flight() -> None:
+    driven = Driven(budget=8)
+    driven.add("failed", range(1, 13))
+    first, ahead = driven.begin(), driven.begin()
+    assert chunks(ahead) == [("failed", 8, 4, False)]
+    assert driven.end(first, failed=["failed"]) == []
+    assert driven.end(ahead) == [], "a token of a failed sequence is taken"
+    assert driven.pool.registered_hashes() == []
+    assert driven.pool.ledger()[Column.HELD] == 0
+
+
 def test_a_view_belongs_to_one_block_table_that_never_shrinks() -> None:
     driven = Driven(num_blocks=2)
     driven.add("first", range(1, 5), max_tokens=4)

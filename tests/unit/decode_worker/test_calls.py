@@ -9,6 +9,7 @@ from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
+    OutOfDeviceMemory,
     QueueFull,
     RequestCancelled,
     TransferFailed,
@@ -55,6 +56,22 @@ def test_a_failed_step_ends_the_calls_in_it() -> None:
     worker.arrive_alone(request("b", 4, max_tokens=1))
     worker.run_until_idle()
     assert worker.only(DecodeDone).request_id == "b"
+
+
+def test_a_sequence_without_memory_ends_alone_and_typed() -> None:
+    worker = Decode()
+    worker.arrive_alone(request("a", 2, max_tokens=3))
+    worker.arrive_alone(request("b", 2, first=30, max_tokens=3))
+    worker.finish_step()
+    worker.finish_step("b")
+    failed = worker.only(DecodeFailed)
+    assert failed.request_id == "b"
+    assert isinstance(failed.error, OutOfDeviceMemory)
+    worker.run_until_idle()
+    assert worker.only(DecodeDone).request_id == "a"
+    assert worker.emitted("a") == [2, 3, 4]
+    assert worker.ledger == {}
+    assert worker.machine.idle
 
 
 # ---- cancellation and deadlines

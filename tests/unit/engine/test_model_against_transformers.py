@@ -8,51 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.torch_runner import TorchRunner
+from tests.support.transformers_models import FAMILIES, greedy_tokens, save_reference
 from tests.unit.engine.driving import Engine, request
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, object]]] = {
-    "llama2": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"num_key_value_heads": 6}),
-    "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
-    "llama-linear": (
-        transformers.LlamaConfig,
-        transformers.LlamaForCausalLM,
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, "attention_bias": True},
-    ),
-    "mistral": (
-        transformers.MistralConfig,
-        transformers.MistralForCausalLM,
-        {"sliding_window": None, "head_dim": 16},
-    ),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {"rms_norm_eps": 1e-6}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
-    "smollm2": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": True}),
-}
 PROMPT = [(11 * index + 5) % 128 + 3 for index in range(100)]
 
 
@@ -64,35 +27,18 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return reference, load_runner(directory)
 
 
-def save_reference(family: str, directory: Path, **saving: object) -> Any:
-    config_type, model_type, differences = FAMILIES[family]
-    torch.manual_seed(7)
-    reference = model_type(config_type(**(SIZES | differences))).eval()
-    with torch.no_grad():  # norms and biases of ones and zeros would hide a missing norm or bias
-        for name, parameter in reference.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    reference.save_pretrained(directory, **saving)
-    return reference
-
-
 def load_runner(directory: Path) -> TorchRunner:
     return TorchRunner(EngineConfig(model=str(directory), dtype="float32", kv_memory_mb=4, num_threads=1))
 
 
 def our_logits(runner: TorchRunner, token_ids: list[int]) -> np.ndarray:
     """Logits after the last token of a prompt that is prefilled in two uneven chunks."""
-    assert runner._model is not None
     blocks = list(range(runner.layout.num_blocks_for(len(token_ids))))
     sampling = SamplingParams(max_tokens=1)
     logits = None
-    with torch.inference_mode():
-        for start, end in ((0, 37), (37, len(token_ids))):
-            samples = end == len(token_ids)
-            chunk = ScheduledChunk(
-                SequenceView("a", token_ids, len(token_ids), blocks, sampling), start, end - start, samples, False
-            )
-            logits = runner._model.forward(runner._model.prepare([chunk]))
+    for start, end in ((0, 37), (37, len(token_ids))):
+        view = SequenceView("a", token_ids, len(token_ids), blocks, sampling)
+        logits = runner.logits([ScheduledChunk(view, start, end - start, end == len(token_ids), False)])
     assert logits is not None
     return logits[0].numpy()
 
@@ -109,18 +55,7 @@ def test_the_logits_differ_by_less_than_a_ten_thousandth(pair: tuple[Any, TorchR
 def test_twenty_greedy_tokens_are_the_same(pair: tuple[Any, TorchRunner]) -> None:
     reference, runner = pair
     prompts = {length: PROMPT[:length] for length in (1, 16, 90)}
-    expected = {}
-    for length, prompt in prompts.items():
-        generated = reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, length, dtype=torch.int64),
-            max_new_tokens=20,
-            min_new_tokens=20,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        expected[str(length)] = generated[0, length:].tolist()
+    expected = {str(length): greedy_tokens(reference, prompt, 20) for length, prompt in prompts.items()}
     ours = Engine(runner, budget=40).generate(
         *(request(str(length), prompt, max_tokens=20) for length, prompt in prompts.items())
     )

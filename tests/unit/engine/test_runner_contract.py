@@ -15,17 +15,21 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
 from engine.fake_runner import expected_tokens
-from engine.runner import Runner, run_step
+from engine.gpu.runner import GpuRunner
+from engine.runner import Runner, StepLimits, run_step
 from model_files.model_source import load_model_info
 from tests.unit.engine.driving import Engine, request
 
 MODELS = ["fake:tiny", "random:llama-tiny", "random:llama3-tiny", "random:qwen2-tiny", "random:qwen3-tiny"]
+ON_GPU = ["gpu random:llama-tiny", "gpu random:qwen3-tiny"]  # the runner of a GPU, with its references on the CPU
 PROMPT = [(7 * index + 3) % 250 for index in range(45)]
 
 
-@pytest.fixture(params=MODELS, scope="module")
+@pytest.fixture(params=[*MODELS, *ON_GPU], scope="module")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    built = build_runner(EngineConfig(model=request.param, dtype="float32", kv_memory_mb=4, num_threads=1))
+    kind, _, model = request.param.rpartition(" ")
+    config = EngineConfig(model=model, dtype="float32", kv_memory_mb=4, num_threads=1, device="cpu")
+    built = GpuRunner(config, limits=StepLimits(16, 512)) if kind == "gpu" else build_runner(config)
     yield built
     built.close()
 

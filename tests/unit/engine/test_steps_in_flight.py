@@ -16,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.config import EngineConfig
+from core.errors import OutOfDeviceMemory
 from core.request import Request
 from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
 from engine.factory import build_runner
-from engine.runner import Runner, StepDropped, run_step
-from engine.step_queue import StepQueue
+from engine.gpu.device_queue import HostQueue
+from engine.gpu.runner import GpuRunner
+from engine.runner import Runner, StepDropped, StepLimits, run_step
+from engine.step_queue import Computed, PromisedTokens, StepQueue
 from tests.support.compute_threads import compute_threads, num_threads_started_by
 from tests.unit.engine.driving import Engine, request
 from tests.unit.engine.one_ahead import OneAhead
@@ -31,13 +34,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "native": {"model": "random:llama-tiny"},
     "torch": {"model": "random:qwen3-tiny", "kernels": "torch"},
     "int8": {"model": "random:qwen2-tiny", "quantization": "int8"},
+    "gpu": {"model": "random:llama-tiny"},
+    "gpu, launched ahead": {"model": "random:qwen2-tiny"},
 }
 
 
 @pytest.fixture(params=KINDS, scope="module")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     tiny = EngineConfig(dtype="float32", kv_memory_mb=4, num_threads=1)
-    built = build_runner(replace(tiny, **KINDS[request.param]))
+    config = replace(tiny, device="cpu", **KINDS[request.param])
+    built: Runner
+    if request.param.startswith("gpu"):
+        queue = HostQueue(torch.device("cpu"), launches_ahead=request.param.endswith("ahead"))
+        built = GpuRunner(config, limits=StepLimits(8, 512), queue=queue)
+    else:
+        built = build_runner(config)
     yield built
     built.close()
 
@@ -270,3 +281,29 @@ def test_submit_starts_no_compute_threads(runner: Runner) -> None:
             assert num_threads_started_by(lambda: torch.ones(2000, 64).cos()) > 0, "this could show nothing"
             assert num_threads_started_by(partial(runner.submit, plan)) == 0
         runner.collect()
+
+
+def test_a_sequence_that_failed_fails_in_the_step_behind_too_and_its_neighbour_continues(runner: Runner) -> None:
+    requests = [request("a", PROMPT), request("b", PROMPT[3:])]
+    a, b = Decode(requests[0], [4, 1, 7, 2]), Decode(requests[1], [9, 8, 6, 5])
+    error = OutOfDeviceMemory("no memory for b")
+    steps: StepQueue[Any] = runner._steps  # type: ignore[attr-defined]
+    compute = steps._compute
+
+    def fail_for_b(inputs: object, promised: PromisedTokens) -> Computed:
+        sampled = dict(compute(inputs, promised).sampled)
+        del sampled["b"]
+        return Computed(sampled, {"b": error})
+
+    with patch.object(steps, "_compute", fail_for_b):
+        submit(runner, 0, a, b)
+        submit(runner, 1, a, b)
+        first = runner.collect()
+    a.take(first.sampled["a"])
+    second = runner.collect()
+    a.take(second.sampled["a"])
+    assert first.failed == second.failed == {"b": error}
+    assert first.sampled.keys() == second.sampled.keys() == {"a"}
+    submit(runner, 2, a)
+    collect(runner, a)
+    assert a.token_ids == alone(runner, requests[0])[:3]

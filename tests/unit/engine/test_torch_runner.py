@@ -45,8 +45,25 @@ def test_auto_chooses_the_devices_fastest_dtype() -> None:
 def test_the_error_for_a_missing_gpu_names_valid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == "cpu"
-    with pytest.raises(ConfigError, match="set device to cpu or auto"):
-        choose_device("cuda")
+    for wanted in ("cuda", "cuda:1"):
+        with pytest.raises(ConfigError, match="set device to cpu or auto"):
+            choose_device(wanted)
+
+
+def test_a_device_has_an_index_that_torch_must_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda:0")
+    assert choose_device("cuda:1") == torch.device("cuda:1")
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"sees 2 CUDA devices: .* or to at most cuda:1"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", ""])
+def test_other_devices_are_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="device must be"):
+        EngineConfig(device=device)
 
 
 def test_the_pool_fills_kv_memory_mb() -> None:

@@ -1,4 +1,4 @@
-"""What an owner says to those that ask about offers that are aborted, ended, forgotten or somebody else's."""
+"""The answers of an owner to messages about offers that are aborted, ended, forgotten or of another reader."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def end_offer(pair: Pair, transfer_id: int) -> None:
 
 
 def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
-    """What is answered to a WANT of the puller."""
+    """The answers to a WANT of the puller."""
     pair.lose_mail()
     want = Want(transfer_id, 22, counter, LAYOUT.fingerprint(), (0,))
     pair.event(pair.owner, MessageReceived("puller", want))

@@ -1,4 +1,4 @@
-"""What a puller makes of what it hears, or does not hear, of its owner; and what it asks for and counts."""
+"""A puller's reactions to its owner's messages and silence; its requests and its counters."""
 
 from __future__ import annotations
 

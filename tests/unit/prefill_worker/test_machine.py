@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from core.config import SchedulerConfig
-from core.errors import DeadlineExceeded, InvalidRequest, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
+from core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    OutOfDeviceMemory,
+    QueueFull,
+    RequestCancelled,
+    TransferFailed,
+    WorkerUnavailable,
+)
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, Ready
 from core.lifecycle import FinishReason, Stage, WorkerState
 from core.machine import Tick
@@ -179,6 +187,38 @@ def test_a_failed_step_ends_only_its_own_calls() -> None:
     assert worker.sent(Abort)[-1].reason is AbortReason.PREFILL_FAILED
     worker.finish_step()
     assert worker.only(PrefillDone).request_id == "b"
+
+
+def test_a_prompt_without_memory_ends_alone_and_its_chunk_is_not_offered() -> None:
+    worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=16, max_running=4, max_waiting=8))
+    worker.arrive(request("short", 4), ticket=1)
+    worker.arrive(request("long", 12, first=30), ticket=2)
+    worker.want(0, ticket=1)
+    worker.want(0, 1, 2, ticket=2)
+    worker.finish_step("long")
+    failed = worker.only(PrefillFailed)
+    assert failed.request_id == "long"
+    assert isinstance(failed.error, OutOfDeviceMemory)
+    assert worker.sent(Abort)[-1].reason is AbortReason.PREFILL_FAILED
+    assert worker.only(PrefillDone).request_id == "short"
+    worker.release(ticket=1)
+    worker.release(ticket=2, reason=AbortReason.PREFILL_FAILED)
+    assert worker.ledger == {}
+    assert worker.machine.idle
+
+
+def test_a_prompt_that_fails_in_its_second_chunk_withdraws_its_first_one() -> None:
+    worker = Prefill()
+    worker.arrive(request("a", 16))
+    worker.want(0, 1, 2, 3)
+    worker.finish_step()
+    assert worker.offered() == [0, 1]
+    worker.finish_step("a")
+    assert worker.only(PrefillFailed).request_id == "a"
+    assert worker.offered() == [0, 1]
+    worker.release(reason=AbortReason.PREFILL_FAILED)
+    assert worker.ledger == {}
+    assert worker.machine.idle
 
 
 def test_the_first_token_is_computed_even_if_the_reader_gives_up() -> None:

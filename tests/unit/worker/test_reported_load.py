@@ -1,4 +1,4 @@
-"""What a worker reports about its speed and its work: the fitted cost, the decodes, the backlog, the freed blocks."""
+"""The report of a worker about its speed and its work: the fitted cost, the decodes, the backlog, the freed blocks."""
 
 from __future__ import annotations
 

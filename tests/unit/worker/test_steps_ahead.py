@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import DeadlineExceeded, RequestCancelled, TandemError
+from core.errors import DeadlineExceeded, OutOfDeviceMemory, RequestCancelled, TandemError
 from core.lifecycle import FinishReason
 from core.machine import Tick
 from decode_worker.machine import DecodeCancelled, DecodeDone, DecodeFailed
@@ -178,6 +178,42 @@ def test_a_failed_step_ends_its_calls_and_a_call_of_the_step_ahead_goes_on() -> 
     worker.run_until_idle()
     assert worker.emitted("b") == [3, 4, 5]
     assert worker.ledger == {}
+
+
+def test_a_sequence_without_memory_ends_while_the_step_ahead_contains_it_and_others_emit_both_tokens() -> None:
+    worker = decoding()
+    worker.pass_time(STEP_S / 2)
+    worker.arrive_alone(request("b", 3, first=20, max_tokens=6))
+    for _ in range(3):  # the prompt of b, and a step of two sequences whose duration is then known
+        worker.pass_time(STEP_S / 2)
+        worker.finish_step()
+    worker.pass_time(STEP_S)
+    assert [worker.chunks(0), worker.chunks(1)] == [[("a", 10, 1), ("b", 4, 1)], [("a", 11, 1), ("b", 5, 1)]]
+    assert worker.emitted("b") == [3, 4]
+    worker.finish_step("a")
+    failed = worker.only(DecodeFailed)
+    assert failed.request_id == "a"
+    assert isinstance(failed.error, OutOfDeviceMemory)
+    worker.finish_step("a")
+    assert worker.only(DecodeFailed) is failed, "the call of a failed sequence ends twice"
+    worker.run_until_idle()
+    assert worker.emitted("b") == [3, 4, 5, 6, 7, 8]
+    assert worker.ledger == {}
+    assert worker.machine.idle
+
+
+def test_a_step_with_a_failed_sequence_teaches_no_duration() -> None:
+    """The runner computes such a step again in parts, so its duration says nothing about the next one."""
+    worker = decoding()
+    worker.arrive_alone(request("b", 3, first=20, max_tokens=3))
+    worker.finish_step()
+    before = worker.core.costs.cost
+    worker.now += 100.0
+    worker.finish_step("b")
+    assert worker.core.costs.cost is before
+    worker.now += 100.0
+    worker.finish_step()
+    assert worker.core.costs.cost is not before
 
 
 def test_a_draining_worker_finishes_the_calls_of_both_steps() -> None:

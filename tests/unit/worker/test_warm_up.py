@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.config import EngineConfig
+from core.errors import OutOfDeviceMemory
 from core.kv_layout import KVLayout
 from core.step import StepOutput, StepPlan
 from core.step_cost import PRIOR, StepCost, StepWork, work_of
@@ -87,6 +88,17 @@ def test_a_small_pool_or_context_shortens_the_warm_up(num_blocks: int, max_token
         assert end <= max(max_tokens, 33)
         assert len(chunk.sequence.block_table) * runner.layout.block_size >= end
         assert max(chunk.sequence.block_table) < num_blocks
+
+
+def test_a_step_without_memory_fails_the_start_of_the_worker() -> None:
+    class Full(TimedRunner):
+        def collect(self) -> StepOutput:
+            output = super().collect()
+            failed = {chunk.sequence.sequence_id: OutOfDeviceMemory("no memory") for chunk in self.steps[-1].chunks}
+            return StepOutput(output.step_id, {}, failed)
+
+    with pytest.raises(OutOfDeviceMemory):
+        warmed(Full(FAST))
 
 
 def test_a_step_that_fails_fails_the_start_of_the_worker() -> None:

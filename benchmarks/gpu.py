@@ -1,0 +1,42 @@
+"""Measures and checks everything that needs a GPU, in one call: `python benchmarks/gpu.py --seconds 540 --out DIR`.
+
+Each section is a process of its own with a deadline. DIR/gpu.json is written anew when a section ends, so a run that is
+cut short keeps the sections before. DIR/gpu.log has the messages of the libraries. The run needs Python 3.11, torch,
+triton and numpy, and of Tandem core, engine, kv_transfer and model_files alone; transformers and nixl are used if they
+are installed. `--rehearse` runs the same sections on a CPU with tiny shapes: a test of this program, not a measurement.
+`make gpu-docs JSON=DIR/gpu.json` draws the figures into docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# The first entry is the folder of this file, where the folder `engine` hides the package of that name.
+sys.path[0] = str(ROOT)
+
+from benchmarks.gpu_sections.harness import SECTIONS, Run, run_sections  # noqa: E402 (needs the path above)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all sections (default 540)")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for gpu.json and gpu.log")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on a CPU")
+    parser.add_argument("--commit", default="", help="the commit of the code, where there is no git")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # the section that this process is
+    parser.add_argument("--allowed-s", type=float, default=60.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        from benchmarks.gpu_sections.section import run_section
+
+        return run_section(options.child, options.allowed_s, options.rehearse)
+    run = Run(Path(__file__).resolve(), options.out, options.seconds, options.rehearse, options.commit)
+    return run_sections(run, options.sections)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Decode steps of an 8B model with random weights, beside the time in which the device reads weights and KV once.
+
+The device step lies between the first and the last launch of a step, without the step's upload. The served step is the
+time from one token of a sequence to its next: planning, preparing, computing, sampling and completing, one step ahead.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.gpu_sections.driver import Driver, build, fill_with_noise, random_prompt, request
+from benchmarks.gpu_sections.measure import copy_rate
+from benchmarks.gpu_sections.section import Section
+from benchmarks.report import Line
+from core.step_cost import StepWork
+from engine.runner import StepLimits
+
+CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]  # (batch, context)
+TINY_CASES = [(1, 20), (3, 40), (3, 10_000_000)]
+STEPS, WARM_UP_STEPS = 40, 8
+CASE_S = 10.0
+NO_SAMPLING: dict[str, float] = {}
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+
+
+def run(section: Section) -> None:
+    cases = TINY_CASES if section.rehearse else CASES
+    copied = copy_rate(section.device, 1 << 16 if section.rehearse else 1 << 31)
+    limits = StepLimits(max_running=max(batch for batch, _ in cases), max_batched_tokens=2048)
+    runner = build(section, limits)
+    section.note(f"{runner.num_blocks:,} KV blocks; copies move {copied / 1e12:.3g} TB/s")
+    fill_with_noise(runner)
+    driver = Driver(runner, limits)
+    wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
+    for batch, context, sampling in wanted:
+        with section.case(f"{batch} x {context:,}"):
+            measure_case(section, driver, batch, context, copied, sampling)
+
+
+def measure_case(
+    section: Section, driver: Driver, batch: int, context: int, bytes_per_s: float, sampling: dict[str, float]
+) -> None:
+    runner, name = driver.runner, f"{batch} x {context:,} tokens{', sampled' if sampling else ''}"
+    needed = batch * runner.layout.num_blocks_for(context + WARM_UP_STEPS + STEPS + 2)
+    if needed > runner.num_blocks:
+        section.note(f"{name}: needs {needed:,} KV blocks and does not fit")
+        return
+    if not section.has_time_for(CASE_S if not section.rehearse else 0, name):
+        return
+    driver.clear()
+    for number in range(batch):
+        prompt = random_prompt(context + 1, runner.info.vocab_size, number)
+        driver.add(request(f"{name} {number}", prompt, seed=number, **sampling), context)
+    driver.run(WARM_UP_STEPS)  # the first step also hashes the blocks of the prompts
+    driver.run(STEPS)
+    steps = [step for step in driver.times[1:] if step.num_chunks == batch]
+    assert runner.sizes is not None
+    length = context + WARM_UP_STEPS + STEPS // 2
+    work = StepWork(num_decodes=batch, decode_context=batch * length, prefill_tokens=0, attended_pairs=0)
+    floor_ms = runner.sizes.memory_bytes(work) / bytes_per_s * 1e3
+    on_device = statistics.median(step.device_seconds for step in steps) * 1e3
+    served = statistics.median(step.seconds for step in steps) * 1e3
+    section.add(Line(f"{name}: step on the device", on_device, "ms", floor=floor_ms, least_share=0.8))
+    section.add(Line(f"{name}: served step", served, "ms", floor=floor_ms, least_share=0.7))

@@ -1,0 +1,46 @@
+"""Prompts of an 8B model with random weights, beside the time of their operations at the rate of a matrix product.
+
+Attention counts the pairs of a causal mask only. The prompt of several chunks attends to a cached prefix.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.gpu_sections.driver import Driver, build, random_prompt, request
+from benchmarks.gpu_sections.measure import matrix_rate
+from benchmarks.gpu_sections.section import Section
+from benchmarks.report import Line
+from core.step_cost import StepWork
+from engine.runner import StepLimits
+
+CASES = [(2048, 2048), (8192, 8192), (8192, 2048)]  # (tokens of the prompt, tokens of a step)
+TINY_CASES = [(40, 40), (40, 16)]
+REPEATS = 5
+CASE_S = 8.0
+
+
+def run(section: Section) -> None:
+    cases = TINY_CASES if section.rehearse else CASES
+    multiplied = matrix_rate(section.device, 64 if section.rehearse else 8192)
+    section.note(f"matrix products run at {multiplied / 1e12:.3g} TFLOP/s")
+    runner = build(section, StepLimits(max_running=8, max_batched_tokens=max(count for _, count in cases)))
+    assert runner.sizes is not None
+    for num_tokens, at_once in cases:
+        name = f"{num_tokens:,} tokens, {at_once:,} at once"
+        if not section.has_time_for(CASE_S if not section.rehearse else 0, name):
+            continue
+        driver = Driver(runner, StepLimits(max_running=8, max_batched_tokens=at_once))
+        on_device, served = [], []
+        for repeat in range(REPEATS + 1):
+            driver.clear()
+            prompt = random_prompt(num_tokens, runner.info.vocab_size, repeat)
+            driver.add(request(f"{name} {repeat}", prompt, max_tokens=1))
+            driver.run()
+            on_device.append(sum(step.device_seconds for step in driver.times))
+            served.append(sum(step.seconds for step in driver.times))
+        work = StepWork(0, 0, num_tokens, num_tokens * (num_tokens + 1) / 2)
+        floor_ms = (runner.sizes.flop(work) + 2 * runner.sizes.num_head_weights) / multiplied * 1e3
+        found = statistics.median(on_device[1:]) * 1e3
+        section.add(Line(f"{name}: on the device", found, "ms", floor=floor_ms, least_share=0.6))
+        section.add(Line(f"{name}: served", statistics.median(served[1:]) * 1e3, "ms", floor=floor_ms))

@@ -1,0 +1,318 @@
+"""The runner of a GPU. Its host prepares and launches steps, and waits for the device once a step.
+
+    submit(k + 1)    arrange, start the upload; launch if a graph computes the step and step k is launched
+    collect(k)       launch if step k is not launched; wait; the tokens of step k
+
+So a graph of decodes begins on the device as soon as the step before has ended, while the host still handles the tokens
+of that step. Promised tokens stay on the device. With device "cpu" the same code runs on the references of the
+operators, and `Rehearsal` takes the place of CUDA graphs.
+
+A step that needs more memory than there is begins again in parts: all chunks of one token, then every prompt chunk
+alone. A chunk that fails alone is in `StepOutput.failed`; the others are computed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError, OutOfDeviceMemory, TandemError
+from core.kv_layout import KVLayout
+from core.model_work import ModelSizes
+from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
+from engine.gpu.errors import sort_error
+from engine.gpu.graphs import buckets_up_to
+from engine.gpu.memory import CudaAllocator, refuse_large_weights, weights_do_not_fit
+from engine.gpu.pool_size import NUM_PADDING_BLOCKS, PoolSizer
+from engine.gpu.sampling import SampledRows
+from engine.gpu.sampling_plan import SamplingPlan
+from engine.gpu.step_attention import NumSplits, OperatorOps, one_split
+from engine.gpu.step_buffers import StagedStep
+from engine.gpu.step_computer import StepComputer
+from engine.kv_pool import KVPool, PoolOrder
+from engine.linear import PlainLinear
+from engine.loading import ModelSetup, load_model
+from engine.model import Model
+from engine.runner import StepLimits
+from engine.step_queue import Computed, PromisedTokens, StepQueue
+from engine.weights import Progress
+
+_MIN_RUNNING = 8  # a new worker measures steps of so many sequences
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A submitted step. `staged` and `plan` are None if the step before has no token for a promised chunk, or if the
+    device had no memory for the inputs."""
+
+    chunks: Sequence[ScheduledChunk]
+    rows_before: Mapping[str, int]  # of the step before
+    row_of: Mapping[str, int]  # of each sequence that samples
+    staged: StagedStep | None = None
+    plan: SamplingPlan | None = None
+    bucket: int | None = None
+    launched: bool = False
+    error: Exception | None = None  # of the preparation or the launch
+    begun: Mark | None = None
+    ended: Mark | None = None
+    rows: SampledRows | None = None
+
+
+class GpuRunner:
+    """The constructor loads the model, sizes and allocates the pool, and captures the graphs.
+
+    Raises `ConfigError` or `ModelNotFound`. `device_seconds` is the time of the step collected last on the device.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache_dir: Path | None = None,
+        on_progress: Progress | None = None,
+        *,
+        limits: StepLimits | None = None,
+        share: float = 1.0,  # of the device that this process may use
+        pool_order: PoolOrder = PoolOrder.BLOCK_MAJOR,  # layer-major pools cannot be transferred
+        with_graphs: bool = True,
+        queue: DeviceQueue | None = None,  # replaces that of the device
+    ) -> None:
+        setup = ModelSetup.of(config, cache_dir)
+        limits = limits or StepLimits()
+        limits = StepLimits(max(limits.max_running, _MIN_RUNNING), limits.max_batched_tokens)
+        device = setup.device
+        self.info = setup.info
+        self.layout: KVLayout = setup.layout
+        self.sizes: ModelSizes | None = setup.sizes
+        self.device_seconds = 0.0
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            if share < 1.0:
+                torch.cuda.set_per_process_memory_fraction(share, device)
+        self._queue = queue or open_queue(device)
+        splits = _choose_splits(device)
+        # All of the start runs on the stream of the steps, so the steps see its results.
+        with torch.inference_mode(), self._queue.computing():
+            model = _load(setup, on_progress, share)
+
+            def make_pool(num_blocks: int) -> KVPool:
+                with torch.inference_mode(False):  # others write to the pool, too
+                    return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS, pool_order)
+
+            def make_computer(pool: KVPool) -> StepComputer:
+                return StepComputer(setup, model, pool, limits, self._queue, splits)
+
+            allocator = CudaAllocator(device) if device.type == "cuda" else None
+            sizer = PoolSizer(setup, limits, allocator, share, make_pool, make_computer)
+            self.num_blocks = sizer.num_blocks()
+            self._queue.free_cached()
+            self._pool = make_pool(self.num_blocks)
+            self._computer: StepComputer | None = make_computer(self._pool)
+            if with_graphs:
+                self._computer.graphs.capture(buckets_up_to(limits.max_running))
+        self._queue.free_cached()
+        self._steps = StepQueue(self._prepare, self._compute)
+        self._prepare_lock = threading.Lock()
+        self._launch_lock = threading.Lock()
+        self._submitted: deque[_Step] = deque(maxlen=2)  # the newest steps
+
+    def pool_address(self) -> int:
+        return self._pool.address()
+
+    def pool_memory(self) -> memoryview | None:
+        return self._pool.memory()
+
+    def pool_device(self) -> int | None:
+        return None if self._device.type == "cpu" else self._device.index or 0
+
+    def device_memory(self) -> Any:
+        if self._device.type == "cpu":
+            return None
+        from engine.gpu.device_memory import CudaDeviceMemory
+
+        return CudaDeviceMemory(self._pool.tensor[: self.num_blocks])
+
+    def start_background_work(self) -> None:
+        self._pool.touch_rest()
+
+    def submit(self, step: StepPlan) -> None:
+        self._steps.submit(step)
+
+    def collect(self) -> StepOutput:
+        return self._steps.collect()
+
+    def logits(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+        """Compute chunks without promised tokens, for measurements. No step is submitted. # -> float32 [S, vocab]"""
+        computer = self._open()
+        with torch.inference_mode(), self._queue.computing():
+            found = computer.logits(computer.stage_apart(chunks, {}))
+            self._queue.mark().wait()
+            return found
+
+    def close(self) -> None:
+        if self._computer is not None:
+            self._computer.graphs.close()
+        self._computer = None
+        self._submitted.clear()
+
+    def _open(self) -> StepComputer:
+        assert self._computer is not None, "the runner is closed"
+        return self._computer
+
+    def _prepare(self, plan: StepPlan) -> _Step:
+        computer = self._open()
+        before = self._submitted[-1] if self._submitted else None
+        sampling = (chunk.sequence.sequence_id for chunk in plan.chunks if chunk.samples)
+        row_of = {name: row for row, name in enumerate(sampling)}
+        step = _Step(plan.chunks, {} if before is None else before.row_of, row_of)
+        if all(chunk.sequence.sequence_id in step.rows_before for chunk in plan.chunks if chunk.promised):
+            self._stage(step, computer)
+        self._submitted.append(step)
+        if self._launch_lock.acquire(blocking=False):  # else the engine's thread launches
+            try:
+                self._launch_ahead(before, step)
+            finally:
+                self._launch_lock.release()
+        return step
+
+    def _stage(self, step: _Step, computer: StepComputer) -> None:
+        """Raises `DeviceLost`. A step without memory for its inputs is computed in parts when it is collected."""
+        try:
+            with torch.inference_mode(), self._prepare_lock:
+                step.plan = computer.sampler.prepare(step.chunks, step.rows_before)
+                step.staged, step.bucket = computer.stage(step.chunks, step.rows_before)
+        except Exception as error:
+            found = _sorted(error)
+            if not isinstance(found, OutOfDeviceMemory):
+                raise found from error
+            step.launched, step.error = True, found
+
+    def _compute(self, step: _Step, promised: PromisedTokens) -> Computed:  # noqa: ARG002 - they are on the device
+        with self._launch_lock:
+            if not step.launched:
+                self._launch(step)
+            if step.error is not None:
+                return self._compute_after(step, step.error)
+            newest = self._submitted[-1]
+            if newest is not step:
+                self._launch_ahead(step, newest)
+        return self._collect(step)
+
+    def _launch_ahead(self, before: _Step | None, step: _Step) -> None:
+        """Launch a step behind the step before, if that costs the host little."""
+        is_ready = before is None or (before.launched and before.error is None)
+        if self._queue.launches_ahead and step.bucket is not None and not step.launched and is_ready:
+            self._launch(step)
+
+    def _launch(self, step: _Step) -> None:
+        assert step.staged is not None, "the queue drops a step without its promised tokens"
+        assert step.plan is not None
+        step.launched = True
+        computer = self._open()
+        try:
+            with torch.inference_mode(), self._queue.computing():
+                step.begun = self._queue.mark()
+                step.rows = computer.launch(step.staged, step.bucket, step.plan)
+                if step.rows is not None:
+                    computer.keep_ids(step.rows)
+                step.ended = self._queue.mark()
+        except Exception as error:  # noqa: BLE001 - `_compute` raises it when the step is collected
+            step.error = error
+
+    def _collect(self, step: _Step) -> Computed:
+        assert step.begun is not None
+        assert step.ended is not None
+        try:
+            step.ended.wait()
+            sampled = {} if step.rows is None else self._open().sampler.collect(step.rows)
+            self.device_seconds = step.ended.seconds_since(step.begun)
+        except Exception as error:
+            raise _sorted(error) from error
+        return Computed(sampled)
+
+    def _compute_after(self, step: _Step, error: Exception) -> Computed:
+        """Compute a step whose launch has failed in parts, if memory was missing."""
+        found = _sorted(error)
+        if not isinstance(found, OutOfDeviceMemory):
+            raise found from error
+        # The exception holds the frames of the launch, and so its tensors.
+        step.error = error = error.with_traceback(None)
+        error.__context__ = error.__cause__ = None
+        sampled: dict[str, SampledToken] = {}
+        failed: dict[str, TandemError] = {}
+        decodes = [chunk for chunk in step.chunks if chunk.num_tokens == 1]
+        parts = deque([decodes] if decodes else [])
+        parts.extend([chunk] for chunk in step.chunks if chunk.num_tokens > 1)
+        while parts:
+            part = parts.popleft()
+            try:
+                sampled |= self._compute_part(part, step.rows_before)
+            except OutOfDeviceMemory as missing:
+                if len(part) == 1:
+                    failed[part[0].sequence.sequence_id] = OutOfDeviceMemory(str(missing))
+                else:
+                    parts.extendleft([chunk] for chunk in reversed(part))
+        with torch.inference_mode(), self._queue.computing():
+            self._open().keep_ids_apart(step.row_of, sampled)
+            self._queue.mark().wait()
+        step.error = None
+        return Computed(sampled, failed)
+
+    def _compute_part(
+        self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]
+    ) -> dict[str, SampledToken]:
+        """Raises the sorted errors of the device."""
+        computer = self._open()
+        try:
+            self._queue.free_cached()
+            with torch.inference_mode(), self._prepare_lock, self._queue.computing():
+                plan = computer.sampler.prepare(chunks, rows_before)
+                rows = computer.launch(computer.stage_apart(chunks, rows_before), None, plan)
+                ended = self._queue.mark()
+            ended.wait()
+            return {} if rows is None else computer.sampler.collect(rows)
+        except Exception as error:  # noqa: BLE001 - sorted and raised, without the tensors of the launch
+            raise _sorted(error) from None
+
+
+def _sorted(error: Exception) -> Exception:
+    return sort_error(error) or error
+
+
+def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Model:
+    """Raises `ConfigError` if the weights do not fit."""
+    ops = OperatorOps()
+    if setup.device.type == "cpu":
+        return load_model(setup, PlainLinear(ops), ops, None, on_progress)
+    config, sizes, allocator = setup.config, setup.sizes, CudaAllocator(setup.device)
+    num_weights = sizes.num_layer_weights + sizes.num_head_weights
+    if not setup.model_config.tie_embeddings:
+        num_weights += sizes.num_head_weights  # the embedding
+    num_bytes = int(num_weights * sizes.weight_bytes)
+    refuse_large_weights(num_bytes, allocator, config.model, config.gpu_memory_margin_mb, share)
+    try:
+        return load_model(setup, PlainLinear(ops), ops, None, on_progress)
+    except torch.OutOfMemoryError:
+        raise _do_not_fit(setup, num_bytes, allocator) from None
+
+
+def _do_not_fit(setup: ModelSetup, num_bytes: int, allocator: CudaAllocator) -> ConfigError:
+    return weights_do_not_fit(setup.config.model, num_bytes, allocator.free() + allocator.own())
+
+
+def _choose_splits(device: torch.device) -> NumSplits:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return one_split
+    from engine.gpu.decode_attention import num_decode_splits
+
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return lambda batch, num_kv_heads, context: num_decode_splits(batch, num_kv_heads, context, num_processors)

@@ -1,0 +1,251 @@
+"""The host's half of sampling on a device: what each row of a step's logits needs, in one upload.
+
+    S rows of logits    A rows whose logits change (bias, penalties, min_tokens)    D rows that draw
+    L rows with log-probabilities    E entries: the tokens of the A rows whose logits change
+
+A penalty needs the counts of a sequence's tokens. `Histories` keeps them by sequence and counts new tokens alone. A
+promised token is not known here, so the device adds that token: `AdjustedRows.promised` tells where it is.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from core.request import uniform_draw
+from core.step import ScheduledChunk, SequenceView
+from engine.sampling import barred_tokens, is_plain
+
+NO_ROWS: Mapping[str, int] = MappingProxyType({})
+NOT_SEEN = -1  # count of a token that is in neither the prompt nor the output
+_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    rows: torch.Tensor  # int32 [D]
+    top_k: torch.Tensor  # int32 [D]; 0 = all
+    settings: torch.Tensor  # float64 [D, 4] temperature, top_p, min_p, quantile in [0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class AdjustedRows:
+    """Entries of row i are [first_entry[i], first_entry[i + 1]). The first entries of a row have a bias."""
+
+    rows: torch.Tensor  # int32 [A]
+    first_entry: torch.Tensor  # int32 [A + 1]
+    token_ids: torch.Tensor  # int32 [E], distinct in a row
+    counts: torch.Tensor  # int32 [E] in the output; 0: in the prompt alone; NOT_SEEN: in neither
+    first_bias: torch.Tensor  # int32 [A + 1]
+    biases: torch.Tensor  # float64 [first_bias[A]]; -inf bars the token
+    penalties: torch.Tensor  # float64 [A, 3] repetition, presence, frequency
+    promised: torch.Tensor  # int32 [A] row of the sequence's last token among the rows of the step before; -1: known
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """`row_of` has the row of each sequence that samples, in the order of the rows."""
+
+    row_of: Mapping[str, int]
+    all_drawn: bool
+    drawn: DrawnRows | None
+    adjusted: AdjustedRows | None
+    logprob_rows: torch.Tensor | None  # int32 [L]
+    num_logprobs: Sequence[int]  # [L] most likely tokens of each of these rows
+    logprob_names: Sequence[str]  # [L]
+    uploaded: torch.cuda.Event | None = None  # the tensors are on the device when this event has happened
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_of)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        found = [] if self.logprob_rows is None else [self.logprob_rows]
+        for part in (self.drawn, self.adjusted):
+            if part is not None:
+                found += [getattr(part, name) for name in part.__dataclass_fields__]
+        return found
+
+
+class Planner:
+    """Makes the plans of a sampler. Calls must not overlap."""
+
+    def __init__(self, max_rows: int, device: torch.device, eos_token_ids: frozenset[int]) -> None:
+        self._device = device
+        self._eos_token_ids = eos_token_ids
+        self._histories = Histories(2 * max_rows)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def plan(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> SamplingPlan:
+        """`rows_before` has the rows of the step before. Raises `KeyError` if it lacks a promised sequence."""
+        chunks = [chunk for chunk in chunks if chunk.samples]
+        arrays: dict[str, np.ndarray] = {}
+        drawn = [row for row, chunk in enumerate(chunks) if not chunk.sequence.sampling.greedy]
+        if drawn:
+            arrays |= _drawn(chunks, drawn)
+        entries = [
+            (row, *self._entries(chunk))
+            for row, chunk in enumerate(chunks)
+            if chunk.sequence.sampling.min_tokens or not is_plain(chunk.sequence.sampling)
+        ]
+        entries = [entry for entry in entries if len(entry[1]) or not is_plain(chunks[entry[0]].sequence.sampling)]
+        if entries:
+            arrays |= _adjusted(chunks, entries, rows_before)
+        asked = [row for row, chunk in enumerate(chunks) if chunk.sequence.sampling.num_logprobs is not None]
+        if asked:
+            arrays["logprob_rows"] = np.array(asked, np.int32)
+        tensors, uploaded = self._upload(arrays)
+        return SamplingPlan(
+            row_of={chunk.sequence.sequence_id: row for row, chunk in enumerate(chunks)},
+            all_drawn=len(drawn) == len(chunks),
+            drawn=DrawnRows(**_part("drawn", tensors)) if drawn else None,
+            adjusted=AdjustedRows(**_part("adjusted", tensors)) if entries else None,
+            logprob_rows=tensors.get("logprob_rows"),
+            num_logprobs=[chunks[row].sequence.sampling.num_logprobs or 0 for row in asked],
+            logprob_names=[chunks[row].sequence.sequence_id for row in asked],
+            uploaded=uploaded,
+        )
+
+    def _entries(self, chunk: ScheduledChunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of a row whose logits change, their counts, and the biases of the first of these tokens."""
+        sampling = chunk.sequence.sampling
+        barred = barred_tokens(chunk, self._eos_token_ids) if sampling.min_tokens else []
+        biased = dict(sampling.logit_bias)
+        penalized = sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        if not penalized:
+            biased |= dict.fromkeys(barred, -np.inf)
+            ids = np.array(list(biased), np.int32)
+            return ids, np.full(len(ids), NOT_SEEN, np.int32), np.array(list(biased.values()), np.float64)
+        # The history begins with every token that may ever have a bias, so the order stays as tokens are added.
+        last = sampling.stop_tokens(self._eos_token_ids) if sampling.min_tokens else ()
+        first = [*biased, *(token_id for token_id in sorted(last) if token_id not in biased)]
+        biased |= dict.fromkeys(barred, -np.inf)
+        end = chunk.start if chunk.promised else chunk.start + chunk.num_tokens
+        ids, counts = self._histories.counts(chunk.sequence, end, first)
+        return ids, counts, np.array([biased.get(token_id, 0.0) for token_id in first], np.float64)
+
+    def _upload(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+        """All arrays in one copy. The host does not wait for the copy."""
+        if not arrays:
+            return {}, None
+        places, size = {}, 0
+        for name, array in arrays.items():
+            places[name] = size
+            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        memory = staging.numpy()
+        for name, array in arrays.items():
+            memory[places[name] : places[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+        uploaded = None
+        on_device = staging
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                on_device = staging.to(self._device, non_blocking=True)  # torch keeps `staging` until the copy ends
+                uploaded = torch.cuda.Event()
+                uploaded.record(self._stream)
+        tensors = {}
+        for name, array in arrays.items():
+            part = on_device[places[name] : places[name] + array.nbytes]
+            tensors[name] = part.view(_TORCH[array.dtype.type]).view(array.shape)
+        return tensors, uploaded
+
+
+_TORCH = {np.int32: torch.int32, np.float64: torch.float64}
+
+
+def _part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(f"{prefix}."): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _drawn(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> dict[str, np.ndarray]:
+    samplings = [chunks[row].sequence.sampling for row in rows]
+    settings = [
+        (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            uniform_draw(sampling.seed, chunks[row].start + chunks[row].num_tokens),
+        )
+        for row, sampling in zip(rows, samplings, strict=True)
+    ]
+    return {
+        "drawn.rows": np.array(rows, np.int32),
+        "drawn.top_k": np.array([min(sampling.top_k, 2**31 - 1) for sampling in samplings], np.int32),
+        "drawn.settings": np.array(settings, np.float64),
+    }
+
+
+def _adjusted(
+    chunks: Sequence[ScheduledChunk],
+    entries: Sequence[tuple[int, np.ndarray, np.ndarray, np.ndarray]],
+    rows_before: Mapping[str, int],
+) -> dict[str, np.ndarray]:
+    rows, token_ids, counts, biases = zip(*entries, strict=True)
+    samplings = [chunks[row].sequence.sampling for row in rows]
+    penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplings]
+    promised = [rows_before[chunks[row].sequence.sequence_id] if chunks[row].promised else -1 for row in rows]
+    return {
+        "adjusted.rows": np.array(rows, np.int32),
+        "adjusted.first_entry": np.cumsum([0, *map(len, token_ids)], dtype=np.int32),
+        "adjusted.token_ids": np.concatenate(token_ids),
+        "adjusted.counts": np.concatenate(counts),
+        "adjusted.first_bias": np.cumsum([0, *map(len, biases)], dtype=np.int32),
+        "adjusted.biases": np.concatenate(biases),
+        "adjusted.penalties": np.array(penalties, np.float64),
+        "adjusted.promised": np.array(promised, np.int32),
+    }
+
+
+class Histories:
+    """The counts of the tokens of at most `limit` sequences. The one used longest ago is dropped, and counted again."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._histories: OrderedDict[str, _History] = OrderedDict()
+
+    def counts(self, view: SequenceView, end: int, first: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct tokens and counts of the first `end` tokens of the sequence. The tokens `first` come first.
+
+        # -> int32 [n] token ids, int32 [n] counts, as in `AdjustedRows`; valid until the next call for this sequence
+        """
+        history = self._histories.get(view.sequence_id)
+        if history is None or history.view is not view or history.num_tokens > end:
+            history = self._histories[view.sequence_id] = _History(view, first)
+        self._histories.move_to_end(view.sequence_id)
+        if len(self._histories) > self._limit:
+            self._histories.popitem(last=False)
+        history.extend(end)
+        return history.token_ids[: len(history.places)], history.counts[: len(history.places)]
+
+
+class _History:
+    def __init__(self, view: SequenceView, first: Sequence[int]) -> None:
+        self.view = view
+        self.num_tokens = 0  # counted
+        self.places = {token_id: place for place, token_id in enumerate(first)}
+        self.token_ids = np.array(first, np.int32)
+        self.counts = np.full(len(first), NOT_SEEN, np.int32)
+
+    def extend(self, end: int) -> None:
+        """Count the tokens before `end`."""
+        new = self.view.token_ids[self.num_tokens : end]
+        places = np.array([self.places.setdefault(token_id, len(self.places)) for token_id in new], np.int64)
+        if len(self.places) > len(self.token_ids):
+            size = 2 * len(self.places)
+            self.token_ids, self.counts = (
+                np.concatenate((old, np.full(size - len(old), NOT_SEEN, np.int32)))
+                for old in (self.token_ids, self.counts)
+            )
+        self.token_ids[places] = new
+        in_prompt = max(0, min(len(new), self.view.num_prompt_tokens - self.num_tokens))
+        np.maximum.at(self.counts, places[:in_prompt], 0)
+        written = places[in_prompt:]
+        np.maximum.at(self.counts, written, 0)
+        np.add.at(self.counts, written, 1)
+        self.num_tokens = end

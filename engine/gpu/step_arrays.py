@@ -1,0 +1,154 @@
+"""The inputs of a step as arrays of int32, made by the host from the chunks of the step.
+
+    T tokens    S rows that sample    Cd chunks of one token    Cp chunks of several tokens
+
+Sequences have runs of blocks in `block_ids`, one behind the other. A graph computes a fixed number of sequences, so
+padding sequences follow the real ones: each has one token, in the padding block behind the pool's last block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from core.step import ScheduledChunk
+from engine.batch import Batch
+from engine.block_tables import BlockTables, StepTables
+from engine.gpu.ops import PREFILL_TILE_TOKENS
+
+NOT_PROMISED = -1
+
+
+class StepArrays(NamedTuple):
+    """The operators' contracts in `engine/gpu/ops.py` explain the fields. All are int32."""
+
+    token_ids: np.ndarray  # [T] 0 for promised tokens
+    sources: np.ndarray  # [T] the row of a promised token among the rows of the step before, else NOT_PROMISED
+    positions: np.ndarray  # [T]
+    slots: np.ndarray  # [T]
+    sampling_rows: np.ndarray  # [S]; empty for a graph, which computes the logits of all rows
+    decode_row: np.ndarray  # [Cd]
+    decode_block: np.ndarray  # [Cd]
+    decode_positions: np.ndarray  # [Cd]
+    prefill_row: np.ndarray  # [Cp]
+    prefill_block: np.ndarray  # [Cp]
+    prefill_start: np.ndarray  # [Cp]
+    prefill_tokens: np.ndarray  # [Cp]
+    tile_chunk: np.ndarray  # [tiles]
+    tile_first: np.ndarray  # [tiles]
+    block_ids: np.ndarray  # [blocks of all chunks]; the last field, because the others have fixed places in a graph
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(map(len, self))
+
+    @property
+    def max_context(self) -> int:
+        """The longest context of a chunk of one token, in positions."""
+        return int(self.decode_positions.max(initial=0))
+
+
+_EMPTY = np.zeros(0, np.int32)
+
+
+class StepArranger:
+    """Arranges the steps of one runner in the order of their submission. Calls must not overlap."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks  # of the pool; the padding block has this number
+        self.block_size = block_size
+        self._tables = BlockTables(num_blocks, block_size)
+
+    def arrange(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> StepArrays:
+        """`rows_before` has the row of each sequence that the step before samples."""
+        batch = Batch.of(chunks)
+        return self._arrange(chunks, batch, self._tables.begin_step(batch), rows_before)
+
+    def arrange_apart(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> StepArrays:
+        """Like `arrange`, for some chunks of an arranged step. Any thread may call this at any time."""
+        batch = Batch.of(chunks)
+        tables = BlockTables(self.num_blocks, self.block_size).begin_step(batch)
+        return self._arrange(chunks, batch, tables, rows_before)
+
+    def padded(self, arrays: StepArrays, size: int) -> StepArrays:
+        """Chunks of one token each, with padding sequences up to `size`, for a graph."""
+        num_missing = size - len(arrays.token_ids)
+        assert num_missing >= 0
+        assert len(arrays.prefill_row) == 0, "a graph computes chunks of one token"
+
+        def pad(array: np.ndarray, value: int) -> np.ndarray:
+            return np.concatenate((array, np.full(num_missing, value, np.int32)))
+
+        return arrays._replace(
+            token_ids=pad(arrays.token_ids, 0),
+            sources=pad(arrays.sources, NOT_PROMISED),
+            positions=pad(arrays.positions, 0),
+            slots=pad(arrays.slots, self.num_blocks * self.block_size),
+            sampling_rows=_EMPTY,
+            decode_row=np.arange(size, dtype=np.int32),
+            decode_block=pad(arrays.decode_block, len(arrays.block_ids)),
+            decode_positions=pad(arrays.decode_positions, 1),
+            block_ids=np.append(arrays.block_ids, np.int32(self.num_blocks)),
+        )
+
+    def only_padding(self, size: int) -> StepArrays:
+        return self.padded(StepArrays(*[_EMPTY] * len(StepArrays._fields)), size)
+
+    def _arrange(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        batch: Batch,
+        tables: StepTables,
+        rows_before: Mapping[str, int],
+    ) -> StepArrays:
+        token_ids: list[int] = []
+        sources: list[tuple[int, int]] = []  # (row, row in the step before)
+        sampling_rows: list[int] = []
+        for view, start, num_tokens, samples, promised in chunks:
+            if promised:
+                sources.append((len(token_ids), rows_before[view.sequence_id]))
+                token_ids.append(0)
+            else:
+                token_ids += view.token_ids[start : start + num_tokens]
+            if samples:
+                sampling_rows.append(len(token_ids) - 1)
+        source_of_row = np.full(len(token_ids), NOT_PROMISED, np.int32)
+        if sources:
+            rows, before = zip(*sources, strict=True)
+            source_of_row[list(rows)] = before
+        blocks = tables.block_of_each_token(batch, self.block_size)
+        first_block = np.cumsum(tables.num_blocks, dtype=np.int32) - tables.num_blocks
+        runs = zip(tables.rows.tolist(), tables.num_blocks.tolist(), strict=True)
+        decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
+        tile_chunk, tile_first = tiles(batch.num_tokens[prefills])
+        return StepArrays(
+            token_ids=np.array(token_ids, np.int32),
+            sources=source_of_row,
+            positions=batch.positions,
+            slots=(blocks * self.block_size + batch.positions % self.block_size).astype(np.int32),
+            sampling_rows=np.array(sampling_rows, np.int32),
+            decode_row=batch.first_row[decodes],
+            decode_block=first_block[decodes],
+            decode_positions=batch.start[decodes] + 1,
+            prefill_row=batch.first_row[prefills],
+            prefill_block=first_block[prefills],
+            prefill_start=batch.start[prefills],
+            prefill_tokens=batch.num_tokens[prefills],
+            tile_chunk=tile_chunk,
+            tile_first=tile_first,
+            block_ids=np.concatenate([tables.table[row, :count] for row, count in runs]),
+        )
+
+
+def tiles(num_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles of chunks of `num_tokens`: the chunk and the first token of each. # int32 [tiles] twice
+
+    The last tiles of the chunks come first: they attend to most positions, and so take longest.
+    """
+    counts = -(-num_tokens // PREFILL_TILE_TOKENS)
+    chunk = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = (np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * PREFILL_TILE_TOKENS
+    order = np.argsort(-first, kind="stable")
+    return chunk[order], first[order].astype(np.int32)

@@ -1,0 +1,114 @@
+"""Launches the steps of one model on one pool: eagerly, or by a graph. The host never waits here.
+
+    T tokens of the step    S rows that sample
+
+The ids of the newest step stay on the device, because the promised tokens of the step behind are gathered from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from core.step import SampledToken, ScheduledChunk
+from engine.gpu.device_queue import DeviceQueue
+from engine.gpu.graphs import DecodeGraphs, GraphResult
+from engine.gpu.ops import ops
+from engine.gpu.sampling import DeviceSampler, SampledRows
+from engine.gpu.sampling_plan import SamplingPlan
+from engine.gpu.step_arrays import StepArranger
+from engine.gpu.step_attention import NumSplits, OperatorAttention
+from engine.gpu.step_buffers import NUM_SETS, StagedStep, StagingSet, StepTensors
+from engine.kv_pool import KVPool
+from engine.loading import ModelSetup
+from engine.model import Model, ModelInputs
+from engine.runner import StepLimits
+
+_FIRST_BLOCK_IDS = 4096  # of a staging set; it grows with the steps
+
+
+class StepComputer:
+    """Everything runs under `torch.inference_mode`. The pool has a padding block behind its last block."""
+
+    def __init__(
+        self, setup: ModelSetup, model: Model, pool: KVPool, limits: StepLimits, queue: DeviceQueue, splits: NumSplits
+    ) -> None:
+        self.queue = queue
+        self._model = model
+        self._pool = pool
+        self._splits = splits
+        self._rotary_table = setup.rotary_table(pool.num_blocks)
+        self.arranger = StepArranger(pool.num_blocks, pool.layout.block_size)
+        self.sampler = DeviceSampler(setup.info.vocab_size, limits.max_running, setup.device, setup.info.eos_token_ids)
+        capacity = 8 * limits.max_batched_tokens + 8 * limits.max_running + _FIRST_BLOCK_IDS
+        self._sets = [StagingSet(queue, capacity) for _ in range(NUM_SETS)]
+        self._next_set = 0
+        self._set_apart = StagingSet(queue, capacity)  # for steps that are computed in parts
+        self._ids = torch.zeros(limits.max_running, dtype=torch.int32, device=setup.device)  # of the newest step
+        max_context = min(setup.info.context_length, len(self._rotary_table.cosine))
+        self.graphs = DecodeGraphs(queue, self.arranger, self._compute_for_graph, max_context)
+
+    def stage(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> tuple[StagedStep, int | None]:
+        """Start the upload of a step's inputs. Returns the bucket of the step's graph, too."""
+        arrays = self.arranger.arrange(chunks, rows_before)
+        bucket = self.graphs.bucket_for(len(chunks)) if all(map(_decodes, chunks)) else None
+        if bucket is not None:
+            arrays = self.arranger.padded(arrays, bucket)
+        staging = self._sets[self._next_set]
+        self._next_set = (self._next_set + 1) % NUM_SETS
+        return staging.stage(arrays), bucket
+
+    def stage_apart(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> StagedStep:
+        """Like `stage`, for some chunks of a step, without a graph. The parts before have ended."""
+        return self._set_apart.stage(self.arranger.arrange_apart(chunks, rows_before))
+
+    def launch(self, staged: StagedStep, bucket: int | None, plan: SamplingPlan) -> SampledRows | None:
+        """Launch a step on the current stream. Returns None if no row samples."""
+        if bucket is None:
+            logits, highest = self.logits(staged), None
+        else:
+            self.queue.follow(staged.uploaded)
+            logits, highest = self.graphs.run(bucket, staged)
+            logits = logits[: plan.num_rows]
+        if plan.num_rows == 0:
+            return None
+        return self.sampler.sample(logits, plan, self._ids, highest)
+
+    def keep_ids(self, rows: SampledRows) -> None:
+        """Let the step behind take its promised tokens from these rows."""
+        self._ids[: len(rows.token_ids)].copy_(rows.token_ids)
+
+    def keep_ids_apart(self, row_of: Mapping[str, int], sampled: Mapping[str, SampledToken]) -> None:
+        """Like `keep_ids`, for a step that was computed in parts. Waits for the device."""
+        for name, token in sampled.items():
+            self._ids[row_of[name]] = token.token_id
+
+    def logits(self, staged: StagedStep) -> torch.Tensor:
+        """Launch a step eagerly on the current stream, without sampling. # -> float32 [S, vocab]"""
+        self.queue.follow(staged.uploaded)
+        step = staged.tensors()
+        attention = self._attention(step, staged.max_context)
+        token_ids = self._token_ids(step, staged.has_promised)
+        return self._model.compute(ModelInputs(token_ids, step.sampling_rows, attention))
+
+    def _compute_for_graph(self, step: StepTensors, max_context: int) -> GraphResult:
+        attention = self._attention(step, max_context)
+        logits = self._model.compute(ModelInputs(self._token_ids(step, has_promised=True), None, attention))
+        highest = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        ops.argmax(logits, highest)
+        return GraphResult(logits, highest)
+
+    def _attention(self, step: StepTensors, max_context: int) -> OperatorAttention:
+        return OperatorAttention(self._pool.tensor, self._rotary_table, step, max_context, self._splits)
+
+    def _token_ids(self, step: StepTensors, has_promised: bool) -> torch.Tensor:
+        """# int32 [T]"""
+        if not has_promised:
+            return step.token_ids
+        sampled_before = self._ids.index_select(0, step.sources.clamp(min=0))
+        return torch.where(step.sources >= 0, sampled_before, step.token_ids)
+
+
+def _decodes(chunk: ScheduledChunk) -> bool:
+    return chunk.num_tokens == 1 and chunk.samples

@@ -1,0 +1,97 @@
+"""The parts of a runner with a model that do not depend on the kernels: sources, shapes, weights.
+
+ModelSetup.of(config)    reads the config of the model, and no weights
+load_model(setup, ...)   loads the weights and prepares them
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from core.kv_layout import KVLayout
+from core.model_info import ModelInfo
+from core.model_work import ModelSizes
+from engine.backend import choose_device, choose_dtype
+from engine.kv_pool import TORCH_DTYPES
+from engine.linear import LinearMethod
+from engine.model import Model
+from engine.model_weights import allocate_weights
+from engine.ops import Ops
+from engine.quantization import weight_bytes
+from engine.rotary import RotaryTable
+from engine.weights import Dequantize, Progress, draws_on_device, fill_weights
+from model_files.model_config import ModelConfig
+from model_files.model_source import ModelSource, describe, load_config, resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    config: EngineConfig
+    source: ModelSource
+    model_config: ModelConfig
+    device: torch.device
+    num_threads: int
+    info: ModelInfo
+    layout: KVLayout
+    sizes: ModelSizes
+
+    @classmethod
+    def of(cls, config: EngineConfig, cache_dir: Path | None) -> ModelSetup:
+        """Raises `ConfigError` or `ModelNotFound`. Sets the number of torch's compute threads."""
+        source = resolve_model(config.model, cache_dir)
+        model_config = load_config(source)
+        device = choose_device(config.device)
+        dtype = choose_dtype(config.dtype, device)
+        if config.quantization != "none" and device.type != "cpu":
+            raise ConfigError(f"quantization = {config.quantization} is for CPUs: set it to none, or device to cpu")
+        # This sets the thread count of the whole process: torch has one pool of compute threads.
+        num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
+        info = describe(source, config.max_context)
+        layout = KVLayout(
+            model=info.fingerprint + _drawn_by(source, model_config, device),
+            dtype=dtype,
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=model_config.head_dim,
+            quantization=config.quantization,
+        )
+        sizes = model_config.sizes(weight_bytes(dtype, config.quantization), layout.token_bytes)
+        return cls(config, source, model_config, device, num_threads, info, layout, sizes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.layout.dtype]
+
+    def rotary_table(self, num_blocks: int) -> RotaryTable:
+        """The angles of every position that the model and a pool of `num_blocks` allow."""
+        num_positions = min(self.model_config.context_length, num_blocks * self.layout.block_size)
+        frequencies = torch.tensor(self.model_config.inverse_frequencies(), dtype=torch.float32, device=self.device)
+        return RotaryTable(frequencies, num_positions)
+
+
+def _drawn_by(source: ModelSource, model_config: ModelConfig, device: torch.device) -> str:
+    """A part of the model's name in the layout: devices of different types draw different random weights."""
+    if not draws_on_device(source, model_config, device):
+        return ""
+    return f" drawn by {torch.cuda.get_device_name(device)}"
+
+
+def load_model(
+    setup: ModelSetup,
+    linear_method: LinearMethod,
+    ops: Ops,
+    dequantize: Dequantize | None = None,
+    on_progress: Progress | None = None,
+) -> Model:
+    """Load and prepare the weights. Raises `ConfigError` naming a tensor that does not fit."""
+    weights = allocate_weights(setup.model_config, setup.dtype, setup.device, setup.config.quantization)
+    fill_weights(weights, setup.source, on_progress, dequantize)
+    return Model(weights, linear_method, ops)

@@ -1,0 +1,162 @@
+"""Resources that a member of the fleet claims from Ray: a place in its pool, and on a GPU its share of one GPU.
+
+Ray never places more than 1.0 of shares on a GPU. It puts a fraction on the GPU with the least room that suffices, and
+a whole share on an empty GPU.
+
+    shares .5 .5 .5 1, in this order:   GPU 0 [.5|.5]   GPU 1 [.5|  ]   GPU 2 [ 1 ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from core.config import ClusterConfig
+from core.errors import ConfigError
+from core.lifecycle import ServiceRole
+from core.service import PoolSizes
+
+GPU = "GPU"  # Ray's name of the resource
+ACCELERATOR = "accelerator_type:"  # a machine with an H100 has 1.0 of the resource accelerator_type:H100
+ROOM_TOLERANCE = 1e-6  # ten tenths are one GPU
+
+Resources = Mapping[str, float]  # of one machine, by Ray's names
+
+
+class GpuUse(Enum):
+    """Whether workers run on GPUs."""
+
+    NEVER = "never"
+    IF_PRESENT = "if present"  # once a machine of the pool has a GPU, every worker of the pool needs one
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The resources of one member. A member without a resource runs on the machine of the supervisor."""
+
+    resource: str = ""  # 1.0 of this
+    gpus: float = 0.0  # in [0, 1]
+    accelerator: str = ""  # Ray's name for the type of the GPU; empty = any
+
+    def options(self) -> dict[str, Any]:
+        """Options of the Ray actor."""
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": self.gpus}
+        options["resources"] = {self.resource: 1.0} if self.resource else {}
+        if self.accelerator:
+            options["accelerator_type"] = self.accelerator
+        return options
+
+    def __str__(self) -> str:
+        kind = f"{self.accelerator or GPU}"
+        gpu = kind if self.gpus == 1 else f"{self.gpus:g} of one {kind}"
+        parts = [repr(self.resource)] * bool(self.resource) + [gpu] * bool(self.gpus)
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """The claims of every role."""
+
+    config: ClusterConfig
+    gpu_use: GpuUse = GpuUse.NEVER
+
+    def of(self, role: ServiceRole, machines: Collection[Resources]) -> Claim:
+        """The claim of a member that starts now, while these machines are alive."""
+        config = self.config
+        if role is ServiceRole.ROUTER:
+            return Claim(config.router_resource)
+        prefill = role is ServiceRole.PREFILL
+        resource = config.prefill_resource if prefill else config.decode_resource
+        gpus = config.prefill_gpus if prefill else config.decode_gpus
+        accelerator = config.prefill_accelerator if prefill else config.decode_accelerator
+        present = any(machine.get(GPU, 0) > 0 for machine in machines if machine.get(resource, 0) > 0)
+        if self.gpu_use is GpuUse.NEVER or (self.gpu_use is GpuUse.IF_PRESENT and not (present or accelerator)):
+            return Claim(resource)
+        return Claim(resource, gpus, accelerator if gpus else "")
+
+    def settled(self, machine: Resources) -> Claims:
+        """The claims of a fleet that has only this machine."""
+        use = self.gpu_use
+        if use is GpuUse.IF_PRESENT:
+            use = GpuUse.ALWAYS if machine.get(GPU, 0) > 0 else GpuUse.NEVER
+        return Claims(self.config, use)
+
+    def wait_hint(self, role: ServiceRole) -> str:
+        """The reason why Ray may not have placed a member. A Ray of our own has room for every service but for GPUs."""
+        claim = self.of(role, ())
+        if not self.config.address:
+            return " (no free GPU?)" if claim.gpus else ""
+        if not claim.resource:
+            return ""
+        uncertain = role is not ServiceRole.ROUTER and self.gpu_use is GpuUse.IF_PRESENT and not claim.gpus
+        return f" (no machine with a free {claim}{', and a free GPU if it has any' if uncertain else ''}?)"
+
+
+def check_accelerators(claims: Claims, known: Collection[str], machines: Collection[Resources]) -> None:
+    """Raise `ConfigError` for a type that neither Ray (`known`) nor a machine names: its workers would never start."""
+    names = {*known, *_accelerators(machines)}
+    for role in (ServiceRole.PREFILL, ServiceRole.DECODE):
+        accelerator = claims.of(role, machines).accelerator
+        if accelerator and accelerator not in names:
+            alike = sorted(name for name in names if name.lower() == accelerator.lower())
+            hint = f"did you mean {alike[0]}?" if alike else f"it knows {', '.join(sorted(names))}"
+            raise ConfigError(
+                f"[cluster] {role.value}_accelerator = {accelerator!r} is no accelerator type of Ray: {hint}"
+            )
+
+
+def check_room(claims: Claims, sizes: PoolSizes, machine: Resources) -> None:
+    """Raise `ConfigError` if the GPUs of the only machine cannot hold a fleet of these sizes."""
+    members = [
+        (role, claims.of(role, [machine]))
+        for ordinal in range(max(sizes.values()))  # the order in which they start
+        for role in (ServiceRole.PREFILL, ServiceRole.DECODE)
+        if ordinal < sizes[role]
+    ]
+    here = sorted(_accelerators([machine]))
+    for role, claim in members:
+        if claim.accelerator and claim.accelerator not in here:
+            kind = f"the GPU of this machine is {here[0]}" if here else "this machine has no GPU"
+            raise ConfigError(f"[cluster] {role.value}_accelerator = {claim.accelerator!r}, but {kind}")
+    wanted = num_gpus([claim.gpus for _, claim in members])
+    found = int(machine.get(GPU, 0))
+    if wanted and not found:
+        raise ConfigError(
+            "[engine] device = cuda, but Ray finds no GPU on this machine: set device to cpu or auto, "
+            "or run `tandem doctor`"
+        )
+    if wanted > found:
+        raise ConfigError(
+            f"the workers need {wanted} GPUs, but this machine has {found}: start fewer workers, let workers share "
+            "a GPU ([cluster] prefill_gpus and decode_gpus, e.g. 0.5), or set [engine] device = cpu"
+        )
+
+
+def num_gpus(shares: Sequence[float]) -> int:
+    """The number of GPUs of one machine onto which Ray places these shares, in this order."""
+    room: list[float] = []  # left on each GPU in use
+    for share in filter(None, shares):
+        fitting = [gpu for gpu, left in enumerate(room) if left + ROOM_TOLERANCE >= share]
+        if fitting:
+            room[min(fitting, key=room.__getitem__)] -= share
+        else:
+            room.append(1.0 - share)
+    return len(room)
+
+
+def show_only_own_gpu(gpu_ids: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Let CUDA see only the GPU that Ray gave this process, or none. Call before the first library that uses CUDA.
+
+    Ray sets CUDA_VISIBLE_DEVICES too, but leaves every GPU visible to an actor without one, and to every actor with
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES. Ray numbers GPUs like the driver, CUDA by default the fastest first.
+    """
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+
+
+def _accelerators(machines: Collection[Resources]) -> set[str]:
+    names = {name for machine in machines for name, amount in machine.items() if amount > 0}
+    return {name.removeprefix(ACCELERATOR) for name in names if name.startswith(ACCELERATOR)}

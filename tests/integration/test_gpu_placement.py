@@ -1,0 +1,149 @@
+"""A real Ray places workers on GPUs: one each, or a share of one. The GPUs are pretended; no CUDA call is made.
+
+RAY_OVERRIDE_RESOURCES makes Ray believe in GPUs. CUDA_VISIBLE_DEVICES gives them the numbers 4 and 5, so that a worker
+which merely inherits the variable is told from a worker that Ray gave a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from core.config import ClusterConfig
+from core.errors import ConfigError
+from core.lifecycle import ServiceRole
+from fleet.claims import GpuUse
+from fleet.cluster import Cluster, connect
+from fleet.events import FleetReady, FleetStopped, Notice
+from tests.integration.fake_services import PATIENCE_S, Journal, fake_fleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONFIG = ClusterConfig(max_workers=4, restart_backoff_s=0.2)
+ALL_GPUS = ["4", "5"]
+PRETENDED = {
+    "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": len(ALL_GPUS), "accelerator_type:H100": 1}),
+    "CUDA_VISIBLE_DEVICES": ",".join(ALL_GPUS),
+}
+
+
+@pytest.fixture(scope="module")
+def pretended_gpus() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PRETENDED.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ray_here(pretended_gpus: None) -> AsyncIterator[Cluster]:
+    """One Ray for all tests of this file: each start takes seconds."""
+    del pretended_gpus
+    cluster = connect(CONFIG)
+    yield cluster
+    cluster.close()
+
+
+async def wait_for(cluster: Cluster, kind: type) -> object:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for news in await cluster.news():
+                if isinstance(news, kind):
+                    return news
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    cluster: Cluster, path: Path, config: ClusterConfig, use: GpuUse = GpuUse.IF_PRESENT
+) -> AsyncIterator[Journal]:
+    """A fleet of fake services that serve."""
+    async with Journal.open(path) as journal:
+        await cluster.start(replace(fake_fleet(path, config), gpu_use=use))
+        try:
+            await wait_for(cluster, FleetReady)
+            yield journal
+            await cluster.shutdown()
+            await wait_for(cluster, FleetStopped)
+        finally:
+            await cluster.leave()
+
+
+async def gpus_of(journal: Journal, *names: str) -> list[tuple[object, object]]:
+    """For each service, its share and the GPUs that it sees."""
+    started = [await journal.start_of(name) for name in names]
+    return [(start["gpus"], start["visible_gpus"]) for start in started]
+
+
+async def test_each_worker_has_a_gpu_of_its_own_and_a_router_sees_none(ray_here: Cluster, tmp_path: Path) -> None:
+    async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
+        router, *workers = await gpus_of(journal, "router-0", "prefill-0", "decode-0")
+        assert router == (0.0, "")
+        assert sorted(workers) == [(1.0, gpu) for gpu in ALL_GPUS]
+
+
+async def test_a_restarted_worker_gets_the_gpu_of_its_dead_predecessor(ray_here: Cluster, tmp_path: Path) -> None:
+    async with fleet(ray_here, tmp_path / "journal", CONFIG) as journal:
+        before = await journal.start_of("decode-0")
+        await journal.wait_for(event="workers", workers=["decode-0", "prefill-0"])
+        os.kill(int(str(before["pid"])), 9)
+        after = await journal.wait_for(name="decode-0", event="started")
+        assert after["pid"] != before["pid"]
+        assert after["visible_gpus"] == before["visible_gpus"], "the other GPU is taken"
+
+
+async def test_explicit_shares_put_a_prefill_and_a_decode_worker_on_each_gpu(ray_here: Cluster, tmp_path: Path) -> None:
+    config = replace(CONFIG, num_prefill=2, num_decode=2, prefill_gpus=0.25, decode_gpus=0.75)
+    async with fleet(ray_here, tmp_path / "journal", config) as journal:
+        prefill = await gpus_of(journal, "prefill-0", "prefill-1")
+        decode = await gpus_of(journal, "decode-0", "decode-1")
+        assert sorted(prefill) == [(0.25, gpu) for gpu in ALL_GPUS]
+        assert sorted(decode) == [(0.75, gpu) for gpu in ALL_GPUS]
+
+
+async def test_a_pool_of_cpu_workers_sees_no_gpu(ray_here: Cluster, tmp_path: Path) -> None:
+    config = replace(CONFIG, num_prefill=2, decode_gpus=0.0, prefill_accelerator="H100")
+    async with fleet(ray_here, tmp_path / "journal", config, GpuUse.ALWAYS) as journal:
+        prefill = await gpus_of(journal, "prefill-0", "prefill-1")
+        assert sorted(prefill) == [(1.0, gpu) for gpu in ALL_GPUS]
+        assert await gpus_of(journal, "decode-0") == [(0.0, "")]
+
+
+async def test_a_worker_beyond_the_last_gpu_waits_and_the_operator_learns_why(
+    ray_here: Cluster, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, start_timeout_s=8.0)
+    async with fleet(ray_here, tmp_path / "journal", config) as journal:
+        await gpus_of(journal, "prefill-0", "decode-0")
+        await ray_here.scale({ServiceRole.DECODE: 2})
+        notice = await wait_for(ray_here, Notice)
+        assert "decode-1 did not start: no answer within 8 s (no free GPU?)" in str(notice)
+        await ray_here.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
+        started = await journal.wait_for(name="decode-1", event="started")
+        assert (started["gpus"], started["visible_gpus"]) == (1.0, journal.started["prefill-0"]["visible_gpus"])
+
+
+REFUSED = [
+    ({"num_decode": 2}, r"the workers need 3 GPUs, but this machine has 2"),
+    ({"prefill_accelerator": "H200"}, r"prefill_accelerator = 'H200', but the GPU of this machine is H100"),
+    (
+        {"decode_accelerator": "H300"},
+        r"decode_accelerator = 'H300' is no accelerator type of Ray: it knows A100, .*H200",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+async def test_a_fleet_that_needs_other_gpus_is_refused_before_anything_starts(
+    ray_here: Cluster, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    spec = fake_fleet(tmp_path / "journal", replace(CONFIG, **options))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        await ray_here.start(replace(spec, gpu_use=GpuUse.IF_PRESENT))

@@ -1,0 +1,135 @@
+"""The sampler of a device gives the tokens of `engine/sampling.py` from the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView
+from engine.gpu.sampling import DeviceSampler
+from engine.gpu.sampling_plan import Histories
+from engine.sampling import Sampler
+from tests.unit.engine.gpu.sampling_cases import CPU, Case, by_numpy, differing, on_device, some_case
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_thousands_of_rows_sample_numpy_s_tokens(seed: int) -> None:
+    case = some_case(seed, num_rows=64, vocab=[61, 200, 1000, 5000][seed % 4])
+    found, logits = on_device(case)
+    wanted = by_numpy(case)
+    assert differing(case, found, wanted) == []
+    same = sum(found[name].token_id == wanted[name].token_id for name in wanted)
+    assert same >= len(wanted) - 1, "rounding may move one draw across a border, not more"
+    np.testing.assert_array_equal(logits, case.logits, "the logits are as before")
+    for name, token in wanted.items():
+        ours = found[name]
+        if token.logprob is None:
+            assert ours.logprob is None
+        elif ours.token_id == token.token_id:
+            assert ours.logprob == pytest.approx(token.logprob, abs=2e-5)
+        assert [index for index, _ in ours.top_logprobs] == [index for index, _ in token.top_logprobs]
+        for (_, a), (_, b) in zip(ours.top_logprobs, token.top_logprobs, strict=True):
+            assert a == pytest.approx(b, abs=2e-5)
+
+
+def test_cases_cover_every_parameter() -> None:
+    """Otherwise the test above would show less than its name says."""
+    chunks = [chunk for seed in range(40) for chunk in some_case(seed, 64, 61).chunks]
+    for name in (
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "min_tokens",
+    ):
+        assert len({getattr(chunk.sequence.sampling, name) for chunk in chunks}) >= 4, name
+    assert 300 < sum(chunk.promised for chunk in chunks) < 2000
+    assert 200 < sum(chunk.sequence.sampling.greedy for chunk in chunks) < 1000
+    assert sum(bool(chunk.sequence.sampling.logit_bias) for chunk in chunks) > 100
+
+
+def greedy(name: str, **options: object) -> ScheduledChunk:
+    sampling = SamplingParams(max_tokens=9, temperature=0.0, **options)  # type: ignore[arg-type]
+    return ScheduledChunk(SequenceView(name, [1, 2], 1, [0], sampling), 1, 1, True, False)
+
+
+def test_a_step_without_a_row_that_samples_returns_nothing() -> None:
+    sampler = DeviceSampler(50, 4, CPU)
+    plan = sampler.prepare([greedy("a")._replace(samples=False)])
+    assert sampler.collect(sampler.sample(torch.zeros(0, 50), plan)) == {}
+
+
+def test_what_a_graph_found_is_taken_for_plain_greedy_rows_alone() -> None:
+    sampler = DeviceSampler(50, 4, CPU)
+    logits = torch.zeros(2, 50)
+    plain = sampler.prepare([greedy("a"), greedy("b")])
+    rows = sampler.sample(logits, plain, highest=torch.tensor([7, 8, 9], dtype=torch.int32))
+    assert [token.token_id for token in sampler.collect(rows).values()] == [7, 8]
+    biased = sampler.prepare([greedy("a"), greedy("b", logit_bias={4: 1.0})])
+    rows = sampler.sample(logits, biased, highest=torch.tensor([7, 8, 9], dtype=torch.int32))
+    assert [token.token_id for token in sampler.collect(rows).values()] == [0, 4]
+
+
+def test_a_promised_token_is_penalized_like_one_that_is_known() -> None:
+    """Step by step with promised tokens against one token at a time."""
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(
+        max_tokens=50, seed=3, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=0.5, temperature=0.5
+    )
+    tokens, sampler, view_tokens = [1, 2, 3], DeviceSampler(30, 2, CPU), [1, 2, 3]
+    view = SequenceView("a", view_tokens, 3, [0], sampling)
+    before: torch.Tensor | None = None
+    rows_before: Mapping[str, int] = {}
+    for step in range(40):
+        logits = rng.normal(0.0, 2.0, (1, 30)).astype(np.float32)
+        known = SequenceView("a", list(tokens), 3, [0], sampling)
+        wanted = Sampler([ScheduledChunk(known, len(tokens) - 1, 1, True, False)]).sample(logits)["a"].token_id
+        promised = step > 0
+        plan = sampler.prepare([ScheduledChunk(view, len(tokens) - 1, 1, True, promised)], rows_before)
+        rows = sampler.sample(torch.from_numpy(logits), plan, before)
+        before, rows_before = rows.token_ids, plan.row_of
+        assert sampler.collect(rows)["a"].token_id == wanted
+        if promised:
+            view_tokens.append(tokens[-1])
+        tokens.append(wanted)
+
+
+def test_a_promised_sequence_that_the_step_before_lacks_is_an_error() -> None:
+    chunk = greedy("a", repetition_penalty=2.0)._replace(promised=True)
+    with pytest.raises(KeyError, match="a"):
+        DeviceSampler(50, 4, CPU).prepare([chunk], {"b": 0})
+
+
+def test_flat_rows_of_a_whole_vocabulary_draw_numpy_s_tokens() -> None:
+    """No token stands out, so a draw needs all masses."""
+    chunks = [
+        greedy(str(seed))._replace(
+            sequence=SequenceView(str(seed), [1], 1, [0], SamplingParams(max_tokens=1, seed=seed, top_p=0.9))
+        )
+        for seed in range(8)
+    ]
+    case = Case(chunks, np.zeros((8, 128_256), np.float32), {})
+    found, _ = on_device(case)
+    assert {name: token.token_id for name, token in found.items()} == {
+        name: token.token_id for name, token in by_numpy(case).items()
+    }
+
+
+def test_histories_count_each_token_once_and_drop_the_oldest() -> None:
+    histories = Histories(2)
+    views = {name: SequenceView(name, [4, 4, 7], 2, [0], SamplingParams(max_tokens=9)) for name in "abc"}
+    for view in views.values():
+        ids, counts = histories.counts(view, 3, [9])
+        assert (ids.tolist(), counts.tolist()) == ([9, 4, 7], [-1, 0, 1])
+    views["c"].token_ids.extend([7, 9, 11, 12])  # type: ignore[attr-defined]
+    ids, counts = histories.counts(views["c"], 7, [9])
+    assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {9: 1, 4: 0, 7: 2, 11: 1, 12: 1}
+    ids, counts = histories.counts(views["c"], 3, [9])
+    assert (ids.tolist(), counts.tolist()) == ([9, 4, 7], [-1, 0, 1]), "a shorter history is counted again"
+    assert len(histories._histories) == 2

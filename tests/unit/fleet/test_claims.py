@@ -1,0 +1,146 @@
+"""A member claims a place in its pool and a share of a GPU. A claim that no machine can meet is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.config import ClusterConfig
+from core.errors import ConfigError
+from core.lifecycle import ServiceRole
+from fleet.claims import Claim, Claims, GpuUse, check_accelerators, check_room, num_gpus, show_only_own_gpu
+
+P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
+CPU_MACHINE = {"CPU": 8.0, "prefill": 4.0, "decode": 4.0}
+GPU_MACHINE = CPU_MACHINE | {"GPU": 2.0, "accelerator_type:H100": 1.0}
+KNOWN = {"H100", "H200", "A100"}
+
+
+@pytest.mark.parametrize(
+    ("use", "machine", "gpus"),
+    [
+        (GpuUse.NEVER, GPU_MACHINE, 0.0),
+        (GpuUse.IF_PRESENT, CPU_MACHINE, 0.0),
+        (GpuUse.IF_PRESENT, GPU_MACHINE, 1.0),
+        (GpuUse.ALWAYS, CPU_MACHINE, 1.0),
+    ],
+)
+def test_a_worker_claims_a_gpu_by_the_device_and_the_machines(
+    use: GpuUse, machine: dict[str, float], gpus: float
+) -> None:
+    claims = Claims(ClusterConfig(), use)
+    assert claims.of(P, [machine]) == Claim("prefill", gpus)
+    assert claims.of(R, [machine]) == Claim(), "a router needs no GPU"
+
+
+def test_the_gpus_of_another_pool_do_not_count() -> None:
+    claims = Claims(ClusterConfig(), GpuUse.IF_PRESENT)
+    machines = [{"prefill": 1.0, "GPU": 8.0}, {"decode": 1.0}]
+    assert [claims.of(role, machines).gpus for role in (P, D)] == [1.0, 0.0]
+
+
+def test_each_pool_asks_for_its_own_share_and_type() -> None:
+    config = ClusterConfig(prefill_gpus=0.25, decode_gpus=0.75, prefill_accelerator="H100", decode_accelerator="H200")
+    claims = Claims(config, GpuUse.IF_PRESENT)
+    assert claims.of(P, []) == Claim("prefill", 0.25, "H100"), "a type is a wish for a GPU"
+    assert claims.of(D, []).options() == {
+        "num_cpus": 0, "num_gpus": 0.75, "resources": {"decode": 1.0}, "accelerator_type": "H200",
+    }  # fmt: skip
+    assert Claim().options() == {"num_cpus": 0, "num_gpus": 0.0, "resources": {}}
+
+
+def test_a_pool_without_gpus_runs_beside_a_pool_with_gpus() -> None:
+    claims = Claims(ClusterConfig(decode_gpus=0.0), GpuUse.ALWAYS)
+    assert [claims.of(role, [GPU_MACHINE]).gpus for role in (P, D)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("machine", "use"), [(CPU_MACHINE, GpuUse.NEVER), (GPU_MACHINE, GpuUse.ALWAYS)])
+def test_a_single_machine_settles_whether_its_workers_use_gpus(machine: dict[str, float], use: GpuUse) -> None:
+    assert Claims(ClusterConfig(), GpuUse.IF_PRESENT).settled(machine).gpu_use is use
+
+
+@pytest.mark.parametrize(
+    "shares", [[1, 1], [0.5, 0.5, 1], [0.1] * 20, [0.25, 0.75, 0.25, 0.75], [0.6, 0.4, 0, 0.6, 0.4]]
+)
+def test_shares_fill_one_gpu_before_they_take_another(shares: list[float]) -> None:
+    assert num_gpus(shares) == 2
+
+
+def test_unequal_shares_in_an_unlucky_order_need_one_gpu_more() -> None:
+    assert num_gpus([0.25, 0.25, 0.75, 0.75]) == 3
+
+
+ROOM_REFUSED = [
+    ({}, CPU_MACHINE, r"device = cuda, but Ray finds no GPU on this machine: .* `tandem doctor`"),
+    (
+        {"num_decode": 2},
+        GPU_MACHINE,
+        r"the workers need 3 GPUs, but this machine has 2: .* prefill_gpus and decode_gpus",
+    ),
+    ({"decode_accelerator": "H200"}, GPU_MACHINE, r"decode_accelerator = 'H200', but the GPU of this machine is H100"),
+    ({"prefill_accelerator": "H200"}, CPU_MACHINE, r"prefill_accelerator = 'H200', but this machine has no GPU"),
+]
+
+
+@pytest.mark.parametrize(("options", "machine", "message"), ROOM_REFUSED)
+def test_a_fleet_that_does_not_fit_its_machine_is_refused(
+    options: dict[str, object], machine: dict[str, float], message: str
+) -> None:
+    config = ClusterConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        check_room(Claims(config, GpuUse.ALWAYS), {P: config.num_prefill, D: config.num_decode}, machine)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_gpus": 0.5, "decode_gpus": 0.5}, {"prefill_accelerator": "H100"}])
+def test_a_fleet_that_fits_its_machine_is_accepted(options: dict[str, object]) -> None:
+    config = ClusterConfig(num_prefill=1, num_decode=1, **options)  # type: ignore[arg-type]
+    check_room(Claims(config, GpuUse.ALWAYS), {P: 1, D: 1}, GPU_MACHINE)
+    check_room(Claims(config, GpuUse.NEVER), {P: 9, D: 9}, CPU_MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "message"),
+    [
+        ("h100", r"prefill_accelerator = 'h100' is no .*: did you mean H100\?$"),
+        ("H1000", "it knows A100, H100, H200, L99$"),
+    ],
+)
+def test_an_unknown_accelerator_type_is_refused_by_name(accelerator: str, message: str) -> None:
+    claims = Claims(ClusterConfig(prefill_accelerator=accelerator), GpuUse.ALWAYS)
+    with pytest.raises(ConfigError, match=message):
+        check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
+
+
+@pytest.mark.parametrize("accelerator", ["", "H200", "L99"])
+def test_a_type_of_ray_or_of_a_machine_is_accepted(accelerator: str) -> None:
+    claims = Claims(ClusterConfig(decode_accelerator=accelerator), GpuUse.ALWAYS)
+    check_accelerators(claims, KNOWN, [{"accelerator_type:L99": 1.0}])
+
+
+HINTS = [
+    (GpuUse.NEVER, {}, ""),
+    (GpuUse.ALWAYS, {}, " (no free GPU?)"),
+    (GpuUse.NEVER, {"address": "head:6379"}, " (no machine with a free 'decode'?)"),
+    (GpuUse.ALWAYS, {"address": "head:6379"}, " (no machine with a free 'decode' and GPU?)"),
+    (
+        GpuUse.ALWAYS,
+        {"address": "head:6379", "decode_gpus": 0.5, "decode_accelerator": "H200"},
+        " (no machine with a free 'decode' and 0.5 of one H200?)",
+    ),
+    (
+        GpuUse.IF_PRESENT,
+        {"address": "head:6379"},
+        " (no machine with a free 'decode', and a free GPU if it has any?)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("use", "options", "hint"), HINTS)
+def test_the_hint_for_a_slow_start_names_what_may_be_missing(use: GpuUse, options: dict[str, str], hint: str) -> None:
+    assert Claims(ClusterConfig(**options), use).wait_hint(D) == hint  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "visible"), [(["3"], "3"), (["GPU-8f2e"], "GPU-8f2e"), ([], "")])
+def test_a_process_sees_the_gpu_that_ray_gave_it_and_no_other(given: list[str], visible: str) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    show_only_own_gpu(given, environment)
+    assert environment == {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

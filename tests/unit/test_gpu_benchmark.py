@@ -1,0 +1,118 @@
+"""benchmarks/gpu.py: a section that fails, hangs or dies costs no other section its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_sections import harness
+from benchmarks.gpu_sections.harness import About, Run, SectionResult, run_sections, source_digest
+from benchmarks.report import Line
+
+ROOT = Path(__file__).parents[2]
+FIGURE = '{"line": {"measure": "a rate", "value": 2.0, "unit": "TB/s", "floor": 4.0, "least_share": 0.7}}'
+# A program in the place of benchmarks/gpu.py; argv[2] is the section.
+PROGRAM = f"""
+import os, signal, subprocess, sys, time
+name = sys.argv[2]
+print('{{"machine": {{"device": "fake"}}}}', flush=True)
+print('{FIGURE}', flush=True)
+if name == "fails":
+    print('{{"error": "RuntimeError: no luck"}}', flush=True)
+    sys.exit(1)
+if name == "dies":
+    os.kill(os.getpid(), signal.SIGSEGV)
+if name == "hangs":
+    child = subprocess.Popen(["sleep", "60"])
+    print('{{"note": "%d"}}' % child.pid, flush=True)
+    sys.stdout.write('{{"line": {{"meas')
+    sys.stdout.flush()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(harness, "SECTIONS", {name: About(1, name) for name in ("fails", "dies", "hangs", "works")})
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    return Run(program, tmp_path / "out", seconds=8.0, rehearse=True)
+
+
+def sections_of(run: Run) -> dict[str, Any]:
+    written = json.loads((run.out / "gpu.json").read_text())
+    return {section["name"]: section for section in written["sections"]}
+
+
+def test_sections_that_fail_die_or_hang_keep_their_figures_and_the_next_section_runs(run: Run) -> None:
+    assert run_sections(run, ["fails", "dies", "hangs", "works"]) == 1
+    found = sections_of(run)
+    assert {name: section["status"] for name, section in found.items()} == {
+        "fails": "failed",
+        "dies": "failed",
+        "hangs": "out of time",
+        "works": "complete",
+    }
+    assert found["fails"]["error"] == "RuntimeError: no luck"
+    assert found["dies"]["error"] == "ended by SIGSEGV"
+    for section in found.values():
+        (line,) = section["lines"]
+        assert (line["share_of_floor"], line["holds"]) == (0.5, False)
+
+
+def test_the_children_of_a_section_out_of_time_end_with_it(run: Run) -> None:
+    run_sections(run, ["hangs"])
+    (child,) = sections_of(run)["hangs"]["notes"]
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_file_is_whole_after_each_section(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[list[str]] = []
+
+    def show(_: SectionResult) -> None:
+        statuses.append([section["status"] for section in sections_of(run).values()])
+
+    monkeypatch.setattr(harness, "show", show)
+    assert run_sections(run, ["works", "fails"]) == 1
+    assert statuses == [["complete", "not run"], ["complete", "failed"]]
+
+
+def test_a_section_may_use_the_time_that_the_sections_before_it_have_left(run: Run) -> None:
+    run_sections(run, ["works", "fails"])
+    found = sections_of(run)
+    assert found["works"]["allowed_s"] == pytest.approx(4.0, abs=0.5)
+    assert found["fails"]["allowed_s"] == pytest.approx(8.0 - found["works"]["seconds"], abs=0.5)
+
+
+def test_a_figure_is_judged_by_its_share_of_the_floor() -> None:
+    assert Line("a step", 5.0, "ms", floor=4.5, least_share=0.8).holds
+    assert not Line("a step", 6.0, "ms", floor=4.5, least_share=0.8).holds
+    assert Line("a step", 6.0, "ms", least_share=0.8).holds is None
+
+
+def test_the_digest_of_the_sources_changes_with_a_file(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/a.py").write_text("a = 1")
+    before = source_digest(tmp_path)
+    (tmp_path / "core/a.py").write_text("a = 2")
+    assert source_digest(tmp_path) != before
+
+
+def test_a_rehearsal_runs_in_any_folder_and_says_that_it_ran_on_a_cpu(tmp_path: Path) -> None:
+    """The folder of the program holds folders named like packages of Tandem, which must not hide the packages."""
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--sections", "rates", "--out", "."]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + (tmp_path / "gpu.log").read_text()
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert (written["device"], written["machine"]["device"]) == ("cpu", "CPU, a rehearsal")
+    assert all(line["value"] > 0 for line in written["sections"][0]["lines"])
