@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.fp8 import FP8
 from engine.host_memory import HugePages
 
 GROUP = 32  # columns that share a scale
 TILE_ROWS = 48  # interleaved rows
 BITS = {"int8": 8, "int4": 4}  # by the name of the option
-_STORED_BITS = {"int8": 8.5, "int4": 5.0}  # with scales and minimums
+_STORED_BITS = {"int8": 8.5, "int4": 5.0, FP8: 8.0}  # with the scales and minimums of groups
 _LARGEST_HALF = 65504.0
 
 

@@ -53,6 +53,9 @@ CONTRACTS = {
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
         "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
     ),
+    # outputs = inputs @ (codes * scales).T + bias, sums in float32.
+    # inputs: [T, in]; codes: float8_e4m3fn [out, in]; scales: float32 [out]; bias: [out]; outputs: [T, out]
+    "fp8_linear": "(Tensor inputs, Tensor codes, Tensor scales, Tensor? bias, Tensor(a!) outputs) -> ()",
     # The highest logit of each row, ties to the lowest id. logits: float32 [S, vocab]; ids: int32 [S or more]
     "argmax": "(Tensor logits, Tensor(a!) ids) -> ()",
     # Bias and penalties of rows; `AdjustedRows` in engine/gpu/sampling_plan.py has the shapes.
