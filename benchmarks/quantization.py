@@ -51,6 +51,7 @@ def filled(matrix: Matrix) -> Matrix:
         matrix.codes.random_()
         matrix.scales.fill_(0.01)
     else:
+        assert isinstance(matrix, torch.Tensor)
         matrix.normal_()
     return matrix
 
