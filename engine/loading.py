@@ -7,7 +7,7 @@ load_model(setup, ...)   loads the weights and prepares them
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from engine.linear import LinearMethod
 from engine.model import Model
 from engine.model_weights import allocate_weights
 from engine.ops import Ops
-from engine.quantization import BITS, weight_bytes
+from engine.quantization import BITS, head_weight_bytes, weight_bytes
 from engine.rotary import RotaryTable
 from engine.weights import Dequantize, Progress, draws_on_device, fill_weights
 from model_files.model_config import ModelConfig
@@ -67,6 +67,9 @@ class ModelSetup:
             quantization=config.quantization,
         )
         sizes = model_config.sizes(weight_bytes(dtype, config.quantization), layout.token_bytes)
+        num_bytes = sizes.num_layer_weights * sizes.weight_bytes
+        num_bytes += sizes.num_head_weights * head_weight_bytes(dtype, config.quantization)
+        sizes = replace(sizes, weight_bytes=num_bytes / (sizes.num_layer_weights + sizes.num_head_weights))
         return cls(config, source, model_config, device, num_threads, info, layout, sizes)
 
     @property

@@ -42,6 +42,7 @@ from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
 from engine.loading import ModelSetup, load_model
 from engine.model import Model
+from engine.quantization import head_weight_bytes
 from engine.runner import StepLimits
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from engine.weights import Progress
@@ -281,10 +282,9 @@ def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Mode
     if setup.device.type == "cpu":
         return load_model(setup, DeviceLinear(ops), ops, None, on_progress)
     config, sizes, allocator = setup.config, setup.sizes, CudaAllocator(setup.device)
-    num_weights = sizes.num_layer_weights + sizes.num_head_weights
-    if not setup.model_config.tie_embeddings:
-        num_weights += sizes.num_head_weights  # the embedding
-    num_bytes = int(num_weights * sizes.weight_bytes)
+    num_bytes = int((sizes.num_layer_weights + sizes.num_head_weights) * sizes.weight_bytes)
+    if not setup.model_config.tie_embeddings:  # the embedding is another matrix of the head's size
+        num_bytes += int(sizes.num_head_weights * head_weight_bytes(setup.layout.dtype, config.quantization))
     refuse_large_weights(num_bytes, allocator, config.model, config.gpu_memory_margin_mb, share)
     try:
         return load_model(setup, DeviceLinear(ops), ops, None, on_progress)

@@ -12,7 +12,7 @@ from core.config import EngineConfig
 from core.errors import ConfigError
 from engine.fp8 import LARGEST_CODE, Fp8Matrix, Fp8Slot
 from engine.gpu.runner import GpuRunner
-from engine.quantization import weight_bytes
+from engine.quantization import head_weight_bytes, weight_bytes
 from engine.runner import Runner
 from engine.torch_runner import TorchRunner
 from engine.weights import RandomWeights, load_weights
@@ -68,11 +68,19 @@ def test_the_matrices_of_layers_are_fp8_and_the_embedding_and_the_head_are_not()
     found = weights.layers[0].qkv.dequantized()  # type: ignore[union-attr]
     torch.testing.assert_close(found, plain.layers[0].qkv, rtol=0.07, atol=1e-4)
     assert weight_bytes("bfloat16", "fp8") == 1.0
+    assert head_weight_bytes("bfloat16", "fp8") == 2.0
 
 
 def config(model: str, quantization: str = "fp8", **options: object) -> EngineConfig:
     settings = {"dtype": "float32", "kv_memory_mb": 4, "num_threads": 1, "device": "cpu"} | options
     return EngineConfig(model=model, quantization=quantization, **settings)  # type: ignore[arg-type]
+
+
+def test_the_sizes_for_metrics_count_the_head_in_its_own_dtype() -> None:
+    sizes = TorchRunner(config("random:llama-tiny", dtype="bfloat16")).sizes
+    assert sizes is not None
+    all_weights = sizes.num_layer_weights + sizes.num_head_weights
+    assert sizes.weight_bytes == (sizes.num_layer_weights + 2 * sizes.num_head_weights) / all_weights
 
 
 def generate(runner: Runner) -> dict[str, list[int]]:
