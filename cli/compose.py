@@ -167,13 +167,15 @@ def _worker_parts(
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
         from engine.factory import build_runner
+        from engine.runner import StepLimits
 
         engine = _engine_config(role, config.engine, placement)
         if engine.device.startswith("cuda"):  # before a model is loaded in vain
             check_environment(os.environ, paths_of(config.transfer.device_path, True, has_gpudirect()))
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading must not use the other workers' cores
-            runner = build_runner(engine, cache_dir)
+            limits = StepLimits(config.scheduler.max_running, config.scheduler.max_batched_tokens)
+            runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
         if not engine.model.startswith("fake:"):
             max_tokens = min(config.scheduler.max_batched_tokens, runner.info.context_length - 1)

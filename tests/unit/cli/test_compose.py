@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from cli.compose import _engine_config, _worker_parts, build_router, open_transport, router_host
-from core.config import EngineConfig, RouterConfig, TelemetryConfig, TransferConfig
+from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
+from engine.runner import StepLimits
 from fleet.service_host import Placement
 from tests.support.deployment import tiny_config
 
@@ -87,3 +89,21 @@ def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monke
     parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expandable_segments"):
         parts(lambda _: None, lambda _: None)
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(None, 1.0), (0.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
+def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
+    gpus: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, float]] = []
+
+    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float) -> None:
+        given.append((limits, gpu_share))
+        raise ConfigError("no runner here")
+
+    monkeypatch.setattr("engine.factory.build_runner", build_runner)
+    config = replace(tiny_config(), scheduler=SchedulerConfig(max_running=8, max_batched_tokens=32))
+    build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), Mock(), None)
+    with pytest.raises(ConfigError, match="no runner here"):
+        build(Mock(), Mock())
+    assert given == [(StepLimits(max_running=8, max_batched_tokens=32), share)]
