@@ -6,10 +6,12 @@ no result.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import xxhash
 
 
 def add_rms_norm(
@@ -100,10 +102,28 @@ def _attend(
     attended[row : row + num_tokens] = found.transpose(0, 1).to(attended.dtype)
 
 
+def copy_runs(runs: torch.Tensor, access_bytes: int) -> None:  # noqa: ARG001 - kernels use it
+    for source, target, num_bytes in runs.tolist():
+        ctypes.memmove(target, source, num_bytes)
+
+
+def block_digests(
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    sums: torch.Tensor,  # noqa: ARG001 - kernels use it
+    digests: torch.Tensor,
+) -> None:
+    for index, block in enumerate(blocks.tolist()):
+        digest = xxhash.xxh3_64_digest(memory[block].numpy().tobytes())
+        digests[index] = int.from_bytes(digest, "big", signed=True)
+
+
 REFERENCES: dict[str, Callable[..., None]] = {
     "add_rms_norm": add_rms_norm,
     "silu_and_multiply": silu_and_multiply,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
+    "copy_runs": copy_runs,
+    "block_digests": block_digests,
 }
