@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu_sections import runner_checks, sampling_checks
+from benchmarks.gpu_sections import copy_checks, runner_checks, sampling_checks
 from benchmarks.gpu_sections.paged import (
     LAYOUTS,
     Shape,
@@ -86,6 +86,7 @@ def run(section: Section) -> None:
         measure = f"{operator}, {dtype}: largest error of {len(errors)} cases"
         section.add(Line(measure, max(errors), "", most=MOST_ERROR[dtype]))
     sampling_checks.run(section)
+    copy_checks.run(section)
     runner_checks.run(section)
 
 
