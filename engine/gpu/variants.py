@@ -37,6 +37,7 @@ def variants() -> Iterator[Variant]:
     yield from _elementwise()
     yield from _copies()
     yield from _digests()
+    yield from _attention()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -81,3 +82,50 @@ def _digests() -> Iterator[Variant]:
             in_ci=block_bytes == 2 << 20,
             instructions=("LDG.E.128", "STG.E.128"),
         )
+
+
+ATTENTION_IN_CI = [
+    (torch.bfloat16, 128, 4),  # Llama 8B
+    (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
+    (torch.bfloat16, 256, 4),  # the most registers
+    (torch.float32, 64, 3),  # products without the matrix units
+]
+
+
+def _attention() -> Iterator[Variant]:
+    """The dtype, the head size and the group change the tiles. Kernels read all lengths and counts at run time."""
+    for dtype in DTYPES:
+        for head_dim in (64, 80, 96, 128, 256):
+            for group in (1, 3, 4, 8):
+                step = AttentionStep(dtype, head_dim, group)
+                in_ci = (dtype, head_dim, group) in ATTENTION_IN_CI
+                shape = f"{dtype} head size {head_dim} group {group}"
+                copies = ("LDGSTS.E.BYPASS.128",)  # 16 bytes past the registers, while earlier tiles are computed
+                products = () if dtype is torch.float32 else ("HGMMA",)
+                yield Variant(f"rope_and_cache {shape}", step.rope_and_cache, in_ci, ("LDG.E.128", "STG.E.128"))
+                yield Variant(f"decode_attention {shape}", partial(step.decode_attention, 8), in_ci, copies)
+                yield Variant(f"decode_attention {shape} unsplit", partial(step.decode_attention, 1), False, copies)
+                yield Variant(f"prefill_attention {shape}", step.prefill_attention, in_ci, (*copies, *products))
+
+
+class AttentionStep:
+    """The tensors of one step of a model with 8 KV heads."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
+        num_heads, num_kv_heads, num_tokens = 8 * group, 8, 512
+        self.heads = meta(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.attended = meta(num_tokens, num_heads, head_dim, dtype=dtype)
+        self.pool = meta(20_000, 32, 2, num_kv_heads, 16, head_dim, dtype=dtype)
+        self.angles = meta(4096, head_dim // 2, dtype=torch.float32)
+        self.ints = meta(64, dtype=torch.int32)
+
+    def rope_and_cache(self) -> None:
+        KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3)
+
+    def decode_attention(self, num_splits: int) -> None:
+        num_chunks, (_, num_heads, head_dim) = len(self.ints), self.attended.shape
+        partials = meta(num_chunks, num_heads, num_splits, head_dim + 2, dtype=torch.float32)
+        KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended)
+
+    def prefill_attention(self) -> None:
+        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
