@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from core.request import MAX_LOGPROBS
 from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
+from engine.gpu.tile_sizes import MAX_CANDIDATES, SAMPLING_SPLIT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,6 +39,7 @@ def variants() -> Iterator[Variant]:
     yield from _elementwise()
     yield from _copies()
     yield from _digests()
+    yield from _sampling()
     yield from _attention()
 
 
@@ -84,6 +87,27 @@ def _digests() -> Iterator[Variant]:
         )
 
 
+def _sampling() -> Iterator[Variant]:
+    """All are in float32. The vocabulary sets the constants: those of Qwen, Llama 3 and Llama 2."""
+    for vocab in (151_936, 128_256, 32_000):
+        rows, splits = 32, -(-vocab // SAMPLING_SPLIT)
+        logits, ids = meta(rows, vocab, dtype=torch.float32), meta(rows, dtype=torch.int32)
+        entries, starts = meta(9000, dtype=torch.int32), meta(rows + 1, dtype=torch.int32)
+        doubles = meta(4 * rows, dtype=torch.float64)
+        saved = meta(9000 + rows, dtype=torch.float32)
+        highest, masses = meta(rows, splits, dtype=torch.float32), meta(rows, 2, dtype=torch.int64)
+        candidates = meta(rows, MAX_CANDIDATES, dtype=torch.int64)
+        best, sums = meta(rows, splits, MAX_LOGPROBS, dtype=torch.int64), meta(rows, splits, 2, dtype=torch.float64)
+        adjusted = (logits, ids, starts, entries, entries, starts, doubles, doubles, ids, ids, saved)
+        restored = (logits, ids, starts, entries, ids, ids, saved)
+        drawn = (logits, ids, ids, doubles.view(-1, 4), highest, masses, candidates, ids)
+        asked = (logits, ids, ids, MAX_LOGPROBS, best, sums, meta(rows, MAX_LOGPROBS, dtype=torch.int32), logits)
+        in_ci = vocab == 128_256
+        yield Variant(f"argmax {vocab}", partial(KERNELS["argmax"], logits, ids), in_ci, ("LDG.E.128",))
+        yield Variant(f"adjust_logits {vocab}", partial(KERNELS["adjust_logits"], *adjusted), in_ci)
+        yield Variant(f"restore_logits {vocab}", partial(KERNELS["restore_logits"], *restored), in_ci)
+        yield Variant(f"draw_tokens {vocab}", partial(KERNELS["draw_tokens"], *drawn), in_ci, ("LDG.E.128",))
+        yield Variant(f"find_logprobs {vocab}", partial(KERNELS["find_logprobs"], *asked), in_ci, ("LDG.E.128",))
 ATTENTION_IN_CI = [
     (torch.bfloat16, 128, 4),  # Llama 8B
     (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group

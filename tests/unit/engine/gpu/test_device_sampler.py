@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
@@ -82,7 +84,8 @@ def test_a_promised_token_is_penalized_like_one_that_is_known() -> None:
     )
     tokens, sampler, view_tokens = [1, 2, 3], DeviceSampler(30, 2, CPU), [1, 2, 3]
     view = SequenceView("a", view_tokens, 3, [0], sampling)
-    before, rows_before = None, {}
+    before: torch.Tensor | None = None
+    rows_before: Mapping[str, int] = {}
     for step in range(40):
         logits = rng.normal(0.0, 2.0, (1, 30)).astype(np.float32)
         known = SequenceView("a", list(tokens), 3, [0], sampling)
