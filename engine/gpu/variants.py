@@ -108,6 +108,8 @@ def _sampling() -> Iterator[Variant]:
         yield Variant(f"restore_logits {vocab}", partial(KERNELS["restore_logits"], *restored), in_ci)
         yield Variant(f"draw_tokens {vocab}", partial(KERNELS["draw_tokens"], *drawn), in_ci, ("LDG.E.128",))
         yield Variant(f"find_logprobs {vocab}", partial(KERNELS["find_logprobs"], *asked), in_ci, ("LDG.E.128",))
+
+
 ATTENTION_IN_CI = [
     (torch.bfloat16, 128, 4),  # Llama 8B
     (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
