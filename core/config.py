@@ -70,7 +70,7 @@ class SchedulerConfig:
 class EngineConfig:
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
-    quantization: str = "none"  # of the weights: none | int8 | int4; the same on every worker
+    quantization: str = "none"  # of the weights: none | int8 | int4 | fp8; the same on every worker
     device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
     block_size: int = 16  # tokens per KV block
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
@@ -100,8 +100,8 @@ class EngineConfig:
         )
         dtypes = ("auto", "float32", "bfloat16")
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
-        formats = ("none", "int8", "int4")
-        _require(self.quantization in formats, f"quantization must be none, int8 or int4: {self.quantization}")
+        formats = ("none", "int8", "int4", "fp8")
+        _require(self.quantization in formats, f"quantization must be none, int8, int4 or fp8: {self.quantization}")
         _require(
             re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
             f"device must be auto, cpu, cuda or cuda:N: {self.device}",
@@ -140,15 +140,21 @@ class TransferConfig:
     verify_digests: bool = True  # check the bytes of every block after its read
     slow_path_share: float = 0.25  # a path is slow below this share of its expected bandwidth
     expected_path_bytes_per_s: float = 0.0  # expected bandwidth of each path; 0 = derived from the hardware
+    device_path: str = "auto"  # auto | mapped | direct | staged; how bytes move between pools on GPUs
+    staging_mb: int = 128  # pinned host memory of a worker on a GPU for staged bytes
     idle_poll_interval_s: float = 0.02  # interval between polls of the transport without an open transfer
     active_poll_interval_s: float = 0.001  # ... with open transfers, while no bytes move
 
     def __post_init__(self) -> None:
         transports = ("nixl", "ucxx", "memory")
         _require(self.transport in transports, f"transport must be nixl, ucxx or memory: {self.transport}")
+        device_paths = ("auto", "mapped", "direct", "staged")
+        _require(
+            self.device_path in device_paths, f"device_path must be auto, mapped, direct or staged: {self.device_path}"
+        )
         _require_positive(
             self, "lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_blocks_per_read",
-            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share",
+            "max_bytes_per_read", "max_read_attempts", "max_transfers", "slow_path_share", "staging_mb",
             "idle_poll_interval_s", "active_poll_interval_s",
         )  # fmt: skip
         _require_finite_floats(self)

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from cli.compose import _engine_config, _worker_parts, build_router, router_host
-from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig
+from cli.compose import _engine_config, _worker_parts, build_router, open_transport, router_host
+from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from engine.runner import StepLimits
@@ -86,3 +86,24 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
     assert given == [(StepLimits(max_running=8, max_batched_tokens=32), share)]
+
+
+def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    nixl, staged = TransferConfig(), TransferConfig(device_path="staged")
+    assert type(open_transport(nixl, "a")).__name__ == "NixlTransport"
+    for config, on_device in ((nixl, True), (staged, True), (staged, False)):
+        assert type(open_transport(config, "a", on_device)).__name__ == "DeviceTransport"
+
+
+def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert open_transport(TransferConfig(transport="memory"), "a")
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        open_transport(TransferConfig(transport="memory"), "a", on_device=True)
+    config = replace(tiny_config(), engine=EngineConfig(model="no such model", device="cuda"))
+    parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        parts(lambda _: None, lambda _: None)

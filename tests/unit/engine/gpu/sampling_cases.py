@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch
 from core.request import SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
-from engine.sampling import Sampler, choose
+from engine.sampling import Sampler, barred_tokens, choose, draw_token
 
 EOS = frozenset({2, 5})
 CPU = torch.device("cpu")
@@ -105,28 +105,17 @@ def differing(case: Case, found: Mapping[str, SampledToken], wanted: Mapping[str
     ]
 
 
-def _neighbours(case: Case, row: int) -> Sequence[int]:
+def _neighbours(case: Case, row: int) -> list[int]:
     """The tokens at quantiles and top_p one part in a million beside."""
-    from dataclasses import replace
-
-    from engine.sampling import barred_tokens, draw_token
-
-    chunk = case.chunks[row]
+    chunk, found = case.chunks[row], []
     barred = barred_tokens(chunk, EOS)
-    found = []
     for shift in (-1e-6, 1e-6):
+
+        def draw(logits: np.ndarray, params: SamplingParams, quantile: float, shift: float = shift) -> int:
+            return draw_token(logits, params, min(max(quantile + shift, 0.0), 1 - 2**-53))
+
         for share in (1 - 1e-6, 1.0, 1 + 1e-6):
             sampling = replace(chunk.sequence.sampling, top_p=min(1.0, chunk.sequence.sampling.top_p * share))
-            view = replace(chunk.sequence, sampling=sampling)
-            found.append(
-                choose(
-                    case.logits[row],
-                    chunk._replace(sequence=view),
-                    case.promised,
-                    lambda logits, params, draw, shift=shift: draw_token(
-                        logits, params, min(max(draw + shift, 0.0), 1 - 2**-53)
-                    ),
-                    barred,
-                )
-            )
+            beside = chunk._replace(sequence=replace(chunk.sequence, sampling=sampling))
+            found.append(choose(case.logits[row], beside, case.promised, draw, barred))
     return found

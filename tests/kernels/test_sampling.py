@@ -1,0 +1,51 @@
+"""The kernels of sampling against numpy's sampler and the references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView
+from engine.gpu import sampling_kernels, sampling_reference
+from engine.gpu.ops import MAX_CANDIDATES
+from tests.unit.engine.gpu.sampling_cases import Case, by_numpy, differing, on_device, some_case
+
+
+@pytest.mark.parametrize(("seed", "vocab", "num_rows"), [(0, 61, 7), (1, 333, 6), (2, 4100, 4)])
+def test_rows_of_every_parameter_sample_numpy_s_tokens(seed: int, vocab: int, num_rows: int) -> None:
+    case = some_case(seed, num_rows, vocab)
+    found, logits = on_device(case)
+    wanted = by_numpy(case)
+    assert differing(case, found, wanted) == []
+    np.testing.assert_array_equal(logits, case.logits, "the logits are as before")
+    for name, token in wanted.items():
+        ours = found[name]
+        assert (ours.logprob is None) == (token.logprob is None)
+        if token.logprob is not None and ours.token_id == token.token_id:
+            assert ours.logprob == pytest.approx(token.logprob, abs=2e-5)
+        assert [index for index, _ in ours.top_logprobs] == [index for index, _ in token.top_logprobs]
+        for (_, a), (_, b) in zip(ours.top_logprobs, token.top_logprobs, strict=True):
+            assert a == pytest.approx(b, abs=2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 17_000, "temperature": 3.0}, {"min_p": 0.9, "top_p": 0.99}], ids=str)
+def test_a_row_with_more_likely_tokens_than_candidates_is_read_whole(options: dict[str, float]) -> None:
+    vocab = MAX_CANDIDATES + 1000
+    logits = np.random.default_rng(3).normal(0.0, 0.3, (1, vocab)).astype(np.float32)
+    view = SequenceView("a", [1], 1, [0], SamplingParams(max_tokens=1, seed=5, **options))  # type: ignore[arg-type]
+    case = Case([ScheduledChunk(view, 0, 1, True, False)], logits, {})
+    assert on_device(case)[0] == by_numpy(case)
+
+
+def test_argmax_takes_the_lowest_id_of_ties() -> None:
+    logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(1)).mul(2).round()
+    logits[1] = 0.0
+    logits[2] = float("-inf")
+    logits[3, 8999] = 50.0
+    found, wanted = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    sampling_kernels.argmax(logits, found)
+    sampling_reference.argmax(logits, wanted)
+    assert found.tolist() == wanted.tolist()
+    assert found[:6].tolist() == [int(row.numpy().argmax()) for row in logits]
