@@ -61,8 +61,8 @@ class CudaDeviceMemory:
         self.uuid = _uuid_of(pool.device)
         self._pool = pool.view(torch.uint8).view(len(pool), -1)
         self._driver = driver
-        self._copying = open_queue(pool.device)
-        self._digesting = open_queue(pool.device)
+        self._copying = open_queue(pool.device, background=True)
+        self._digesting = open_queue(pool.device, background=True)
         self._in_flight: dict[int, Mark] = {}
         self._last_handle = 0
         self._mapped: dict[int, list[int]] = {}  # bases of a mapped allocation, one a map, by the pool's address
