@@ -6,6 +6,7 @@ A factory is a module-level function, so that `functools.partial(factory, config
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from core.scheduler import Scheduler
 from core.step_cost_fit import StepCostFit
 from fleet.service_host import Placement
 from kv_transfer.agent import AgentIdentity, TransferAgent
+from kv_transfer.device_checks import check_environment, has_gpudirect, paths_of
 from kv_transfer.events import AgentEvent, AgentFailed
 from kv_transfer.machine import TransferMachine
 from kv_transfer.path_probe import keep_for_probes
@@ -80,13 +82,26 @@ def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: P
     return WorkerService(ServiceRole.DECODE, worker, build, servicer, credentials, guests)
 
 
-def open_transport(config: TransferConfig, name: str) -> Transport:
+def open_transport(config: TransferConfig, name: str, on_device: bool = False) -> Transport:
+    """`on_device`: the pool is on a GPU."""
+    paths = paths_of(config.device_path, on_device, on_device and has_gpudirect())
+    if not paths:
+        return _open_plain(config, name, False)
+    check_environment(os.environ, paths)
+    from kv_transfer.transports.device_transport import DeviceTransport
+
+    return DeviceTransport(name, functools.partial(_open_plain, config), paths, config.staging_mb * 1024 * 1024)
+
+
+def _open_plain(config: TransferConfig, name: str, on_device: bool) -> Transport:
     if config.transport == "memory":
         return MemoryTransport(name, FABRIC)
     if config.transport == "nixl":
-        from kv_transfer.transports.nixl_transport import NixlTransport
-
-        return NixlTransport(name)
+        try:
+            from kv_transfer.transports.nixl_transport import NixlTransport
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
+        return NixlTransport(name, on_device)
     if config.transport == "ucxx":
         try:
             from kv_transfer.transports.ucxx_transport import UcxxTransport
@@ -152,11 +167,15 @@ def _worker_parts(
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
         from engine.factory import build_runner
+        from engine.runner import StepLimits
 
         engine = _engine_config(role, config.engine, placement)
+        if engine.device.startswith("cuda"):  # before a model is loaded in vain
+            check_environment(os.environ, paths_of(config.transfer.device_path, True, has_gpudirect()))
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading must not use the other workers' cores
-            runner = build_runner(engine, cache_dir)
+            limits = StepLimits(config.scheduler.max_running, config.scheduler.max_batched_tokens)
+            runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
         if not engine.model.startswith("fake:"):
             max_tokens = min(config.scheduler.max_batched_tokens, runner.info.context_length - 1)
@@ -165,8 +184,11 @@ def _worker_parts(
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
         num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout)
         memory = PoolMemory(
-            runner.pool_address(), num_blocks, runner.layout, runner.pool_memory(), runner.pool_device(), probe_bytes
-        )
+            runner.pool_address(), num_blocks, runner.layout, runner.pool_memory(), runner.pool_device(), probe_bytes,
+            runner.device_memory(),
+        )  # fmt: skip
+        # Both halves of a hand-off read this: without digests, READYs and reads need not be small.
+        transfer = replace(config.transfer, verify_digests=config.transfer.verify_digests and memory.has_digests)
 
         def on_events(events: list[AgentEvent]) -> None:
             for event in events:
@@ -175,16 +197,16 @@ def _worker_parts(
                 else:
                     post(event)
 
-        agent = TransferAgent(
-            config.transfer, identity, memory, functools.partial(open_transport, config.transfer), on_events
-        )
+        on_device = memory.device is not None
+        open_ours = functools.partial(open_transport, transfer, on_device=on_device)
+        agent = TransferAgent(transfer, identity, memory, open_ours, on_events)
         address = agent.start()
         runner.start_background_work()
         pool = BlockPool(num_blocks)
         scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
         peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
         core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
-        machine = make_machine(core, TransferMachine(config.transfer, pool, address))
+        machine = make_machine(core, TransferMachine(transfer, pool, address))
         return WorkerParts(identity.name, machine, executor, agent)
 
     return build

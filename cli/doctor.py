@@ -1,7 +1,6 @@
 """`tandem doctor`: checks this machine, and says how to fix each fault.
 
-Each check is a function that examines one subject and returns findings. FAIL: Tandem does not work on this machine.
-WARN: Tandem is slow or fragile on it. Both come with a fix.
+Each check is a function that examines one subject and returns findings (cli/findings.py), faults with a fix.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -25,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.checks import check_port
+from cli.findings import Finding, Health, judge
+from cli.gpu_checks import gpus
 from cli.paths import name_of, paths_of
 from cli.transport_probe import probe
 from core.config import RouterConfig, TransferConfig
@@ -39,36 +39,26 @@ MIN_RAM_BYTES = 2 * GB
 MIN_SHM_BYTES = 128 * MB  # for the object store of Ray and the segments of UCX
 MIN_OPEN_FILES = 4096
 
-PACKAGES = ("ray", "torch", "grpcio", "protobuf", "nixl-cu12", "tokenizers", "opentelemetry-sdk")
-
-
-class Health(Enum):
-    OK = "[green]ok[/]"
-    WARN = "[yellow]WARN[/]"
-    FAIL = "[red]FAIL[/]"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    subject: str
-    health: Health
-    text: str
-    fix: str = ""  # what to do; empty if nothing is wrong
-
-
-def judge(good: bool, subject: str, text: str, fix: str, otherwise: Health = Health.WARN) -> Finding:
-    return Finding(subject, Health.OK, text) if good else Finding(subject, otherwise, text, fix)
+PACKAGES = ("ray", "torch", "grpcio", "protobuf", "tokenizers", "opentelemetry-sdk")
+NIXL_PACKAGES = ("nixl-cu13", "nixl-cu12")  # one of them
 
 
 def versions() -> list[Finding]:
     found = f"Python {platform.python_version()}"
     findings = [judge(sys.version_info >= (3, 11), "python", found, "install Python 3.11 or newer", Health.FAIL)]
     for name in PACKAGES:
-        try:
-            findings.append(Finding(name, Health.OK, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            findings.append(Finding(name, Health.FAIL, "not installed", "run `make setup`"))
+        found = _version_of(name)
+        findings.append(judge(bool(found), name, found or "not installed", "run `make setup`", Health.FAIL))
+    nixl = next(((name, found) for name in NIXL_PACKAGES if (found := _version_of(name))), ("nixl", ""))
+    findings.append(judge(bool(nixl[1]), nixl[0], nixl[1] or "not installed", "run `make setup`", Health.FAIL))
     return findings
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def processor() -> list[Finding]:
@@ -165,7 +155,7 @@ async def transport(config: TransferConfig) -> Finding:
     return judge(result.path.state not in BROKEN, config.transport, text, fix)
 
 
-CHECKS: tuple[Callable[[], list[Finding]], ...] = (versions, processor, memory, model_cache)
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (versions, processor, memory, gpus, model_cache)
 
 
 async def examine() -> list[Finding]:

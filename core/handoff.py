@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 TransferId = int  # 128 random bits, known only to the router and the two workers of the transfer
 
@@ -96,8 +96,34 @@ class Location:
 
     machine: str = ""  # equal for two processes if and only if they share a machine and a network namespace
     on_gpu: bool = False  # the pool is in GPU memory
-    memory_bytes_per_s: float = 0.0  # speed of a copy in the machine's memory
+    memory_bytes_per_s: float = 0.0  # speed of a copy in the memory that holds the pool
     link_bytes_per_s: float = 0.0  # of the fastest network device
+    gpu: str = ""  # UUID of the GPU that holds the pool
+
+
+class DevicePath(Enum):
+    """How bytes move where a pool is in the memory of a device."""
+
+    MAPPED = "mapped"  # the reader maps the owner's pool, and its GPU copies; on one machine
+    DIRECT = "direct"  # the transport reads device memory: RDMA, or its own cuda_ipc
+    STAGED = "staged"  # through buffers in host memory on each side that has a device
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAccess:
+    """The kind of memory that holds a pool, and the ways to move its bytes. The default: host memory, read as it is."""
+
+    device: int | None = None  # CUDA device, as the owner's process numbers it; None = host memory
+    paths: frozenset[DevicePath] = frozenset()  # that the agent can use for reads from its pool and into it
+    map_handle: bytes = b""  # MAPPED: of the pool
+    process: str = ""  # MAPPED: the agent's process, as processes of the same pid namespace name it
+    direct_metadata: bytes = b""  # DIRECT: of the transport that has registered the pool
+    staging_base: int = 0  # STAGED: address of slot 0 in host memory
+    slot_bytes: int = 0
+    num_slots: int = 0
+
+    def __str__(self) -> str:
+        return "host memory" if self.device is None else f"the memory of CUDA device {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +142,7 @@ class AgentAddress:
     lease_s: float  # the agent keeps an offered block for this long after the puller's last message
     probe_bytes: int = 0  # behind the last block, without content: peers read them to measure the path
     location: Location = Location()
+    access: PoolAccess = PoolAccess()
 
 
 class OfferedBlock(NamedTuple):

@@ -33,8 +33,10 @@ class _Layer:
         self.down = linear_method.prepare(weights.down, None)
         self.qk_norm: torch.Tensor | None = None  # [Hq + Hkv, D]
         if weights.qk_norm is not None:
-            counts = torch.tensor([self.config.num_heads, self.config.num_kv_heads], device=weights.qk_norm.device)
-            self.qk_norm = weights.qk_norm.repeat_interleave(counts, dim=0)
+            counts = (self.config.num_heads, self.config.num_kv_heads)
+            self.qk_norm = torch.cat(
+                [row.expand(count, -1) for row, count in zip(weights.qk_norm, counts, strict=True)]
+            )
 
     def project(self, normed: torch.Tensor) -> torch.Tensor:
         """The query, key and value heads of each row. # [T, hidden] -> [T, Hq + 2 * Hkv, D]"""

@@ -10,7 +10,7 @@ import torch
 from core.config import EngineConfig
 from core.model_work import ModelSizes
 from core.step import ScheduledChunk, StepOutput, StepPlan
-from engine.backend import choose_backend
+from engine.backend import choose_backend, sorted_error
 from engine.host_memory import keep_freed_memory
 from engine.kv_pool import KVPool, num_blocks_within
 from engine.loading import ModelSetup, load_model
@@ -82,8 +82,12 @@ class TorchRunner:
     def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> Computed:
         assert self._model is not None, "the runner is closed"
         prepared, sampler = inputs
-        with torch.inference_mode():
-            logits = self._model.compute(prepared.inputs(list(promised.values())))
-            if logits.is_cuda:
-                torch.cuda.current_stream(logits.device).synchronize()  # peers may read the step's KV after the return
-            return Computed(sampler.sample(logits.cpu().numpy(), promised, self._draw))
+        try:
+            with torch.inference_mode():
+                logits = self._model.compute(prepared.inputs(list(promised.values())))
+                if logits.is_cuda:
+                    torch.cuda.current_stream(logits.device).synchronize()  # peers may read the KV after the return
+                logits = logits.cpu()
+        except RuntimeError as error:
+            raise sorted_error(error) from error
+        return Computed(sampler.sample(logits.numpy(), promised, self._draw))

@@ -174,6 +174,7 @@ class TransferAgent:
                 lease_s=self.config.lease_s,
                 probe_bytes=self.pool.probe_bytes,
                 location=locate(self.pool),
+                access=transport.access(),
             )
             self._started.set()
             self._pump(transport)
@@ -271,7 +272,7 @@ class TransferAgent:
                 assert_never(action)
 
     def _end_probe(self, transport: Transport, end: ReadDone | ReadBroken) -> None:
-        event = self._prober.end(end)
+        event = self._prober.end(transport, end)
         self._events.append(event)
         if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
             self._lose(transport, event.peer, str(end.error))

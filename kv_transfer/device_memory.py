@@ -27,6 +27,7 @@ class PinnedBuffer(NamedTuple):
 
 class DeviceMemory(Protocol):
     device: int  # the CUDA device of the pool
+    uuid: str  # of the GPU; equal for two pools if and only if they share it; empty = not known
     copy_bytes_per_s: float  # of a copy from the device to itself, measured at start
 
     def export(self) -> bytes:

@@ -3,6 +3,9 @@
 Owner and puller hash the spans in the order of the plan (kv_transfer/plan.py), so equal bytes give equal digests
 whatever the layouts. The puller hashes what it has read while the bytes are in the CPU's cache (kv_transfer/reads.py).
 The owner hashes the blocks it offers on a thread beside the agent (kv_transfer/offered_digests.py).
+
+A device hashes whole blocks of its own pool (`DeviceMemory.digests`). It hashes no pieces: between unequal layouts, a
+pool on a device has no digests, on either side.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PathProbed:
-    """A probe has read its bytes. `seen`: TCP or RDMA where a device of that kind has counted the bytes."""
+    """A probe has read its bytes. `seen`: the lane that the transport names, or TCP or RDMA where a network device has
+    counted the bytes."""
 
     peer: str
     num_bytes: int

@@ -6,6 +6,8 @@
 A block does not change while it is leased, so its digest is computed once for each offer, when it is offered. Where the
 reader's layout differs, a READY names pieces of blocks, and their digests are computed when the READY is sent.
 
+A device hashes thousands of blocks in the time of one message, so its digests are computed at once, without the thread.
+
 The thread yields every few blocks: where it shares a core with the agent's thread, messages wait less.
 """
 
@@ -36,9 +38,10 @@ class _Waiting:
 
 class OfferedDigests:
     def __init__(self, name: str, pool: PoolMemory, enabled: bool, wake: Callable[[], None]) -> None:
-        """The thread calls `wake` when digests are ready. Device memory has no digests."""
+        """The thread calls `wake` when digests are ready."""
         self._layout = pool.layout
         self._view = pool.view if enabled else None
+        self._memory = pool.memory if enabled and pool.view is None else None
         self._wake = wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"digests-{name}")
         self._jobs: deque[Future[None]] = deque()  # oldest first
@@ -49,15 +52,22 @@ class OfferedDigests:
 
     def compute(self, blocks: tuple[int, ...]) -> None:
         """Begin to compute the digests of blocks that are leased from now on."""
-        if self._view is None:
+        if self._view is None and self._memory is None:
             return
         self._num_jobs += 1
         self._job_of.update(dict.fromkeys(blocks, self._num_jobs))
+        if self._memory is not None:
+            digests = self._memory.digests(blocks, self._layout.block_bytes)
+            self._digests.update(
+                (block, (self._num_jobs, digest)) for block, digest in zip(blocks, digests, strict=True)
+            )
+            return
+        assert self._view is not None
         self._jobs.append(self._thread.submit(self._compute, self._view, blocks, self._num_jobs))
 
     def when_ready(self, ready: Ready, peer: KVLayout, send: Callable[[Digests], None]) -> None:
-        """Call `send` with the digests of a READY, none where digests are off."""
-        if self._view is None:
+        """Call `send` with the digests of a READY, none where there are none."""
+        if self._view is None and (self._memory is None or peer != self._layout):
             send(())
         elif peer == self._layout:
             blocks = ready.blocks.blocks
@@ -67,6 +77,7 @@ class OfferedDigests:
             )
             self.send_ready()
         else:
+            assert self._view is not None
             plan = TransferPlan(self._layout, peer)
             pieces = [plan.source_spans(piece, block) for piece, block, _ in ready.blocks]
             future = self._thread.submit(of_pieces, self._view, pieces)

@@ -41,6 +41,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
+from core.paths import refuse_memory
 from kv_transfer.events import Actions, ComputeDigests, OfferEnded
 from kv_transfer.offer import Offer
 from kv_transfer.peers import Drop, Peers, transfer_name
@@ -117,7 +118,7 @@ class Owner:
             if offer.peer is None:
                 offer.renewed_at = now
         actions: Actions = []
-        if wanted and offer.plan.moves_whole_blocks and self.config.verify_digests:
+        if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
             actions.append(ComputeDigests(tuple(wanted.values())))
         if offer.wanted is not None and (wanted or last):
             num_announced = offer.num_announced
@@ -298,7 +299,7 @@ class Owner:
         actions: Actions = []
         total, start = offer.num_announced, first_block
         count = MAX_BLOCKS_PER_READY
-        if self.config.verify_digests:
+        if self._has_digests(offer):
             count = max(1, min(FIRST_READY_BYTES // self._peers.address.layout.block_bytes, count))
         while start == first_block or start < total:
             end = min(start + count, total)
@@ -335,9 +336,18 @@ class Owner:
     ) -> Actions:
         return [] if peer is None else self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
+    def _has_digests(self, offer: Offer) -> bool:
+        """A device has digests of whole blocks only."""
+        on_host = self._peers.address.access.device is None
+        return self.config.verify_digests and (on_host or offer.plan.moves_whole_blocks)
+
     def _plan_for(self, peer: AgentAddress | None) -> TransferPlan:
-        own = self._peers.address.layout
-        return TransferPlan(own, own if peer is None else peer.layout)
+        """Raises `LayoutMismatch` for a peer that cannot read our pool."""
+        own = self._peers.address
+        if peer is None:
+            return TransferPlan(own.layout, own.layout)
+        refuse_memory(peer, own)
+        return TransferPlan(own.layout, peer.layout)
 
     def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
         self.pool.unlease([offer.leased.pop(position) for position in positions])

@@ -1,7 +1,8 @@
 """Probes of paths: timed reads of bytes that the peer keeps for this alone.
 
 The devices' counters tell the lane, whatever the transport: TCP where a network device received as many bytes
-meanwhile, RDMA where an InfiniBand or RoCE port did. No device counts bytes that move through memory.
+meanwhile, RDMA where an InfiniBand or RoCE port did. No device counts bytes that move through memory. A transport that
+itself chose the lane names it, and the counters are not asked.
 """
 
 from __future__ import annotations
@@ -84,13 +85,16 @@ class PathProber:
     def owns(self, handle: int) -> bool:
         return handle in self.probes
 
-    def end(self, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
+    def end(self, transport: Transport, end: ReadDone | ReadBroken) -> PathProbed | ProbeFailed:
         ended_at = time.perf_counter()
         probe = self.probes.pop(end.handle)
         peer, num_bytes, seconds = probe.action.peer, probe.action.num_bytes, ended_at - probe.began_at
         if isinstance(end, ReadBroken):
             return ProbeFailed(peer, f"{num_bytes} bytes in {seconds:.1f} s: {end.error}")
-        return PathProbed(peer, num_bytes, seconds, seen(probe.before, self._count(), num_bytes))
+        lane = transport.lane(peer)
+        if lane is Lane.UNKNOWN:
+            lane = seen(probe.before, self._count(), num_bytes)
+        return PathProbed(peer, num_bytes, seconds, lane)
 
     def time_out(self, transport: Transport) -> None:
         now = time.perf_counter()

@@ -4,7 +4,7 @@
                                                    |  ^
                                  no answer in time v  | after RETRY_S
                                                UNREACHABLE
-    KV layouts that cannot be translated: REFUSED
+    KV layouts that cannot be translated, memory that no path reaches: REFUSED
 
 The reading side measures: PINGs for the round trip, then probes, reads of bytes that hold no KV. No probe runs while a
 transfer with the peer is alive. Each later hand-off that moves enough bytes measures its own path. The best of the last
@@ -23,7 +23,7 @@ from enum import Enum, auto
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import AgentAddress, Ping
-from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of
+from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of, refuse_memory
 from kv_transfer.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
 from kv_transfer.peers import MAX_IDLE_PEERS, Drop, Peers
 from kv_transfer.plan import plan_from
@@ -114,6 +114,7 @@ class Paths:
             return []
         try:
             plan_from(peer.layout, self._peers.address.layout)
+            refuse_memory(self._peers.address, peer)
         except LayoutMismatch as mismatch:
             return self._conclude(path, PathState.REFUSED, now, str(mismatch))
         return self._connect(path, in_use, now)

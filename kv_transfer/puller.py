@@ -39,6 +39,7 @@ from core.handoff import (
     TransferId,
     Want,
 )
+from core.paths import refuse_memory
 from kv_transfer.events import (
     Actions,
     PullCompleted,
@@ -84,6 +85,7 @@ class Puller:
     def refuse_pull(self, transfer_id: TransferId, owner: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
         plan_from(owner.layout, self._peers.address.layout)
+        refuse_memory(self._peers.address, owner)
         if transfer_id in self.pulls or transfer_id in self._ended:
             raise TransferFailed(f"{transfer_name(transfer_id)} was pulled before")
         if len(self.pulls) >= self.config.max_transfers:

@@ -6,7 +6,7 @@
 With digests, a slice is about as large as a core's second-level cache: hashing bytes that were just copied costs a
 third of hashing them from memory. Over shared memory a read copies before its start returns, so each slice lands at
 once. Other lanes have a few slices in flight, so that they need not wait for the hashing; with many, a slice would
-leave the cache before it is hashed. Without digests, a read is one slice.
+leave the cache before it is hashed. Without digests, and where a device hashes its own memory, a read is one slice.
 
 All of this runs on the agent's thread.
 """
@@ -60,8 +60,8 @@ class Reads:
     """Each read is returned once, by the call that ended it: from then on nothing writes into its targets."""
 
     def __init__(self, pool: PoolMemory, verify_digests: bool) -> None:
-        """Device memory has no digests."""
         self._view = pool.view if verify_digests else None
+        self._memory = pool.memory if verify_digests and pool.view is None else None
         self._block_bytes = pool.layout.block_bytes
         self._read_of: dict[int, Read] = {}  # by handle
 
@@ -70,8 +70,9 @@ class Reads:
 
     def start(self, transport: Transport, action: StartRead, plan: TransferPlan, began_at: float) -> Read | None:
         num_pairs = len(action.sources)
-        digests = [] if self._view is None else [0] * num_pairs
-        size = max(1, SLICE_BYTES // plan.piece_bytes) if digests else num_pairs
+        by_device = self._memory is not None and not action.pieces
+        digests = [0] * num_pairs if self._view is not None or by_device else []
+        size = max(1, SLICE_BYTES // plan.piece_bytes) if self._view is not None else num_pairs
         slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
         return self._go_on(transport, Read(action, plan, began_at, slices, digests))
 
@@ -121,8 +122,10 @@ class Reads:
 
     def _digests_of(self, read: Read, first: int, end: int) -> Digests:
         """Of the targets of pairs [first, end)."""
-        assert self._view is not None
         targets = read.action.targets[first:end]
+        if self._memory is not None:
+            return self._memory.digests(targets, self._block_bytes)
+        assert self._view is not None
         if not read.action.pieces:
             return of_blocks(self._view, targets, self._block_bytes)
         moved = zip(read.action.pieces[first:end], targets, strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from core.errors import InvalidRequest
-from core.handoff import AgentAddress, Location
+from core.handoff import AgentAddress, DevicePath, Location, PoolAccess
 from core.kv_layout import KVLayout
 from protos import worker_pb2
 
@@ -30,7 +30,26 @@ def decode_layout(wire: worker_pb2.KVLayout) -> KVLayout:
         raise InvalidRequest("layout", str(error)) from error
 
 
-_LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")
+_LOCATION_FIELDS = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s", "gpu")
+_ACCESS_FIELDS = ("map_handle", "process", "direct_metadata", "staging_base", "slot_bytes", "num_slots")
+
+DEVICE_PATH_TO_WIRE: dict[DevicePath, worker_pb2.DevicePath] = {
+    path: getattr(worker_pb2, f"DEVICE_PATH_{path.name}") for path in DevicePath
+}
+DEVICE_PATH_FROM_WIRE: dict[int, DevicePath] = {wire: path for path, wire in DEVICE_PATH_TO_WIRE.items()}
+
+
+def _encode_access(access: PoolAccess) -> worker_pb2.PoolAccess:
+    paths = sorted(DEVICE_PATH_TO_WIRE[path] for path in access.paths)
+    fields = {name: getattr(access, name) for name in _ACCESS_FIELDS}
+    return worker_pb2.PoolAccess(device=access.device, paths=paths, **fields)
+
+
+def _decode_access(wire: worker_pb2.PoolAccess) -> PoolAccess:
+    """Paths of a later version are left out."""
+    device = wire.device if wire.HasField("device") else None
+    paths = frozenset(DEVICE_PATH_FROM_WIRE[path] for path in wire.paths if path in DEVICE_PATH_FROM_WIRE)
+    return PoolAccess(device, paths, **{name: getattr(wire, name) for name in _ACCESS_FIELDS})
 
 
 def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
@@ -44,6 +63,7 @@ def encode_agent(address: AgentAddress) -> worker_pb2.AgentAddress:
         lease_s=address.lease_s,
         probe_bytes=address.probe_bytes,
         location=worker_pb2.Location(**{name: getattr(address.location, name) for name in _LOCATION_FIELDS}),
+        access=_encode_access(address.access) if address.access != PoolAccess() else None,
     )
 
 
@@ -62,4 +82,5 @@ def decode_agent(wire: worker_pb2.AgentAddress) -> AgentAddress:
         lease_s=wire.lease_s,
         probe_bytes=wire.probe_bytes,
         location=Location(**{name: getattr(wire.location, name) for name in _LOCATION_FIELDS}),
+        access=_decode_access(wire.access),
     )

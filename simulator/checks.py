@@ -15,6 +15,7 @@ from core.block_pool import Column
 from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
+    OutOfDeviceMemory,
     QueueFull,
     RequestCancelled,
     TandemError,
@@ -184,6 +185,10 @@ class Oracle:
                 return client.oversized
             case QueueFull():
                 return self._marked("QueueFull", call) and not call.num_delivered
+            case OutOfDeviceMemory():
+                return self._marked("sequence without memory", call)
+            case TransferFailed() if self._marked("sequence without memory", call):
+                return True  # the hand-off of that sequence
             case WorkerUnavailable() | TransferFailed():
                 without_worker = str(error).startswith("no decode worker")
                 return self._decode_pool_had_trouble(call) if without_worker else self._workers_had_trouble(call)

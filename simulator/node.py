@@ -16,7 +16,7 @@ from typing import Any
 
 from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
-from core.errors import TandemError, TokenStreamEnded
+from core.errors import OutOfDeviceMemory, TandemError, TokenStreamEnded
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
@@ -55,6 +55,7 @@ class WorkerSpec:
     step_s: float = 0.004
     token_s: float = 0.0002
     step_failure: float = 0.0  # probability
+    memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences
     report_interval_s: float = 0.1
     idle_report_interval_s: float = 0.4
 
@@ -193,8 +194,18 @@ class WorkerNode:
         if not self.alive:
             return
         self._check_writes(plan)
-        output = self.memory.run(plan)
+        output = self.memory.run(plan, self._without_memory(plan))
         self._world.after(remaining_s, lambda: self._end_step(output))
+
+    def _without_memory(self, plan: StepPlan) -> dict[str, TandemError]:
+        """The sequence of a step that the device has no memory for, if there is one."""
+        world = self._world
+        if not self.spec.memory_failure or not world.chance(self.spec.memory_failure):
+            return {}
+        sequence_id = world.random.choice(plan.chunks).sequence.sequence_id
+        world.counts["sequence without memory"] += 1
+        world.marks.add(f"sequence without memory of {sequence_id}")
+        return {sequence_id: OutOfDeviceMemory(f"no memory for {sequence_id}")}
 
     def _end_step(self, output: StepOutput) -> None:
         self._steps.popleft()

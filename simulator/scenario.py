@@ -92,6 +92,7 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         verify_digests=calm or chance.random() < 0.7,
     )
     workers = _with_slow_prefill(seed, _with_block_sizes(seed, _workers(chance, calm, transfer)))
+    workers = workers if calm else _with_little_memory(seed, workers)
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
     return Scenario(
         seed=seed,
@@ -179,6 +180,13 @@ def _with_slow_prefill(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[Work
         else spec
         for spec in workers
     )
+
+
+def _with_little_memory(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
+    """In one world of four, devices have no memory for some sequences."""
+    if random.Random(f"little memory of {seed}").random() > 0.25:  # a separate generator: other worlds stay the same
+        return workers
+    return tuple(replace(spec, memory_failure=0.004) for spec in workers)
 
 
 def _router_config(chance: random.Random, calm: bool) -> RouterConfig:

@@ -19,6 +19,10 @@ class Mark(Protocol):
         """Wait on the host until the work before this place has ended. Raises an error of this work."""
         ...
 
+    def has_ended(self) -> bool:
+        """Whether the work before this place has ended. Never waits. Raises an error of this work."""
+        ...
+
     def seconds_since(self, earlier: Mark) -> float:
         """Both have ended."""
         ...
@@ -58,6 +62,9 @@ class CudaMark:
 
     def wait(self) -> None:
         self.event.synchronize()
+
+    def has_ended(self) -> bool:
+        return self.event.query()
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, CudaMark)
@@ -99,6 +106,9 @@ class HostMark:
 
     def wait(self) -> None:
         """The work before this place has ended."""
+
+    def has_ended(self) -> bool:
+        return True
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, HostMark)

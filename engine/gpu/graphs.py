@@ -84,6 +84,7 @@ class DecodeGraphs:
 
     def close(self) -> None:
         self._graphs.clear()
+        self._fixed = self._fixed[:0].clone()
 
     def _capture(self, bucket: int, memory: Any) -> None:
         arrays = self._arranger.only_padding(bucket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.gpu import elementwise, sampling_kernels
+from engine.gpu import copies, digests, elementwise, sampling_kernels
 from engine.gpu.decode_attention import decode_attention
 from engine.gpu.draw_kernels import draw_tokens
 from engine.gpu.fp8_kernels import fp8_linear
@@ -14,6 +14,8 @@ from engine.gpu.rope_cache import rope_and_cache
 KERNELS: dict[str, Callable[..., None]] = {
     "add_rms_norm": elementwise.add_rms_norm,
     "silu_and_multiply": elementwise.silu_and_multiply,
+    "copy_runs": copies.copy_runs,
+    "block_digests": digests.block_digests,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,

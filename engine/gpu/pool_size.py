@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class PoolSizer:
         if self.allocator is None:
             return num_blocks_within(layout, config.host_kv_memory_mb)
         step_peak, graphs = self._measured(self.allocator)
+        gc.collect()  # the small pool and its computer refer to each other
         use = MemoryUse.now(self.allocator, step_peak, graphs)
         margin_mb = config.gpu_memory_margin_mb
         return plan_pool(use, layout, config.kv_memory_mb, margin_mb, self.share, NUM_PADDING_BLOCKS)

@@ -6,10 +6,12 @@ no result.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+import xxhash
 
 
 def add_rms_norm(
@@ -107,6 +109,22 @@ def fp8_linear(
     outputs.copy_(products if bias is None else products + bias.float())
 
 
+def copy_runs(runs: torch.Tensor, access_bytes: int) -> None:  # noqa: ARG001 - kernels use it
+    for source, target, num_bytes in runs.tolist():
+        ctypes.memmove(target, source, num_bytes)
+
+
+def block_digests(
+    memory: torch.Tensor,
+    blocks: torch.Tensor,
+    sums: torch.Tensor,  # noqa: ARG001 - kernels use it
+    digests: torch.Tensor,
+) -> None:
+    for index, block in enumerate(blocks.tolist()):
+        digest = xxhash.xxh3_64_digest(memory[block].numpy().tobytes())
+        digests[index] = int.from_bytes(digest, "big", signed=True)
+
+
 REFERENCES: dict[str, Callable[..., None]] = {
     "add_rms_norm": add_rms_norm,
     "silu_and_multiply": silu_and_multiply,
@@ -114,4 +132,6 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
     "fp8_linear": fp8_linear,
+    "copy_runs": copy_runs,
+    "block_digests": block_digests,
 }

@@ -23,11 +23,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 # Operators without a synchronisation, whose memory and launches do not depend on values. tandem:: are our own.
 _NAMES = """
 _reshape_alias _to_copy _unsafe_view add add_ addmm alias as_strided cat chunk clamp clamp_min clone contiguous
-copy_ detach embedding empty empty_like empty_strided expand fill_ flatten ge gt index_select linear lt matmul
-mean mm mul mul_ narrow new_empty new_empty_strided pow reshape rms_norm _fused_rms_norm rsqrt select sigmoid
+copy_ detach embedding expand fill_ flatten ge gt index_select linear lt matmul
+mean mm mul mul_ narrow pow reshape rms_norm _fused_rms_norm rsqrt select sigmoid
 silu slice split split_with_sizes squeeze sub t to transpose unsqueeze view where zero_ zeros zeros_like
 """
-ALLOWED = frozenset(f"aten::{name}" for name in _NAMES.split())
+_WITHOUT_CONTENTS = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+ALLOWED = _WITHOUT_CONTENTS | {f"aten::{name}" for name in _NAMES.split()}
 _OWN = "tandem::"
 
 
@@ -92,7 +95,8 @@ class Rehearsal(TorchDispatchMode):
         given = {_address(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         fresh = [tensor for tensor in made if _address(tensor) not in given]
-        if fresh or func._schema.is_mutable:  # else the results are views: a replay finds them as they are
+        # A replay finds views as they are, and has nothing to compute for memory without contents.
+        if name not in _WITHOUT_CONTENTS and (fresh or func._schema.is_mutable):
             assert not fresh or len(fresh) == len(made), f"{func.name()} returns new tensors and views"
             self._calls.append(_Call(func, tree_map(self._weakly, inputs), fresh))
         for tensor in made:

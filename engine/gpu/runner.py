@@ -52,22 +52,20 @@ _MIN_RUNNING = 8  # a new worker measures steps of so many sequences
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A submitted step. `staged` and `plan` are None if the step before has no token for a promised chunk."""
+    """A submitted step. `staged` and `plan` are None if the step before has no token for a promised chunk, or if the
+    device had no memory for the inputs."""
 
     chunks: Sequence[ScheduledChunk]
     rows_before: Mapping[str, int]  # of the step before
+    row_of: Mapping[str, int]  # of each sequence that samples
     staged: StagedStep | None = None
     plan: SamplingPlan | None = None
     bucket: int | None = None
     launched: bool = False
-    error: Exception | None = None  # of the launch
+    error: Exception | None = None  # of the preparation or the launch
     begun: Mark | None = None
     ended: Mark | None = None
     rows: SampledRows | None = None
-
-    @property
-    def row_of(self) -> Mapping[str, int]:
-        return {} if self.plan is None else self.plan.row_of
 
 
 class GpuRunner:
@@ -103,11 +101,13 @@ class GpuRunner:
                 torch.cuda.set_per_process_memory_fraction(share, device)
         self._queue = queue or open_queue(device)
         splits = _choose_splits(device)
-        with torch.inference_mode():
+        # All of the start runs on the stream of the steps, so the steps see its results.
+        with torch.inference_mode(), self._queue.computing():
             model = _load(setup, on_progress, share)
 
             def make_pool(num_blocks: int) -> KVPool:
-                return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS, pool_order)
+                with torch.inference_mode(False):  # others write to the pool, too
+                    return KVPool(setup.layout, num_blocks, device, NUM_PADDING_BLOCKS, pool_order)
 
             def make_computer(pool: KVPool) -> StepComputer:
                 return StepComputer(setup, model, pool, limits, self._queue, splits)
@@ -120,6 +120,7 @@ class GpuRunner:
             self._computer: StepComputer | None = make_computer(self._pool)
             if with_graphs:
                 self._computer.graphs.capture(buckets_up_to(limits.max_running))
+        self._queue.free_cached()
         self._steps = StepQueue(self._prepare, self._compute)
         self._prepare_lock = threading.Lock()
         self._launch_lock = threading.Lock()
@@ -171,11 +172,11 @@ class GpuRunner:
     def _prepare(self, plan: StepPlan) -> _Step:
         computer = self._open()
         before = self._submitted[-1] if self._submitted else None
-        step = _Step(plan.chunks, {} if before is None else before.row_of)
+        sampling = (chunk.sequence.sequence_id for chunk in plan.chunks if chunk.samples)
+        row_of = {name: row for row, name in enumerate(sampling)}
+        step = _Step(plan.chunks, {} if before is None else before.row_of, row_of)
         if all(chunk.sequence.sequence_id in step.rows_before for chunk in plan.chunks if chunk.promised):
-            with torch.inference_mode(), self._prepare_lock:
-                step.plan = computer.sampler.prepare(step.chunks, step.rows_before)
-                step.staged, step.bucket = computer.stage(step.chunks, step.rows_before)
+            self._stage(step, computer)
         self._submitted.append(step)
         if self._launch_lock.acquire(blocking=False):  # else the engine's thread launches
             try:
@@ -183,6 +184,18 @@ class GpuRunner:
             finally:
                 self._launch_lock.release()
         return step
+
+    def _stage(self, step: _Step, computer: StepComputer) -> None:
+        """Raises `DeviceLost`. A step without memory for its inputs is computed in parts when it is collected."""
+        try:
+            with torch.inference_mode(), self._prepare_lock:
+                step.plan = computer.sampler.prepare(step.chunks, step.rows_before)
+                step.staged, step.bucket = computer.stage(step.chunks, step.rows_before)
+        except Exception as error:
+            found = _sorted(error)
+            if not isinstance(found, OutOfDeviceMemory):
+                raise found from error
+            step.launched, step.error = True, found
 
     def _compute(self, step: _Step, promised: PromisedTokens) -> Computed:  # noqa: ARG002 - they are on the device
         with self._launch_lock:

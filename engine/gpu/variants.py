@@ -17,6 +17,7 @@ import torch
 
 from core.request import MAX_LOGPROBS
 from engine.fp8 import CODES
+from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
 from engine.gpu.tile_sizes import MAX_CANDIDATES, SAMPLING_SPLIT
 
@@ -37,8 +38,11 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def variants() -> Iterator[Variant]:
     yield from _elementwise()
+    yield from _copies()
+    yield from _digests()
     yield from _sampling()
     yield from _fp8_linear()
+    yield from _attention()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -60,6 +64,29 @@ def _elementwise() -> Iterator[Variant]:
                 in_ci=served and size == 14336,
                 instructions=("LDG.E.128", "STG.E.128"),
             )
+
+
+def _copies() -> Iterator[Variant]:
+    runs = meta(16384, 3, dtype=torch.int64)
+    for access_bytes, instruction in ((16, "E.128"), (8, "E.64"), (4, "E"), (2, "E.U16"), (1, "E.U8")):
+        yield Variant(
+            f"copy_runs {access_bytes} bytes",
+            partial(KERNELS["copy_runs"], runs, access_bytes),
+            in_ci=access_bytes == 16,
+            instructions=(f"LDG.{instruction}", f"STG.{instruction}"),
+        )
+
+
+def _digests() -> Iterator[Variant]:
+    for block_bytes in (368640, 2 << 20):
+        memory, blocks = meta(1 << 15, block_bytes, dtype=torch.uint8), meta(64, dtype=torch.int32)
+        sums, digests = meta(*scratch_shape(64, block_bytes), dtype=torch.int64), meta(64, dtype=torch.int64)
+        yield Variant(
+            f"block_digests {block_bytes} bytes",
+            partial(KERNELS["block_digests"], memory, blocks, sums, digests),
+            in_ci=block_bytes == 2 << 20,
+            instructions=("LDG.E.128", "STG.E.128"),
+        )
 
 
 def _sampling() -> Iterator[Variant]:
@@ -99,3 +126,50 @@ def _fp8_linear() -> Iterator[Variant]:
                     in_ci=dtype is torch.bfloat16 and num_tokens in (32, 2048) and size == 14_336,
                     instructions={torch.bfloat16: ("HGMMA",) if num_tokens > 32 else ("HMMA",)}.get(dtype, ()),
                 )
+
+
+ATTENTION_IN_CI = [
+    (torch.bfloat16, 128, 4),  # Llama 8B
+    (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
+    (torch.bfloat16, 256, 4),  # the most registers
+    (torch.float32, 64, 3),  # products without the matrix units
+]
+
+
+def _attention() -> Iterator[Variant]:
+    """The dtype, the head size and the group change the tiles. Kernels read all lengths and counts at run time."""
+    for dtype in DTYPES:
+        for head_dim in (64, 80, 96, 128, 256):
+            for group in (1, 3, 4, 8):
+                step = AttentionStep(dtype, head_dim, group)
+                in_ci = (dtype, head_dim, group) in ATTENTION_IN_CI
+                shape = f"{dtype} head size {head_dim} group {group}"
+                copies = ("LDGSTS.E.BYPASS.128",)  # 16 bytes past the registers, while earlier tiles are computed
+                products = () if dtype is torch.float32 else ("HGMMA",)
+                yield Variant(f"rope_and_cache {shape}", step.rope_and_cache, in_ci, ("LDG.E.128", "STG.E.128"))
+                yield Variant(f"decode_attention {shape}", partial(step.decode_attention, 8), in_ci, copies)
+                yield Variant(f"decode_attention {shape} unsplit", partial(step.decode_attention, 1), False, copies)
+                yield Variant(f"prefill_attention {shape}", step.prefill_attention, in_ci, (*copies, *products))
+
+
+class AttentionStep:
+    """The tensors of one step of a model with 8 KV heads."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
+        num_heads, num_kv_heads, num_tokens = 8 * group, 8, 512
+        self.heads = meta(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.attended = meta(num_tokens, num_heads, head_dim, dtype=dtype)
+        self.pool = meta(20_000, 32, 2, num_kv_heads, 16, head_dim, dtype=dtype)
+        self.angles = meta(4096, head_dim // 2, dtype=torch.float32)
+        self.ints = meta(64, dtype=torch.int32)
+
+    def rope_and_cache(self) -> None:
+        KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3)
+
+    def decode_attention(self, num_splits: int) -> None:
+        num_chunks, (_, num_heads, head_dim) = len(self.ints), self.attended.shape
+        partials = meta(num_chunks, num_heads, num_splits, head_dim + 2, dtype=torch.float32)
+        KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended)
+
+    def prefill_attention(self) -> None:
+        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, PoolAccess
+from core.paths import Lane
 from kv_transfer.plan import Run, Runs, runs_of_blocks
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
@@ -120,6 +121,12 @@ class MemoryTransport:
 
     def metadata(self) -> bytes:
         return self.name.encode()
+
+    def access(self) -> PoolAccess:
+        return PoolAccess()
+
+    def lane(self, peer: str) -> Lane:  # noqa: ARG002
+        return Lane.UNKNOWN
 
     def connect(self, peer: AgentAddress) -> None:
         with self.fabric.lock:

@@ -6,6 +6,7 @@
 - Without that thread nixl takes no locks, so two threads inside nixl crash the process. One thread owns a transport.
 - Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
   indices; nixl merges indices that are adjacent on both sides. Any other read makes its own descriptors.
+- A descriptor names the kind of memory and the device of its own side: ours from our pool, a peer's from its address.
 - Over shared memory a read copies before its start returns, so the caller bounds its size.
 - Neither nixl nor UCX can withdraw a read in flight. Released, and even with its peer removed, the read writes when the
   bytes arrive (seen over TCP, from a process that had been stopped). So a transfer is released, and a peer removed,
@@ -24,23 +25,26 @@ from typing import Any
 import numpy as np
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, PoolAccess
+from core.paths import Lane
 from kv_transfer.plan import Runs
+from kv_transfer.transports.nixl_package import import_nixl
 from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 # The most that one system call copies over shared memory; UCX's default of 512 KB costs 8 % of the speed of 2 MiB
 # blocks. UCX_CMA_SEG_SIZE in the environment overrides this.
 UCX_OPTIONS = "CMA_SEG_SIZE=64m"
+# UCX turns reads of device memory over cuda_ipc off where it sees no NVLink; they then fall back to TCP.
+DEVICE_UCX_OPTIONS = f"{UCX_OPTIONS},CUDA_IPC_ENABLE_GET_ZCOPY=y"
 CLOSE_TIMEOUT_S = 0.5  # for reads in flight
 
 _raise_exceptions = logging.raiseExceptions
-import nixl_cu12._bindings as _bindings  # noqa: E402
-from nixl_cu12 import nixl_agent, nixl_agent_config  # noqa: E402
-
+_nixl = import_nixl()
 logging.raiseExceptions = _raise_exceptions  # importing nixl turns it off for the whole process
 logging.getLogger("nixl").setLevel(logging.WARNING)
 
+_bindings = _nixl._bindings
 _NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
 
 
@@ -55,8 +59,21 @@ def _errors_mapped(doing: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kind:
+    """The kind of memory that holds a pool, in nixl's words."""
+
+    name: str
+    device: int
+
+    @classmethod
+    def of(cls, device: int | None) -> _Kind:
+        return cls("DRAM", 0) if device is None else cls("VRAM", device)
+
+
+@dataclass(frozen=True, slots=True)
 class _Peer:
     address: AgentAddress
+    kind: _Kind
     blocks: Any  # prepared descriptors of the peer's blocks; None where they are not as large as ours
 
 
@@ -69,12 +86,13 @@ class _Read:
 
 
 class NixlTransport:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_device: bool = False) -> None:
+        """`on_device`: the pool will be in the memory of a device."""
         self.name = name
         self.busy = False
         self._poll_time = PollTime()
         self._pool: PoolMemory | None = None
-        self._memory = "DRAM"
+        self._kind = _Kind.of(None)  # of our pool
         self._registered: Any = None
         self._blocks: Any = None  # prepared descriptors of our blocks
         self._peers: dict[str, _Peer] = {}
@@ -83,20 +101,28 @@ class NixlTransport:
         self._next_handle = 0
         with _errors_mapped("start nixl"):
             # Without a backend list nixl would create UCX with its defaults first.
-            self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "engine_config": UCX_OPTIONS})
+            self._agent: Any = _nixl.nixl_agent(name, _nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+            options = DEVICE_UCX_OPTIONS if on_device else UCX_OPTIONS
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer", "engine_config": options})
 
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
-        self._memory = "DRAM" if pool.device is None else "VRAM"
+        self._kind = _Kind.of(pool.device)
         with _errors_mapped("register the pool"):
-            region = (pool.address, pool.num_bytes, pool.device or 0, "")
-            self._registered = self._agent.register_memory([region], self._memory)
-            self._blocks = self._prepare("", pool.address, pool.num_bytes, pool.layout.block_bytes)
+            region = (pool.address, pool.num_bytes, self._kind.device, "")
+            self._registered = self._agent.register_memory([region], self._kind.name)
+            self._blocks = self._prepare("", self._kind, pool.address, pool.num_bytes, pool.layout.block_bytes)
 
     def metadata(self) -> bytes:
         with _errors_mapped("describe ourselves"):
             return bytes(self._agent.get_agent_metadata())
+
+    def access(self) -> PoolAccess:
+        assert self._pool is not None
+        return PoolAccess(self._pool.device)
+
+    def lane(self, peer: str) -> Lane:  # noqa: ARG002
+        return Lane.UNKNOWN
 
     def connect(self, peer: AgentAddress) -> None:
         assert self._pool is not None
@@ -109,11 +135,13 @@ class NixlTransport:
             if name != peer.name.encode():
                 self._agent.remove_remote_agent(name)
                 raise TransportError(f"the metadata of {peer.name} is that of {name!r}")
-            size = peer.layout.block_bytes
+            size, kind = peer.layout.block_bytes, _Kind.of(peer.access.device)
             like_ours = size == self._pool.layout.block_bytes
             num_bytes = peer.num_blocks * size + peer.probe_bytes
-            blocks = self._prepare(peer.name, peer.pool_base, num_bytes, size) if like_ours else None
-        self._peers[peer.name] = _Peer(peer, blocks)
+            # To a host pool a device's pool is not readable: that peer only reads, and notifies.
+            readable = self._can_read(peer) and like_ours
+            blocks = self._prepare(peer.name, kind, peer.pool_base, num_bytes, size) if readable else None
+        self._peers[peer.name] = _Peer(peer, kind, blocks)
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -126,16 +154,18 @@ class NixlTransport:
         self._remove_left()
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        known, pool = self._connected(peer), self._pool
+        known, pool = self._readable(peer), self._pool
         assert pool is not None
-        local = [(pool.address + target, num_bytes, pool.device or 0) for _, target, num_bytes in runs]
-        remote = [(known.address.pool_base + source, num_bytes, pool.device or 0) for source, _, num_bytes in runs]
+        base, device = known.address.pool_base, known.kind.device
+        local = [(pool.address + target, num_bytes, self._kind.device) for _, target, num_bytes in runs]
+        remote = [(base + source, num_bytes, device) for source, _, num_bytes in runs]
         with _errors_mapped(f"read from {peer}"):
-            ours, theirs = [self._agent.get_xfer_descs(descriptors, self._memory) for descriptors in (local, remote)]
+            ours = self._agent.get_xfer_descs(local, self._kind.name)
+            theirs = self._agent.get_xfer_descs(remote, known.kind.name)
             return self._start(peer, self._agent.initialize_xfer("READ", ours, theirs, peer))
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
-        known = self._connected(peer)
+        known = self._readable(peer)
         with _errors_mapped(f"read from {peer}"):
             return self._start(
                 peer, self._agent.make_prepped_xfer("READ", self._blocks, targets, known.blocks, sources)
@@ -199,11 +229,19 @@ class NixlTransport:
             return {"": [b""]}
         return arrived
 
-    def _prepare(self, agent: str, base: int, num_bytes: int, block_bytes: int) -> Any:
-        device = 0 if self._pool is None or self._pool.device is None else self._pool.device
+    def _prepare(self, agent: str, kind: _Kind, base: int, num_bytes: int, block_bytes: int) -> Any:
         # One row stands for all blocks: address, length, device, stride, count.
-        blocks = np.array([[base, block_bytes, device, block_bytes, num_bytes // block_bytes]], dtype=np.uint64)
-        return self._agent.prep_xfer_dlist(agent, blocks, self._memory)
+        row = [base, block_bytes, kind.device, block_bytes, num_bytes // block_bytes]
+        return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), kind.name)
+
+    def _can_read(self, peer: AgentAddress) -> bool:
+        return peer.access.device is None or self._kind.name == "VRAM"
+
+    def _readable(self, peer: str) -> _Peer:
+        known = self._connected(peer)
+        if not self._can_read(known.address):
+            raise TransportError(f"the pool of {peer} is in {known.address.access}, ours in host memory")
+        return known
 
     def _connected(self, peer: str) -> _Peer:
         known = self._peers.get(peer)

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.errors import TransportError
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
+from core.paths import Lane
+from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.plan import Runs
 
 
@@ -25,7 +27,7 @@ from kv_transfer.plan import Runs
 class PoolMemory:
     """A pool in memory: allocated once, touched once, never moved.
 
-    `view` covers all its bytes in host memory, and is None for device memory (then digests are off). Bytes behind the
+    `view` covers all its bytes in host memory, and is None for device memory, which `memory` reaches. Bytes behind the
     last block hold no KV: probes read a peer's into ours.
     """
 
@@ -35,10 +37,16 @@ class PoolMemory:
     view: memoryview | None
     device: int | None = None  # CUDA device; None = host
     probe_bytes: int = 0  # a whole number of blocks
+    memory: DeviceMemory | None = None  # of a pool on a device; None: only the transport can reach the pool
 
     def __post_init__(self) -> None:
         if self.view is not None and (self.view.nbytes, self.view.format) != (self.num_bytes, "B"):
             raise ValueError(f"the view must hold the pool's {self.num_bytes} bytes, holds {self.view.nbytes}")
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether this process can compute digests of whole blocks."""
+        return self.view is not None or self.memory is not None
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +87,12 @@ class Transport(Protocol):
 
     def metadata(self) -> bytes:
         """For a peer's `connect`; goes into our AgentAddress."""
+
+    def access(self) -> PoolAccess:
+        """How peers reach our pool; goes into our AgentAddress."""
+
+    def lane(self, peer: str) -> Lane:
+        """The lane of reads from a connected peer, or UNKNOWN where the transport leaves the choice to UCX."""
 
     def connect(self, peer: AgentAddress) -> None:
         """Prepare to read from and notify `peer`. The first use may find that the peer is gone."""

@@ -22,6 +22,13 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
 
+class DevicePath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEVICE_PATH_UNSPECIFIED: _ClassVar[DevicePath]
+    DEVICE_PATH_MAPPED: _ClassVar[DevicePath]
+    DEVICE_PATH_DIRECT: _ClassVar[DevicePath]
+    DEVICE_PATH_STAGED: _ClassVar[DevicePath]
+
 class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PATH_LANE_UNKNOWN: _ClassVar[PathLane]
@@ -29,6 +36,7 @@ class PathLane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PATH_LANE_CUDA_IPC: _ClassVar[PathLane]
     PATH_LANE_RDMA: _ClassVar[PathLane]
     PATH_LANE_TCP: _ClassVar[PathLane]
+    PATH_LANE_STAGED: _ClassVar[PathLane]
 
 class PathState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -68,11 +76,16 @@ WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_SERVING: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
+DEVICE_PATH_UNSPECIFIED: DevicePath
+DEVICE_PATH_MAPPED: DevicePath
+DEVICE_PATH_DIRECT: DevicePath
+DEVICE_PATH_STAGED: DevicePath
 PATH_LANE_UNKNOWN: PathLane
 PATH_LANE_SHARED_MEMORY: PathLane
 PATH_LANE_CUDA_IPC: PathLane
 PATH_LANE_RDMA: PathLane
 PATH_LANE_TCP: PathLane
+PATH_LANE_STAGED: PathLane
 PATH_STATE_UNSPECIFIED: PathState
 PATH_STATE_CONNECTING: PathState
 PATH_STATE_FINE: PathState
@@ -119,19 +132,41 @@ class KVLayout(_message.Message):
     def __init__(self, model: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., block_size: _Optional[int] = ..., head_dim: _Optional[int] = ..., first_layer: _Optional[int] = ..., first_kv_head: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Location(_message.Message):
-    __slots__ = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s")
+    __slots__ = ("machine", "on_gpu", "memory_bytes_per_s", "link_bytes_per_s", "gpu")
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     ON_GPU_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     machine: str
     on_gpu: bool
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    def __init__(self, machine: _Optional[str] = ..., on_gpu: _Optional[bool] = ..., memory_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ...) -> None: ...
+    gpu: str
+    def __init__(self, machine: _Optional[str] = ..., on_gpu: _Optional[bool] = ..., memory_bytes_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., gpu: _Optional[str] = ...) -> None: ...
+
+class PoolAccess(_message.Message):
+    __slots__ = ("device", "paths", "map_handle", "process", "direct_metadata", "staging_base", "slot_bytes", "num_slots")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    MAP_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BASE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    device: int
+    paths: _containers.RepeatedScalarFieldContainer[DevicePath]
+    map_handle: bytes
+    process: str
+    direct_metadata: bytes
+    staging_base: int
+    slot_bytes: int
+    num_slots: int
+    def __init__(self, device: _Optional[int] = ..., paths: _Optional[_Iterable[_Union[DevicePath, str]]] = ..., map_handle: _Optional[bytes] = ..., process: _Optional[str] = ..., direct_metadata: _Optional[bytes] = ..., staging_base: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
 
 class AgentAddress(_message.Message):
-    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location")
+    __slots__ = ("name", "incarnation", "metadata", "pool_base", "num_blocks", "layout", "lease_s", "probe_bytes", "location", "access")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +176,7 @@ class AgentAddress(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: int
     metadata: bytes
@@ -150,7 +186,8 @@ class AgentAddress(_message.Message):
     lease_s: float
     probe_bytes: int
     location: Location
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+    access: PoolAccess
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., metadata: _Optional[bytes] = ..., pool_base: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lease_s: _Optional[float] = ..., probe_bytes: _Optional[int] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., access: _Optional[_Union[PoolAccess, _Mapping]] = ...) -> None: ...
 
 class PeerChange(_message.Message):
     __slots__ = ("owner", "reader", "left")

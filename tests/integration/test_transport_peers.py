@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,11 +16,20 @@ import pytest
 
 from core.errors import PeerDisconnected
 from core.handoff import AgentAddress
+from core.paths import Lane
 from kv_transfer.transports.transport import ReadBroken, ReadDone, Transport, TransportEvent
-from tests.integration.transfer_owner_process import LAYOUT, host_pool, known_bytes, real_transport
+from tests.integration.transfer_owner_process import (
+    address_of,
+    from_line,
+    known_bytes,
+    pool_for,
+    real_transport,
+    to_line,
+)
 from tests.integration.transport_ends import blocks
 
 ROOT = Path(__file__).parents[2]
+KINDS = ["nixl", "ucxx"]
 PATIENCE_S = 20.0  # for a busy machine; what is waited for takes milliseconds
 OVER_SHARED_MEMORY = not os.environ.get("UCX_TLS", "").startswith("tcp")
 
@@ -33,21 +41,22 @@ class OwnerProcess:
     address: AgentAddress
 
 
-@pytest.fixture(params=["nixl", "ucxx"])
+@pytest.fixture(params=KINDS)
 def owner(request: pytest.FixtureRequest) -> Iterator[OwnerProcess]:
     real_transport(request.param)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.transfer_owner_process", request.param],
         cwd=ROOT,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdin is not None
     assert process.stdout is not None
-    fields = json.loads(process.stdout.readline())
-    address = AgentAddress(**fields | {"metadata": bytes.fromhex(fields["metadata"]), "layout": LAYOUT})
-    yield OwnerProcess(request.param, process, address)
+    yield OwnerProcess(request.param, process, from_line(process.stdout.readline()))
     process.kill()
     process.wait(PATIENCE_S)
+    process.stdin.close()
     process.stdout.close()
 
 
@@ -79,10 +88,14 @@ def read_until_it_breaks(transport: Transport, peer: str) -> None:
 
 def reader_of(owner: OwnerProcess) -> tuple[Transport, np.ndarray]:
     """A transport that has read from the owner already, and its pool."""
-    array, pool = host_pool()
+    array, pool = pool_for(owner.kind)
     transport = real_transport(owner.kind)("reader")
     transport.register(pool)
     transport.connect(owner.address)
+    if owner.kind == "staged":  # whose owner takes part in a read
+        assert owner.process.stdin is not None
+        owner.process.stdin.write(to_line(address_of(transport, pool)) + "\n")
+        owner.process.stdin.flush()
     handle = transport.start_read(owner.address.name, blocks([(3, 0), (60, 1)]))
     assert wait_for_end(transport) == ReadDone(handle)
     assert [int(block[0]) for block in array[:2]] == [known_bytes(3), known_bytes(60)]
@@ -99,6 +112,7 @@ def test_over_shared_memory_a_read_has_copied_when_its_start_returns(owner: Owne
     transport.close()
 
 
+@pytest.mark.parametrize("owner", [*KINDS, "mapped", "staged"], indirect=True)
 def test_a_killed_owner_is_noticed_by_the_next_read(owner: OwnerProcess) -> None:
     transport, _ = reader_of(owner)
     owner.process.send_signal(signal.SIGKILL)
@@ -131,6 +145,46 @@ def test_a_read_of_memory_that_is_not_there_is_broken_and_never_done(
     event = wait_for_end(transport)
     assert isinstance(event, ReadBroken)
     assert event.handle == handle
+    transport.close()
+
+
+@pytest.mark.parametrize("owner", ["mapped"], indirect=True)
+def test_a_mapped_pool_is_read_while_its_owner_is_frozen_and_unmapped_once_the_owner_is_dead(
+    owner: OwnerProcess,
+) -> None:
+    transport, array = reader_of(owner)
+    memory = transport._pool.memory  # type: ignore[attr-defined]
+    assert (transport.lane(owner.address.name), memory.num_mapped) == (Lane.CUDA_IPC, 1)
+    owner.process.send_signal(signal.SIGSTOP)
+    handle = transport.start_block_read(owner.address.name, range(8, 40), range(8, 40))
+    assert wait_for_end(transport) == ReadDone(handle)
+    assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in range(8, 40)]
+    owner.process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while memory.num_mapped:
+        assert time.monotonic() < deadline
+        assert transport.poll() == []
+    transport.disconnect(owner.address.name)
+    transport.close()
+
+
+@pytest.mark.parametrize("owner", ["staged"], indirect=True)
+def test_a_staged_read_from_a_frozen_owner_waits_and_ends_for_good_when_it_is_cancelled(owner: OwnerProcess) -> None:
+    transport, array = reader_of(owner)
+    owner.process.send_signal(signal.SIGSTOP)
+    wanted = range(8, 40)
+    handle = transport.start_block_read(owner.address.name, wanted, wanted)
+    assert poll_for(transport, 0.5) == []
+    transport.cancel(handle)
+    event = wait_for_end(transport)
+    assert isinstance(event, ReadBroken)
+    assert event.handle == handle
+    owner.process.send_signal(signal.SIGCONT)
+    assert poll_for(transport, 0.5) == []
+    assert not array[8:40].any(), "nothing is written after the end"
+    handle = transport.start_block_read(owner.address.name, wanted, wanted)
+    assert wait_for_end(transport) == ReadDone(handle)
+    assert [int(block[0]) for block in array[8:40]] == [known_bytes(block) for block in wanted]
     transport.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from core.errors import PeerDisconnected, TransportError
 from kv_transfer.plan import Run
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
-from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, real_transport
+from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, pool_for, real_transport
 from tests.integration.transport_ends import SIZE, Ends, blocks
 
 ROOT = Path(__file__).parents[2]
@@ -29,9 +30,9 @@ def opener(kind: str) -> Callable[[str], Transport]:
     return real_transport(kind)
 
 
-@pytest.fixture(params=["memory", "nixl", "ucxx"])
+@pytest.fixture(params=["memory", "nixl", "ucxx", "mapped", "staged"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    both = Ends(opener(request.param))
+    both = Ends(opener(request.param), functools.partial(pool_for, request.param))
     yield both
     both.a.close()
     both.b.close()

@@ -1,25 +1,29 @@
 """A process that owns a pool of known bytes and serves it over the transport it is told until it is killed.
 
-Prints one line of JSON: its AgentAddress without the layout, with the metadata as hex.
+Prints one line: its AgentAddress in hex.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from core.handoff import AgentAddress
+from core.handoff import AgentAddress, DevicePath
 from core.kv_layout import KVLayout
+from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.location import locate
+from kv_transfer.transports.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
+from protos import codec, worker_pb2
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)
 NUM_BLOCKS = 64
+DEVICE_PATHS = {"mapped": DevicePath.MAPPED, "staged": DevicePath.STAGED}
+STAGING_BYTES = 16 * LAYOUT.block_bytes  # slots of one block: reads of many blocks wait for slots
 
 
 def host_pool(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[np.ndarray, PoolMemory]:
@@ -29,13 +33,39 @@ def host_pool(layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[
     return array, PoolMemory(array.ctypes.data, num_blocks, layout, memoryview(array.reshape(-1).data))
 
 
-def address_of(transport: object, pool: PoolMemory, incarnation: int = 1) -> AgentAddress:
-    name, metadata = transport.name, transport.metadata()  # type: ignore[attr-defined]
-    return AgentAddress(name, incarnation, metadata, pool.address, pool.num_blocks, pool.layout, lease_s=20.0)
+def device_pool(
+    layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS, device: int = 0
+) -> tuple[np.ndarray, PoolMemory]:
+    """The same in the memory of a pretended device."""
+    memory = FakeDeviceMemory(num_blocks * layout.block_bytes, device)
+    return memory.bytes.reshape(num_blocks, -1), PoolMemory(memory.address, num_blocks, layout, None, device, 0, memory)
+
+
+def pool_for(kind: str, layout: KVLayout = LAYOUT, num_blocks: int = NUM_BLOCKS) -> tuple[np.ndarray, PoolMemory]:
+    return device_pool(layout, num_blocks) if kind in DEVICE_PATHS else host_pool(layout, num_blocks)
+
+
+def address_of(transport: Transport, pool: PoolMemory, incarnation: int = 1) -> AgentAddress:
+    return AgentAddress(
+        transport.name,
+        incarnation,
+        transport.metadata(),
+        pool.address,
+        pool.num_blocks,
+        pool.layout,
+        lease_s=20.0,
+        probe_bytes=pool.probe_bytes,
+        location=locate(pool),
+        access=transport.access(),
+    )
 
 
 def real_transport(kind: str) -> Callable[[str], Transport]:
-    """nixl or ucxx; skips the test where it is not installed."""
+    """nixl or ucxx, or a path between devices over nixl; skips the test where it is not installed."""
+    if kind in DEVICE_PATHS:
+        beneath = real_transport("nixl")
+        paths = frozenset({DEVICE_PATHS[kind]})
+        return lambda name: DeviceTransport(name, lambda name, _: beneath(name), paths, STAGING_BYTES)
     module = pytest.importorskip(f"kv_transfer.transports.{kind}_transport", reason=f"{kind} is not installed")
     return getattr(module, f"{kind.capitalize()}Transport")
 
@@ -44,15 +74,23 @@ def known_bytes(block: int) -> int:
     return block % 251 + 1
 
 
+def to_line(address: AgentAddress) -> str:
+    return codec.encode_agent(address).SerializeToString().hex()
+
+
+def from_line(line: str) -> AgentAddress:
+    return codec.decode_agent(worker_pb2.AgentAddress.FromString(bytes.fromhex(line)))
+
+
 def serve(kind: str) -> None:
-    array, pool = host_pool()
+    array, pool = pool_for(kind)
     for block in range(NUM_BLOCKS):
         array[block] = known_bytes(block)
     transport = real_transport(kind)("owner-process")
     transport.register(pool)
-    fields = asdict(address_of(transport, pool)) | {"metadata": transport.metadata().hex()}
-    del fields["layout"]
-    print(json.dumps(fields), flush=True)
+    print(to_line(address_of(transport, pool)), flush=True)
+    if kind in DEVICE_PATHS:
+        transport.connect(from_line(sys.stdin.readline()))
     while True:  # until killed; a transport has nothing that could be waited on
         transport.poll()
         time.sleep(0.0003)

@@ -24,7 +24,7 @@ from kv_transfer.events import (
     TransferAction,
 )
 from kv_transfer.machine import TransferMachine
-from kv_transfer.transports.transport import Transport
+from kv_transfer.transports.transport import PoolMemory, Transport
 from tests.integration.transfer_owner_process import host_pool
 
 Result = PullCompleted | PullFailed | OfferEnded | AgentFailed
@@ -38,8 +38,9 @@ class TransferWorker:
         config: TransferConfig,
         layout: KVLayout,
         num_blocks: int,
+        open_pool: Callable[[KVLayout, int], tuple[np.ndarray, PoolMemory]] = host_pool,
     ) -> None:
-        self.bytes, memory = host_pool(layout, num_blocks)  # [num_blocks, block_bytes]
+        self.bytes, memory = open_pool(layout, num_blocks)  # [num_blocks, block_bytes]
         self.events: queue.SimpleQueue[list[AgentEvent]] = queue.SimpleQueue()
         identity = AgentIdentity(worker_id, incarnation=zlib.crc32(worker_id.encode()))
         self.agent = TransferAgent(config, identity, memory, open_transport, self.events.put)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from kv_transfer.plan import Run
-from kv_transfer.transports.transport import ReadDone, Transport, TransportEvent
+from kv_transfer.transports.transport import PoolMemory, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, address_of, host_pool, known_bytes
 
 SIZE = LAYOUT.block_bytes
+
+OpenPool = Callable[[], tuple[np.ndarray, PoolMemory]]
 
 
 class Ends:
     """Two connected transports and their pools; `a` owns known bytes, `b` reads."""
 
-    def __init__(self, open_transport: Callable[[str], Transport]) -> None:
+    def __init__(self, open_transport: Callable[[str], Transport], open_pool: OpenPool = host_pool) -> None:
         self.a, self.b = open_transport("a"), open_transport("b")
-        self.bytes_a, pool_a = host_pool()
-        self.bytes_b, pool_b = host_pool()
+        self.bytes_a, pool_a = open_pool()
+        self.bytes_b, pool_b = open_pool()
         for block in range(NUM_BLOCKS):
             self.bytes_a[block] = known_bytes(block)
         self.a.register(pool_a)

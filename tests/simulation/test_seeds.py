@@ -24,6 +24,7 @@ FAULTS_THAT_MUST_HAPPEN = (
     "lost notification", "doubled notification", "slow read", "broken read", "corrupted block",
     "failed step", "dies", "vanishes", "stops", "drained to the end", "loses its report stream", "cut short",
     "loses its token stream", "router dies", "read of pieces", "step planned ahead", "dropped step",
+    "sequence without memory",
 )  # fmt: skip
 ANSWERS_THAT_MUST_HAPPEN = (
     "expired lease", "digest mismatch", "preemption", "retried", "READY repeated",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
-from cli.compose import _engine_config, build_router, router_host
-from core.config import EngineConfig, RouterConfig, TelemetryConfig
+from cli.compose import _engine_config, _worker_parts, build_router, open_transport, router_host
+from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig, TransferConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
+from engine.runner import StepLimits
 from fleet.service_host import Placement
 from tests.support.deployment import tiny_config
 
@@ -66,3 +68,42 @@ def test_a_prefill_worker_has_its_own_block_size_and_the_threads_of_its_place() 
     prefill, decode = (_engine_config(role, config, PLACE) for role in (ServiceRole.PREFILL, ServiceRole.DECODE))
     assert (prefill.block_size, decode.block_size, prefill.num_threads) == (32, 16, 1)
     assert _engine_config(ServiceRole.DECODE, EngineConfig(num_threads=3), PLACE).num_threads == 3
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(None, 1.0), (0.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
+def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
+    gpus: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, float]] = []
+
+    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float) -> None:
+        given.append((limits, gpu_share))
+        raise ConfigError("no runner here")
+
+    monkeypatch.setattr("engine.factory.build_runner", build_runner)
+    config = replace(tiny_config(), scheduler=SchedulerConfig(max_running=8, max_batched_tokens=32))
+    build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), Mock(), None)
+    with pytest.raises(ConfigError, match="no runner here"):
+        build(Mock(), Mock())
+    assert given == [(StepLimits(max_running=8, max_batched_tokens=32), share)]
+
+
+def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    nixl, staged = TransferConfig(), TransferConfig(device_path="staged")
+    assert type(open_transport(nixl, "a")).__name__ == "NixlTransport"
+    for config, on_device in ((nixl, True), (staged, True), (staged, False)):
+        assert type(open_transport(config, "a", on_device)).__name__ == "DeviceTransport"
+
+
+def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert open_transport(TransferConfig(transport="memory"), "a")
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        open_transport(TransferConfig(transport="memory"), "a", on_device=True)
+    config = replace(tiny_config(), engine=EngineConfig(model="no such model", device="cuda"))
+    parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        parts(lambda _: None, lambda _: None)

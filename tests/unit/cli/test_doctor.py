@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cli import doctor
-from cli.doctor import Finding, Health
+from cli.findings import Finding, Health
 
 LONG_PATH = "/home/somebody/" + "a-long-name/" * 9 + "model.gguf"
 

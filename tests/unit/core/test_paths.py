@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.handoff import Location
-from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of
+from core.errors import MemoryMismatch
+from core.handoff import DevicePath, Location, PoolAccess
+from core.paths import Lane, PathState, PathStatus, device_path, expected_bytes_per_s, judge, lane_of
 
 HERE = Location("a", memory_bytes_per_s=8e9, link_bytes_per_s=12.5e9)
 BESIDE = Location("a", memory_bytes_per_s=6e9, link_bytes_per_s=12.5e9)
@@ -54,6 +55,10 @@ def test_uncounted_bytes_of_one_machine_moved_through_memory(
         (Lane.TCP, 1.1e9, GPU, GPU_THERE, PathState.FALLBACK),  # between GPUs, on any machines
         (Lane.RDMA, 11e9, GPU, GPU_THERE, PathState.FINE),
         (Lane.CUDA_IPC, 1e9, GPU, GPU_BESIDE, PathState.FINE),  # the expected speed is not known
+        (Lane.STAGED, 1e9, GPU, GPU_BESIDE, PathState.FALLBACK),  # one GPU could map the pool of the other
+        (Lane.STAGED, 11e9, GPU, GPU_THERE, PathState.FINE),
+        (Lane.STAGED, 1e9, GPU, GPU_THERE, PathState.SLOW),
+        (Lane.STAGED, 1e9, HERE, GPU, PathState.FINE),  # one pool is in host memory
         (Lane.UNKNOWN, 0.0, HERE, BESIDE, PathState.FINE),  # nothing was measured
     ],
 )
@@ -68,3 +73,50 @@ def test_a_path_describes_itself_in_one_line() -> None:
     path = PathStatus("peer", PathState.SLOW, Lane.TCP, 0.0215e9, 1.25e9, 310e-6)
     assert str(path) == "slow: TCP, 0.0215 GB/s of 1.25, 310 us there and back"
     assert str(PathStatus("peer", PathState.REFUSED, detail="KV layouts differ")) == "refused: KV layouts differ"
+
+
+def test_within_one_gpu_the_speed_of_its_copy_is_expected_and_between_two_gpus_nothing_is() -> None:
+    one = Location("a", on_gpu=True, memory_bytes_per_s=2e12, gpu="GPU-1")
+    beside = Location("a", on_gpu=True, memory_bytes_per_s=1.9e12, gpu="GPU-1")
+    other = Location("a", on_gpu=True, memory_bytes_per_s=2e12, gpu="GPU-2")
+    assert expected_bytes_per_s(one, beside, 0.0) == 1.9e12
+    assert expected_bytes_per_s(one, other, 0.0) == 0.0
+
+
+MAPPED, DIRECT, STAGED = DevicePath
+HOST, STAGING_HOST = PoolAccess(), PoolAccess(None, frozenset({STAGED}))
+ANY = PoolAccess(0, frozenset(DevicePath))
+WITHOUT_RDMA = PoolAccess(1, frozenset({MAPPED, STAGED}))
+ONLY_DIRECT = PoolAccess(0, frozenset({DIRECT}))
+
+
+@pytest.mark.parametrize(
+    ("reader", "owner", "on_one_machine", "path"),
+    [
+        (HOST, HOST, True, None),
+        (STAGING_HOST, HOST, False, None),
+        (ANY, ANY, True, MAPPED),
+        (ANY, ANY, False, DIRECT),
+        (ANY, WITHOUT_RDMA, True, MAPPED),
+        (WITHOUT_RDMA, ANY, False, STAGED),
+        (ONLY_DIRECT, ANY, True, DIRECT),
+        (ANY, HOST, False, STAGED),  # the reader alone has a device: its slots are enough
+        (STAGING_HOST, ANY, True, STAGED),
+    ],
+)
+def test_the_fastest_path_that_both_pools_have_is_taken(
+    reader: PoolAccess, owner: PoolAccess, on_one_machine: bool, path: DevicePath | None
+) -> None:
+    assert device_path(reader, owner, on_one_machine) is path
+
+
+@pytest.mark.parametrize(
+    ("reader", "owner"), [(HOST, ANY), (ONLY_DIRECT, WITHOUT_RDMA), (ONLY_DIRECT, HOST), (STAGING_HOST, ONLY_DIRECT)]
+)
+def test_pools_without_a_common_path_are_refused_with_both_memories_and_the_option(
+    reader: PoolAccess, owner: PoolAccess
+) -> None:
+    with pytest.raises(MemoryMismatch, match="device_path") as refused:
+        device_path(reader, owner, True)
+    assert str(owner) in str(refused.value)
+    assert refused.value.differences == {"memory": (str(reader), str(owner))}

@@ -52,7 +52,7 @@ class Pair:
     def ends(self) -> list[PathProbed | ProbeFailed]:
         ends = [end for end in self.reader.transport.poll() if isinstance(end, ReadDone | ReadBroken)]
         assert all(self.prober.owns(end.handle) for end in ends)
-        return [self.prober.end(end) for end in ends]
+        return [self.prober.end(self.reader.transport, end) for end in ends]
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import numpy as np
 import xxhash
 
 from core.errors import PeerDisconnected, TransportError
-from core.handoff import AbortReason, AgentAddress
+from core.handoff import AbortReason, AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
+from core.paths import Lane
 from kv_transfer.events import ReadFailed, ReadFinished, StartRead
 from kv_transfer.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
@@ -66,6 +67,12 @@ class Copier:
     def close(self) -> None: ...
     def metadata(self) -> bytes:
         return b""
+
+    def access(self) -> PoolAccess:
+        return PoolAccess()
+
+    def lane(self, peer: str) -> Lane:  # noqa: ARG002
+        return Lane.UNKNOWN
 
     def poll(self) -> list[TransportEvent]:
         return []

@@ -7,8 +7,9 @@ import pytest
 
 from core.block_pool import Column
 from core.config import TransferConfig
-from core.errors import LayoutMismatch, QueueFull, TransferFailed
-from core.handoff import AbortReason, OwnerState, PullerState, Ready, Want
+from core.errors import LayoutMismatch, MemoryMismatch, QueueFull, TransferFailed
+from core.handoff import AbortReason, DevicePath, OwnerState, PoolAccess, PullerState, Ready, Want
+from core.paths import PathState, PeerJoined
 from kv_transfer import owner
 from kv_transfer.events import Connect, PullCompleted
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, Side, address
@@ -212,6 +213,22 @@ def test_other_layouts_are_refused_and_leave_no_trace() -> None:
     assert caught.value.differences == {"model": ("m", "n")}  # a block size that is twice ours can be translated
     pair.puller.machine.check()
     assert not pair.puller.machine.alive
+
+
+def test_pools_in_memories_without_a_path_are_refused_by_name_on_both_sides() -> None:
+    pair = Pair()
+    on_device = replace(address("owner", 11), access=PoolAccess(1, frozenset({DevicePath.MAPPED})))
+    with pytest.raises(MemoryMismatch, match="CUDA device 1 to a pool in host memory"):
+        pair.puller.machine.reserve_pull(ID, on_device, 0.0)
+    with pytest.raises(MemoryMismatch, match="host memory to a pool in the memory of CUDA device 1"):
+        pair.owner.machine.offer(ID, replace(on_device, name="puller"), 0.0)
+    for side in (pair.owner, pair.puller):
+        side.machine.check()
+        assert not side.machine.alive
+    pair.puller.machine.handle(PeerJoined(on_device, is_owner=True), 0.0)
+    (path,) = pair.puller.machine.paths
+    assert path.state is PathState.REFUSED
+    assert "device_path" in path.detail
 
 
 def test_a_transfer_id_is_used_once() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from core.config import EngineConfig
-from core.step import SampledToken, ScheduledChunk, SequenceView, StepOutput, StepPlan
+from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.fake_runner import FakeRunner
+from engine.step_queue import Computed
 from tests.unit.engine.driving import request
 from worker.core import Planned
 from worker.executor import StepExecutor
@@ -54,7 +55,7 @@ class FailingRunner(GatedRunner):
 
     failing = False
 
-    def _compute(self, *inputs: Any) -> dict[str, SampledToken]:
+    def _compute(self, *inputs: Any) -> Computed:
         if self.failing:
             raise FAULT
         return super()._compute(*inputs)

@@ -13,7 +13,17 @@ import pytest
 from core.block_pool import BlockPool, Column
 from core.config import WorkerConfig
 from core.errors import InvalidRequest
-from core.handoff import LIVE_STATES, OWNER_STEPS, PULLER_STEPS, AgentAddress, Location, OwnerState, PullerState
+from core.handoff import (
+    LIVE_STATES,
+    OWNER_STEPS,
+    PULLER_STEPS,
+    AgentAddress,
+    DevicePath,
+    Location,
+    OwnerState,
+    PoolAccess,
+    PullerState,
+)
 from core.kv_layout import KVLayout
 from core.ledger import BlockHolder, Claim, SequenceState
 from core.lifecycle import ServiceRole, WorkerState
@@ -143,5 +153,6 @@ def test_a_snapshot_has_the_load_and_every_path_and_a_later_report_what_has_chan
 
 def agent(name: str) -> AgentAddress:
     layout = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
-    location = Location("here", on_gpu=True, memory_bytes_per_s=1.5, link_bytes_per_s=2.5)
-    return AgentAddress(name, 7, b"keys", 4096, 32, layout, 20.0, 65_536, location)
+    location = Location("here", on_gpu=True, memory_bytes_per_s=1.5, link_bytes_per_s=2.5, gpu="GPU-1")
+    access = PoolAccess(0, frozenset(DevicePath), b"map", "pid:[1] 7 99", b"direct", 8192, 4096, 16)
+    return AgentAddress(name, 7, b"keys", 4096, 32, layout, 20.0, 65_536, location, access)

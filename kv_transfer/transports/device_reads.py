@@ -1,0 +1,39 @@
+"""The interface of a way to read from peers, of which a DeviceTransport has several."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from core.handoff import AgentAddress
+from kv_transfer.plan import Runs
+from kv_transfer.transports.transport import ReadBroken, ReadDone
+
+ReadEnd = ReadDone | ReadBroken
+
+
+class DeviceReads(Protocol):
+    """The laws of reads in kv_transfer/transports/transport.py hold. Handles are given by the caller."""
+
+    def connect(self, peer: AgentAddress) -> None: ...
+
+    def disconnect(self, peer: str) -> None:
+        """Reads from the peer break."""
+
+    def start(self, handle: int, peer: str, runs: Runs) -> None:
+        """The runs lie in both pools, and the peer is connected."""
+
+    def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        """`start`, of whole blocks that are equally large in both pools."""
+
+    def try_complete(self, handle: int) -> bool: ...
+
+    def cancel(self, handle: int) -> None: ...
+
+    def poll(self) -> list[ReadEnd]: ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether a read has not ended."""
+        ...
+
+    def close(self) -> None: ...

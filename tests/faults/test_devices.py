@@ -1,0 +1,163 @@
+"""A device that is lost ends its worker and no request. A device without memory for a sequence ends neither."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+
+from core.config import WorkerConfig
+from core.errors import DeviceLost
+from core.step import ScheduledChunk
+from protos import inference_pb2
+from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
+from tests.support.faults import Stream, expected, prompt_of, serves_on
+from tests.support.steps import DeviceFaults, slow_down
+from tests.support.waiting import until
+from worker.service import WorkerService
+
+NUM_OUTPUT = 40
+
+
+def id_of(deployment: Deployment, worker: WorkerService) -> str:
+    return deployment.endpoints[id(worker)].service_id
+
+
+def is_known(deployment: Deployment, worker: WorkerService) -> bool:
+    assert deployment.router._shell is not None
+    return deployment.router._shell.machine.workers.get(id_of(deployment, worker)) is not None
+
+
+async def a_stream_on_each(deployment: Deployment) -> dict[int, Stream]:
+    """Two streams in the middle of their tokens, by id() of their decode worker."""
+    streams: dict[int, Stream] = {}
+    for seed in (1, 2):
+        stream = await Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT).reach(3)
+        (busy,) = [w for w in deployment.decode if machine_of(w).core.scheduler.running and id(w) not in streams]
+        streams[id(busy)] = stream
+    return streams
+
+
+async def test_a_lost_device_ends_its_worker_and_its_requests_go_on_at_the_next_token() -> None:
+    async with deploy(tiny_config(), num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.01)
+        streams = await a_stream_on_each(deployment)
+        victim, other = deployment.decode
+        faults = DeviceFaults(victim)
+        faults.lost = True
+        error = await asyncio.wait_for(victim.failed(), 10)
+        assert isinstance(error, DeviceLost)
+        assert faults.num_lost == 1, "a lost device gets a second step"
+        moved = (await streams[id(victim)].right()).answer.finished
+        assert moved is not None
+        assert moved.attempts == 2
+        assert moved.path == inference_pb2.REQUEST_PATH_RECOMPUTED
+        assert moved.decode_worker == id_of(deployment, other)
+        bystander = (await streams[id(other)].right()).answer.finished
+        assert bystander is not None
+        assert bystander.attempts == 1
+        await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
+        await victim.stop()
+        deployment.decode.remove(victim)
+        await serves_on(deployment.inference)
+        await deployment.settle()
+
+
+async def test_a_lost_device_of_a_prefill_worker_costs_one_attempt() -> None:
+    async with deploy(tiny_config(), num_prefill=2) as deployment:
+        all_faults = [DeviceFaults(worker) for worker in deployment.prefill]
+        victim, faults = deployment.prefill[0], all_faults[0]
+        faults.lost = True
+        streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]
+        for stream in streams:
+            await stream.right()
+        assert faults.num_lost == 1, "no step failed, or more than one"
+        assert isinstance(await asyncio.wait_for(victim.failed(), 10), DeviceLost)
+        attempts = [stream.answer.finished.attempts for stream in streams if stream.answer.finished is not None]
+        assert set(attempts) == {1, 2}
+        await victim.stop()
+        deployment.prefill.remove(victim)
+        await deployment.settle()
+
+
+async def test_a_worker_that_fails_each_step_attracts_no_more_requests() -> None:
+    """It has no work, so it would be the cheapest worker. The requests come one after the other, as bait."""
+    async with deploy(tiny_config(), num_decode=2) as deployment:
+        victim, other = deployment.decode
+        slow_down(other, 0.01)  # the other one is worth avoiding
+        faults = DeviceFaults(victim)
+        busy = [await Stream(deployment.inference, prompt_of(seed), 200).reach(2) for seed in (50, 51)]
+        faults.lost = True
+        attempts = []
+        for seed in range(1, 13):
+            finished = (await Stream(deployment.inference, prompt_of(seed), 3).right()).answer.finished
+            assert finished is not None
+            assert finished.decode_worker == id_of(deployment, other)
+            attempts.append(finished.attempts)
+        assert faults.num_lost == 1, "no step failed, or more than one"
+        assert sum(attempts) <= len(attempts) + 1, f"later requests went to the lost worker: {attempts}"
+        for stream in busy:
+            await stream.right()
+        await victim.stop()
+        deployment.decode.remove(victim)
+        await deployment.settle()
+
+
+async def test_a_sequence_without_memory_goes_on_elsewhere_and_its_neighbours_notice_nothing() -> None:
+    async with deploy(tiny_config(), num_decode=2) as deployment:
+        for worker in deployment.decode:
+            slow_down(worker, 0.01)
+        all_faults = [DeviceFaults(worker) for worker in deployment.decode]
+        large = prompt_of(7, num_tokens=100)
+
+        def has_no_memory(chunk: ScheduledChunk) -> bool:
+            is_large = chunk.sequence.token_ids[: len(large)] == list(large)
+            return is_large and chunk.start > len(large) + 5 and not any(faults.failed for faults in all_faults)
+
+        small = [await Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT).reach(2) for seed in (1, 2, 3, 4)]
+        for faults in all_faults:
+            faults.out_of_memory = has_no_memory
+        stream = Stream(deployment.inference, large, NUM_OUTPUT)
+        finished = (await stream.right()).answer.finished
+        assert finished is not None
+        assert finished.attempts == 2
+        assert sorted(len(faults.failed) for faults in all_faults) == [0, 1], "the fault did not happen once"
+        failed_on = deployment.decode[0 if all_faults[0].failed else 1]
+        assert finished.decode_worker != id_of(deployment, failed_on)
+        for neighbour in small:
+            end = (await neighbour.right()).answer.finished
+            assert end is not None
+            assert end.attempts == 1
+        assert all(is_known(deployment, worker) for worker in deployment.decode), "the worker ended, too"
+        await serves_on(deployment.inference)
+        await deployment.settle()
+
+
+async def test_a_prompt_without_memory_is_computed_by_the_decode_worker_and_leaves_no_block() -> None:
+    config = tiny_config()
+    async with deploy(replace(config, worker=WorkerConfig(report_interval_s=0.05))) as deployment:
+        faults = DeviceFaults(deployment.prefill[0])
+        faults.out_of_memory = lambda chunk: chunk.start > 0  # its second chunk: the first one is on its way already
+        finished = (await Stream(deployment.inference, prompt_of(1, 100), NUM_OUTPUT).right()).answer.finished
+        assert faults.failed, "the fault did not happen"
+        assert finished is not None
+        assert finished.attempts == 2
+        await deployment.settle()
+
+
+async def test_without_memory_on_any_worker_the_client_gets_that_error() -> None:
+    async with deploy(tiny_config(max_attempts=2)) as deployment:
+        all_faults = [DeviceFaults(worker) for worker in deployment.workers]
+        for faults in all_faults:
+            faults.out_of_memory = lambda _: True
+        stream = await Stream(deployment.inference, prompt_of(1), 5).typed(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert stream.trailers["tandem-retryable"] == "true"
+        assert stream.details == "no memory"
+        assert [len(faults.failed) for faults in all_faults] == [1, 1]
+        for faults in all_faults:
+            faults.out_of_memory = lambda _: False
+        answer = await deployment.generate(token_ids=prompt_of(1), max_tokens=5)
+        assert answer.token_ids == expected(prompt_of(1), 5)
+        await deployment.settle()

@@ -1,0 +1,89 @@
+"""A whole deployment whose pools are on pretended devices: the tokens of one engine, and the lane in every report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import engine.factory
+from core.config import EngineConfig
+from core.paths import Lane, PathState
+from core.request import Request, SamplingParams
+from engine.fake_runner import FakeRunner
+from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.transports.transport import PoolMemory
+from protos import inference_pb2
+from tests.support.deployment import Deployment, deploy, tiny_config, transfers
+from tests.support.reference import CoLocatedEngine
+from tests.support.waiting import until
+
+PROMPT = tuple(range(1, 120))
+NUM_OUTPUT = 12
+
+
+class DeviceRunner(FakeRunner):
+    """The fake runner over the memory of a pretended device."""
+
+    def __init__(self, runner: FakeRunner, device: int) -> None:
+        super().__init__(runner.info, runner.layout, runner.num_blocks)
+        self.memory = FakeDeviceMemory(runner.num_blocks * runner.layout.block_bytes, device, "GPU-0", 1e6)
+        self._pool = self.memory.bytes.reshape(self._pool.shape)
+
+    def pool_memory(self) -> None:  # type: ignore[override]
+        return None
+
+    def pool_device(self) -> int:
+        return self.memory.device
+
+    def device_memory(self) -> FakeDeviceMemory:  # type: ignore[override]
+        return self.memory
+
+
+@pytest.fixture(params=["auto", "staged"])
+async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+    devices = itertools.count()
+
+    def build(config: EngineConfig, _cache_dir: Path | None, **_: object) -> DeviceRunner:
+        return DeviceRunner(FakeRunner.from_config(config), next(devices))
+
+    monkeypatch.setattr(engine.factory, "build_runner", build)
+    config = tiny_config(transport="nixl")
+    transfer = replace(config.transfer, device_path=request.param, staging_mb=1)
+    async with deploy(replace(config, transfer=transfer)) as deployed:
+        yield deployed
+
+
+async def test_every_token_is_that_of_one_engine_and_the_lane_is_in_the_reports(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = deployment.config.transfer.device_path
+    (worker,) = deployment.decode
+    expected = (Lane.CUDA_IPC, PathState.FINE) if path == "auto" else (Lane.STAGED, PathState.FALLBACK)
+
+    def found() -> list[object]:
+        return [(path.lane, path.state) for path in transfers(worker).paths]
+
+    await until(lambda: found() == [expected], lambda: f"{transfers(worker).paths}")
+    (measured,) = transfers(worker).paths
+    assert measured.expected_bytes_per_s == 1e6, "both pools are on one GPU"
+    monkeypatch.undo()
+    reference = CoLocatedEngine(deployment.config.engine)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT)
+    tokens = reference.generate(Request("reference", PROMPT, len(PROMPT), sampling))
+    for _ in range(2):
+        answer = await deployment.generate(token_ids=PROMPT, max_tokens=NUM_OUTPUT)
+        assert answer.token_ids == tokens
+        assert answer.finished is not None
+        assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        assert answer.finished.attempts == 1
+        await deployment.settle()
+        deployment.drop_caches(deployment.decode)
+    reference.close()
+    pool: PoolMemory = worker._parts.agent.pool  # type: ignore[union-attr]
+    assert isinstance(pool.memory, FakeDeviceMemory)
+    assert pool.memory.num_batches > 0
+    assert transfers(worker).counters.num_digest_mismatches == 0

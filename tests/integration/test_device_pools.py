@@ -1,0 +1,349 @@
+"""Hand-offs between pools on pretended devices, and between a device and host memory: agents, machines and nixl."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from core.config import TransferConfig
+from core.errors import MemoryMismatch, TransportError
+from core.handoff import AbortReason, AgentAddress, DevicePath, OwnerState, PoolAccess
+from core.kv_layout import KVLayout
+from core.paths import Lane, PathState, PeerJoined
+from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
+from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.transports.device_transport import DeviceTransport
+from kv_transfer.transports.nixl_transport import NixlTransport
+from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
+from tests.integration.transfer_owner_process import address_of, device_pool, host_pool, known_bytes
+from tests.integration.transfer_worker import TransferWorker, random_content, run_until_results
+
+LAYOUT = KVLayout(model="m", dtype="bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
+CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=2.0)
+NUM_BLOCKS, ID = 24, 7
+MAPPED, DIRECT, STAGED = DevicePath
+PATIENCE_S = 20.0
+
+
+class HostNixl(NixlTransport):
+    """nixl that takes the memory of a pretended device for what it is: host memory. For DIRECT."""
+
+    def register(self, pool: PoolMemory) -> None:
+        assert isinstance(pool.memory, FakeDeviceMemory)
+        super().register(replace(pool, device=None, memory=None, view=memoryview(pool.memory.bytes.data)))
+
+    def connect(self, peer: AgentAddress) -> None:
+        super().connect(replace(peer, access=PoolAccess()))
+
+
+def beneath(name: str, on_device: bool) -> Transport:
+    return HostNixl(name) if on_device else NixlTransport(name)
+
+
+def opener(*paths: DevicePath) -> Callable[[str], Transport]:
+    return lambda name: DeviceTransport(name, beneath, frozenset(paths), 16 * LAYOUT.block_bytes)
+
+
+@dataclass
+class Kind:
+    """Of one side: where its pool is, and the transport over it."""
+
+    open_transport: Callable[[str], Transport]
+    open_pool: Callable[[KVLayout, int], tuple[np.ndarray, PoolMemory]]
+
+
+HOST = Kind(NixlTransport, host_pool)
+STAGING_HOST = Kind(opener(STAGED), host_pool)
+
+
+def on_device(*paths: DevicePath, device: int = 0) -> Kind:
+    return Kind(opener(*paths), functools.partial(device_pool, device=device))
+
+
+class HandOff:
+    def __init__(self, owner: Kind, puller: Kind, puller_layout: KVLayout = LAYOUT) -> None:
+        self.owner = TransferWorker("prefill", owner.open_transport, CONFIG, LAYOUT, 32, owner.open_pool)
+        num_targets = 32 * LAYOUT.block_size // puller_layout.block_size
+        self.puller = TransferWorker(
+            "decode", puller.open_transport, CONFIG, puller_layout, num_targets, puller.open_pool
+        )
+        parts = LAYOUT.block_size // puller_layout.block_size
+        sources, targets = self.owner.pool.allocate(NUM_BLOCKS), self.puller.pool.reserve(NUM_BLOCKS * parts)
+        assert sources is not None
+        assert targets is not None
+        self.sources, self.targets = sources, targets[::-1]
+        random_content(self.owner, self.sources, seed=1)
+
+    def begin(self) -> None:
+        now = time.monotonic()
+        owner, puller = self.owner.machine, self.puller.machine
+        self.puller.act(puller.reserve_pull(ID, owner.address, now))
+        self.puller.act(puller.start_pull(ID, range(len(self.targets)), now))
+        self.puller.act(puller.add_targets(ID, dict(enumerate(self.targets)), now))
+        self.owner.act(owner.offer(ID, puller.address, now))
+
+    def run(self) -> None:
+        self.begin()
+        for end in (8, 16, NUM_BLOCKS):
+            last = end == NUM_BLOCKS
+            blocks = list(enumerate(self.sources[:end]))
+            self.owner.act(self.owner.machine.add_ready(ID, blocks, last, 42 if last else None, time.monotonic()))
+            for worker in (self.owner, self.puller):
+                worker.step(0.001)
+        run_until_results([self.owner, self.puller], 1, PATIENCE_S)
+
+    def assert_completed(self) -> PullCompleted:
+        assert self.owner.results == [OfferEnded(ID, OwnerState.RELEASED, None)]
+        (result,) = self.puller.results
+        assert isinstance(result, PullCompleted)
+        return result
+
+    def close(self) -> None:
+        for worker in (self.owner, self.puller):
+            worker.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "puller"),
+    [
+        pytest.param(on_device(MAPPED, STAGED), on_device(MAPPED, STAGED, device=1), id="mapped"),
+        pytest.param(on_device(STAGED), on_device(MAPPED, STAGED, device=1), id="staged"),
+        pytest.param(on_device(DIRECT, STAGED), on_device(DIRECT), id="direct"),
+        pytest.param(HOST, on_device(MAPPED, STAGED), id="host to device"),
+        pytest.param(on_device(MAPPED, STAGED), STAGING_HOST, id="device to host"),
+        pytest.param(HOST, STAGING_HOST, id="host to host that may stage"),
+    ],
+)
+def test_a_hand_off_moves_every_block_and_its_digests_fit(owner: Kind, puller: Kind) -> None:
+    hand_off = HandOff(owner, puller)
+    hand_off.run()
+    result = hand_off.assert_completed()
+    assert (result.first_token_id, result.stats.num_blocks_reread) == (42, 0)
+    assert np.array_equal(hand_off.puller.bytes[hand_off.targets], hand_off.owner.bytes[hand_off.sources])
+    hand_off.close()
+
+
+@pytest.mark.parametrize("path", [MAPPED, STAGED])
+def test_a_byte_that_changes_after_its_digest_is_noticed(path: DevicePath) -> None:
+    hand_off = HandOff(on_device(path), on_device(path))
+    digests = FakeDeviceMemory.digests
+
+    def digests_then_damage(memory: FakeDeviceMemory, blocks: tuple[int, ...], block_bytes: int) -> tuple[int, ...]:
+        found = digests(memory, blocks, block_bytes)
+        memory.bytes[blocks[0] * block_bytes] ^= 1
+        return found
+
+    owned = hand_off.owner.agent.pool.memory
+    assert isinstance(owned, FakeDeviceMemory)
+    owned.digests = functools.partial(digests_then_damage, owned)  # type: ignore[method-assign, assignment]
+    hand_off.run()
+    (result,) = hand_off.puller.results
+    assert isinstance(result, PullFailed)
+    assert result.reason is AbortReason.DIGEST_MISMATCH
+    hand_off.close()
+
+
+@pytest.mark.parametrize("path", [MAPPED, STAGED])
+def test_pools_of_other_block_sizes_hand_off_without_digests(path: DevicePath) -> None:
+    small = replace(LAYOUT, block_size=8)
+    hand_off = HandOff(on_device(path), on_device(path), small)
+    hand_off.run()
+    hand_off.assert_completed()
+    shape = (30, 2, 3, -1, 64)
+    for position, source in enumerate(hand_off.sources):
+        whole = hand_off.owner.bytes[source].view(np.uint16).reshape(shape)
+        for part in (0, 1):
+            target = hand_off.targets[2 * position + part]
+            half = hand_off.puller.bytes[target].view(np.uint16).reshape(shape)
+            assert np.array_equal(half, whole[:, :, :, part * 8 : part * 8 + 8])
+    hand_off.close()
+
+
+def test_a_host_pool_refuses_a_device_before_anything_is_connected() -> None:
+    hand_off = HandOff(on_device(MAPPED, STAGED), HOST)
+    now = time.monotonic()
+    with pytest.raises(MemoryMismatch, match="from a pool in the memory of CUDA device 0 to a pool in host memory"):
+        hand_off.puller.machine.reserve_pull(ID, hand_off.owner.machine.address, now)
+    with pytest.raises(MemoryMismatch, match=r'\[transfer\] device_path = "staged"'):
+        hand_off.owner.machine.offer(ID, hand_off.puller.machine.address, now)
+    hand_off.close()
+
+
+@pytest.mark.parametrize(
+    ("paths", "lane", "state"),
+    [((MAPPED, STAGED), Lane.CUDA_IPC, PathState.FINE), ((STAGED,), Lane.STAGED, PathState.FALLBACK)],
+)
+def test_the_lane_of_a_measured_path_is_the_one_that_was_taken(
+    paths: tuple[DevicePath, ...], lane: Lane, state: PathState
+) -> None:
+    def with_probe_bytes(layout: KVLayout, num_blocks: int) -> tuple[np.ndarray, PoolMemory]:
+        array, pool = device_pool(layout, num_blocks + 2)
+        return array, replace(pool, num_blocks=num_blocks, probe_bytes=2 * layout.block_bytes)
+
+    workers = [
+        TransferWorker(name, opener(*paths), CONFIG, LAYOUT, 32, with_probe_bytes) for name in ("prefill", "decode")
+    ]
+    owner, puller = workers
+    puller.take([PeerJoined(owner.machine.address, is_owner=True)])  # type: ignore[list-item]
+    owner.take([PeerJoined(puller.machine.address, is_owner=False)])  # type: ignore[list-item]
+    deadline = time.monotonic() + PATIENCE_S
+    while puller.machine.paths[0].state is PathState.CONNECTING:
+        assert time.monotonic() < deadline
+        for worker in workers:
+            worker.step(0.001)
+    (path,) = puller.machine.paths
+    assert (path.lane, path.state) == (lane, state)
+    assert path.bytes_per_s > 0
+    for worker in workers:
+        worker.close()
+
+
+# ---- transports alone
+
+
+class Side:
+    def __init__(self, name: str, kind: Kind, content: bool = False) -> None:
+        self.transport = kind.open_transport(name)
+        self.bytes, self.pool = kind.open_pool(LAYOUT, 32)
+        if content:
+            for block in range(32):
+                self.bytes[block] = known_bytes(block)
+        self.transport.register(self.pool)
+        self.address = address_of(self.transport, self.pool)
+
+    @property
+    def device(self) -> FakeDeviceMemory:
+        assert isinstance(self.pool.memory, FakeDeviceMemory)
+        return self.pool.memory
+
+
+def connect(sides: list[Side]) -> None:
+    for side in sides:
+        for other in sides:
+            if other is not side:
+                side.transport.connect(other.address)
+
+
+def poll_all(sides: list[Side], num_events: int) -> dict[str, list[TransportEvent]]:
+    events: dict[str, list[TransportEvent]] = {side.transport.name: [] for side in sides}
+    deadline = time.monotonic() + PATIENCE_S
+    while sum(map(len, events.values())) < num_events:
+        assert time.monotonic() < deadline, events
+        for side in sides:
+            events[side.transport.name] += side.transport.poll()
+    return events
+
+
+@pytest.fixture
+def sides() -> Iterator[list[Side]]:
+    opened: list[Side] = []
+    yield opened
+    for side in opened:
+        side.transport.close()
+
+
+def test_a_pool_that_cannot_be_mapped_is_read_by_the_next_path_with_a_warning(
+    sides: list[Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    sides += [Side("a", on_device(MAPPED, STAGED), content=True), Side("b", on_device(MAPPED, STAGED))]
+    sides[1].device.failures.append(TransportError("no peer access"))
+    connect(sides)
+    assert [side.transport.lane(other) for side, other in zip(sides, "ba", strict=True)] == [Lane.CUDA_IPC, Lane.STAGED]
+    assert "no peer access" in caplog.text
+    handle = sides[1].transport.start_block_read("a", (1, 2), (3, 5))
+    assert poll_all(sides, 1)["b"] == [ReadDone(handle)]
+    assert np.array_equal(sides[1].bytes[[3, 5]], sides[0].bytes[[1, 2]])
+
+
+def test_a_pool_that_cannot_be_mapped_and_has_no_other_path_is_not_connected(sides: list[Side]) -> None:
+    sides += [Side("a", on_device(MAPPED)), Side("b", on_device(MAPPED))]
+    sides[1].device.failures.append(TransportError("no peer access"))
+    with pytest.raises(TransportError, match="no peer access"):
+        sides[1].transport.connect(sides[0].address)
+    with pytest.raises(TransportError, match="not connected"):
+        sides[1].transport.notify("a", b"")
+    sides[1].transport.connect(sides[0].address)
+
+
+def test_many_that_read_from_each_other_at_once_all_get_their_bytes(sides: list[Side]) -> None:
+    """Each agent has slots for 8 blocks of its own reads and 8 for its readers: nobody may wait in a circle."""
+    sides += [Side(name, on_device(STAGED), content=True) for name in "abc"]
+    connect(sides)
+    wanted = tuple(range(16))
+    for side in sides:
+        side.bytes[16:] = 0
+    started = {
+        side.transport.name: [
+            side.transport.start_block_read(other.transport.name, wanted, tuple(range(16, 32)))
+            for other in sides
+            if other is not side
+        ]
+        for side in sides
+    }
+    events = poll_all(sides, 6)
+    assert events == {name: [ReadDone(handle) for handle in handles] for name, handles in started.items()}
+    for side in sides:
+        assert np.array_equal(side.bytes[16:], sides[0].bytes[:16])
+
+
+def test_after_every_kind_of_end_all_slots_are_free_again(sides: list[Side]) -> None:
+    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
+    connect(sides)
+    owner, reader = (side.transport for side in sides)
+    blocks = tuple(range(32))
+    cancelled = reader.start_block_read("a", blocks, blocks)
+    done = reader.start_block_read("a", (4,), (5,))
+    for _ in range(3):
+        owner.poll()
+    reader.cancel(cancelled)
+    events = poll_all(sides, 2)["b"]
+    assert {type(event): event.handle for event in events} == {ReadBroken: cancelled, ReadDone: done}  # type: ignore[union-attr]
+    lost = reader.start_block_read("a", blocks, blocks)
+    reader.disconnect("a")
+    (event,) = poll_all(sides, 1)["b"]
+    assert isinstance(event, ReadBroken)
+    assert event.handle == lost
+    reader.connect(sides[0].address)
+    again = reader.start_block_read("a", blocks, blocks)
+    assert poll_all(sides, 1)["b"] == [ReadDone(again)]
+    assert np.array_equal(sides[1].bytes, sides[0].bytes)
+    ring = reader._staged._ring  # type: ignore[attr-defined]
+    assert sorted(ring.for_reads) == list(range(8, 16))
+    owner._owner.check()  # type: ignore[attr-defined]
+
+
+def test_a_notification_that_only_looks_like_staging_is_dropped_and_harms_nothing(
+    sides: list[Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
+    connect(sides)
+    sides[1].transport.notify("a", b"\xffstg1\x09nonsense")
+    handle = sides[1].transport.start_block_read("a", (1,), (1,))
+    assert poll_all(sides, 1)["b"] == [ReadDone(handle)]
+    assert "malformed staging message" in caplog.text
+
+
+def test_a_device_that_fails_breaks_the_read(sides: list[Side]) -> None:
+    sides += [Side("a", on_device(MAPPED)), Side("b", on_device(MAPPED))]
+    connect(sides)
+    sides[1].device.failures.append(TransportError("the device is lost"))
+    with pytest.raises(TransportError, match="the device is lost"):
+        sides[1].transport.start_block_read("a", (1,), (1,))
+
+
+def test_a_pool_is_unmapped_only_when_no_copy_from_it_is_in_flight(sides: list[Side]) -> None:
+    sides += [Side("a", on_device(MAPPED), content=True), Side("b", on_device(MAPPED))]
+    connect(sides)
+    reader, device = sides[1].transport, sides[1].device
+    device.polls_per_copy = 5
+    handle = reader.start_block_read("a", (1,), (1,))
+    reader.disconnect("a")
+    assert device.num_mapped == 1
+    (event,) = poll_all(sides, 1)["b"]
+    assert isinstance(event, ReadBroken)
+    assert (event.handle, device.num_mapped) == (handle, 0)

@@ -1,0 +1,248 @@
+"""`tandem doctor` reads GPUs from nvidia-smi and sysfs, both fake here, and says what slows hand-offs down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli import gpu_checks
+from cli.findings import Finding, Health
+from cli.gpu_checks import judge_gpus
+from cli.gpu_facts import Gpu, GpuFacts, RdmaDevice, read_facts, read_matrix, run_command
+
+QUERY = """\
+0, NVIDIA H100 80GB HBM3, 580.82.07, 9.0, 81559, 81008, 00000000:18:00.0, Default, Disabled
+1, NVIDIA H100 80GB HBM3, 580.82.07, 9.0, 81559, 4000, 00000000:9A:00.0, Default, [N/A]
+"""
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-51\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t52-103\t1\t\tN/A
+NIC0\tPIX\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+PEER_READS = """\
+ \tGPU0\tGPU1\t
+ GPU0\tX\tOK\t
+ GPU1\tCNS\tX\t
+
+Legend:
+
+  X    = Self
+  CNS  = Chipset not supported
+"""
+COMMANDS = {"-m": TOPOLOGY, "r": PEER_READS}
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
+RESTRICTED = {"proc/sys/kernel/yama/ptrace_scope": "1\n", "proc/self/status": "Name:\tx\nCapEff:\t00000000a80425fb\n"}
+PRIVILEGED = RESTRICTED | {"proc/self/status": "Name:\tx\nCapEff:\t000001ffffffffff\n"}
+
+FILES = {
+    "sys/bus/pci/devices/0000:18:00.0/numa_node": "0\n",
+    "sys/bus/pci/devices/0000:9a:00.0/numa_node": "1\n",
+    "sys/class/infiniband/mlx5_0/device/numa_node": "0\n",
+    "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+    "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+    "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
+    "sys/class/infiniband/mlx5_1/device/numa_node": "-1\n",
+    "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
+    "sys/module/nvidia_peermem/initstate": "live\n",
+    "dev/infiniband/uverbs0": "",
+    "proc/sys/kernel/osrelease": "6.8.0-71-generic\n",
+    "proc/driver/nvidia/version": OPEN_DRIVER,
+}  # fmt: skip
+
+H100 = Gpu(0, "NVIDIA H100 80GB HBM3", "580.82.07", (9, 0), 81559, 81008, "0000:18:00.0", "Default", False, 0)
+PAIR = (H100, replace(H100, index=1, numa_node=1))
+NVLINK = {(0, 1): "NV18", (1, 0): "NV18"}
+READABLE = {(0, 1): "OK", (1, 0): "OK"}
+NIC = RdmaDevice("mlx5_0", True, "InfiniBand, 400 Gb/sec (4X NDR)", 0)
+GOOD = GpuFacts(PAIR, links=NVLINK, peer_reads=READABLE)
+GPU_PACKAGES = {"torch": "2.11.0", "nvidia-cuda-runtime": "13.0.96", "nixl-cu13": "1.5.1"}
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def smi(*command: str) -> str | None:
+    return QUERY if command[1].startswith("--query-gpu") else COMMANDS[command[-1]]
+
+
+def no_smi(*_: str) -> None:
+    return None
+
+
+def packages(found: dict[str, str]) -> Callable[[str], str]:
+    def version(name: str) -> str:
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    return version
+
+
+def findings_of(facts: GpuFacts, **found: str) -> dict[str, list[Finding]]:
+    by_subject: dict[str, list[Finding]] = {}
+    for finding in judge_gpus(facts, packages(GPU_PACKAGES | found)):
+        by_subject.setdefault(finding.subject, []).append(finding)
+    return by_subject
+
+
+def test_every_fact_is_read(tmp_path: Path) -> None:
+    facts = read_facts(machine(tmp_path, FILES | RESTRICTED), smi, {"A": "b"})
+    assert facts.gpus == (H100, replace(H100, index=1, free_mb=4000, bus_id="0000:9a:00.0", numa_node=1))
+    assert facts.links == NVLINK
+    assert facts.peer_reads == {(0, 1): "OK", (1, 0): "CNS"}
+    assert facts.rdma == (NIC, RdmaDevice("mlx5_1", False, "no active port", None))
+    assert facts.rdma_usable
+    assert facts.peermem
+    assert facts.dmabuf
+    assert not facts.ptrace
+    assert facts.environment == {"A": "b"}
+
+
+def test_a_process_with_the_capability_may_read_others(tmp_path: Path) -> None:
+    assert read_facts(machine(tmp_path, PRIVILEGED), smi, {}).ptrace
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("proc/sys/kernel/osrelease", "5.4.0-150-generic\n"),
+        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01\n"),
+    ],
+)
+def test_dmabuf_needs_a_new_kernel_and_the_open_modules(tmp_path: Path, name: str, text: str) -> None:
+    assert not read_facts(machine(tmp_path, FILES | {name: text}), smi, {}).dmabuf
+
+
+def test_a_machine_with_one_gpu_has_no_pairs(tmp_path: Path) -> None:
+    facts = read_facts(tmp_path, lambda *command: QUERY.splitlines()[0] if "query" in command[1] else None, {})
+    assert (len(facts.gpus), facts.links, facts.peer_reads) == (1, {}, {})
+    assert facts.gpus[0].numa_node is None
+
+
+def test_a_matrix_that_is_no_matrix_has_no_pairs() -> None:
+    assert read_matrix("") == read_matrix("NVIDIA-SMI has failed\n") == {}
+
+
+def test_a_cpu_machine_is_one_line(tmp_path: Path) -> None:
+    facts = read_facts(machine(tmp_path, {"sys/bus/pci/devices/0000:00:02.0/vendor": "0x8086\n"}), no_smi, {})
+    assert judge_gpus(facts, packages({})) == [Finding("GPU", Health.OK, "no GPU: workers run on the CPU")]
+
+
+def test_a_gpu_without_a_driver_is_noticed(tmp_path: Path) -> None:
+    card = "sys/bus/pci/devices/0000:18:00.0"
+    root = machine(tmp_path, {f"{card}/vendor": "0x10de\n", f"{card}/class": "0x030200\n"})
+    (finding,) = judge_gpus(read_facts(root, no_smi, {}), packages({}))
+    assert (finding.health, "no driver answers" in finding.text) == (Health.WARN, True)
+    assert "--gpus all" in finding.fix
+
+
+def test_a_command_that_is_missing_or_fails_has_no_output() -> None:
+    assert run_command("tandem-has-no-such-command") is None
+    assert run_command("false") is None
+    assert run_command("echo", "here") == "here\n"
+
+
+def test_nothing_is_wrong_with_a_good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "_compiler", list)
+    facts = replace(GOOD, gpus=(H100, replace(H100, index=1)), rdma=(NIC,), rdma_usable=True, peermem=True, dmabuf=True)
+    found = findings_of(facts)
+    assert {finding.health for group in found.values() for finding in group} == {Health.OK}
+    texts = {subject: group[0].text for subject, group in found.items()}
+    assert texts == {
+        "GPU 0": "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GB free, NUMA node 0",
+        "GPU 1": "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GB free, NUMA node 0",
+        "CUDA": "driver 580.82.07, CUDA 13 of torch 2.11.0",
+        "nixl-cu13": "1.5.1",
+        "peer access": "every GPU reads every other, over NVLink (NV18)",
+        "CUDA IPC": "no setting prevents it",
+        "mlx5_0": "InfiniBand, 400 Gb/sec (4X NDR), NUMA node 0",
+        "RDMA": "/dev/infiniband holds the devices",
+        "GPUDirect RDMA": "by nvidia_peermem or dmabuf",
+    }
+
+
+def with_gpu(**changes: object) -> GpuFacts:
+    return GpuFacts((replace(H100, **changes),))  # type: ignore[arg-type]
+
+
+WRONG = [
+    (with_gpu(free_mb=4000), "GPU 0", Health.WARN, r"3.9 of 79.6 GB free"),
+    (with_gpu(compute_capability=(7, 5)), "GPU 0", Health.WARN, "compute capability 7.5, without bfloat16"),
+    (with_gpu(compute_mode="Exclusive_Process"), "GPU 0", Health.WARN, "workers cannot share"),
+    (with_gpu(compute_mode="Prohibited"), "GPU 0", Health.FAIL, "forbids every program"),
+    (with_gpu(mig=True), "GPU 0", Health.WARN, "MIG"),
+    (with_gpu(driver="535.183.01"), "CUDA", Health.FAIL, "driver 535.183.01, CUDA 13 of torch"),
+    (replace(GOOD, gpus=(H100, replace(H100, index=1, name="NVIDIA A100"))), "GPU types", Health.WARN, "of the first"),
+    (replace(GOOD, peer_reads={(0, 1): "CNS"}), "peer access", Health.WARN, r"GPU 0 cannot read GPU 1 \(the chipset"),
+    (replace(GOOD, peer_reads={}), "peer access", Health.WARN, "does not tell"),
+    (replace(GOOD, ptrace=False), "CUDA IPC", Health.WARN, "ptrace_scope"),
+    (
+        replace(GOOD, environment={"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"}),
+        "CUDA IPC", Health.WARN, "PYTORCH_ALLOC_CONF has expandable_segments",
+    ),
+    (
+        replace(GOOD, environment={"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}),
+        "CUDA IPC", Health.WARN, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY = n makes UCX",
+    ),
+    (replace(GOOD, rdma=(replace(NIC, active=False, link="no active port"),)), "mlx5_0", Health.WARN, "no active port"),
+    (replace(GOOD, rdma=(NIC,)), "RDMA", Health.WARN, "/dev/infiniband is missing"),
+    (replace(GOOD, rdma=(NIC,)), "GPUDirect RDMA", Health.WARN, "neither nvidia_peermem nor dmabuf"),
+    (replace(GOOD, rdma=(NIC,)), "NUMA", Health.WARN, "node of GPU 1: their hand-offs cross"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("facts", "subject", "health", "text"), WRONG)
+def test_a_fault_is_named_and_comes_with_a_fix(facts: GpuFacts, subject: str, health: Health, text: str) -> None:
+    wrong = [finding for finding in findings_of(facts)[subject] if finding.health is not Health.OK]
+    assert len(wrong) == 1
+    assert wrong[0].health is health
+    assert re.search(text, wrong[0].text)
+    assert wrong[0].fix
+
+
+@pytest.mark.parametrize(
+    ("found", "subject", "health", "text"),
+    [
+        ({"torch": "2.13.0+cpu"}, "CUDA", Health.WARN, "torch 2.13.0+cpu is a build for CPUs"),
+        ({"torch": "2.11.0+cu128"}, "CUDA", Health.OK, "CUDA 12 of torch 2.11.0+cu128"),
+        ({"torch": "2.11.0+cu128"}, "nixl-cu12", Health.WARN, "not installed"),
+    ],
+)
+def test_the_packages_tell_which_cuda_torch_has(found: dict[str, str], subject: str, health: Health, text: str) -> None:
+    version = {"torch": "", "nixl-cu13": "1.5.1"} | found
+    findings = {f.subject: f for f in judge_gpus(GpuFacts((H100,)), packages(version))}
+    assert findings[subject].health is health
+    assert text in findings[subject].text
+
+
+def test_torch_from_pypi_is_told_by_the_runtime_beside_it() -> None:
+    version = packages({"torch": "2.8.0", "nvidia-cuda-runtime-cu12": "12.8.90"})
+    findings = {f.subject: f for f in judge_gpus(GpuFacts((H100,)), version)}
+    assert "CUDA 12 of torch 2.8.0" in findings["CUDA"].text
+
+
+def test_a_machine_without_rdma_says_how_hand_offs_travel() -> None:
+    assert "host memory and TCP" in findings_of(GOOD)["RDMA"][0].text
+
+
+def test_gpu_kernels_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks.shutil, "which", no_smi)
+    (finding,) = findings_of(GOOD)["GPU kernels"]
+    assert finding.health is Health.FAIL
+    assert "a C compiler" in finding.text

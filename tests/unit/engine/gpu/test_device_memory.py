@@ -1,0 +1,186 @@
+"""CudaDeviceMemory on the host: the operators' references in place of kernels, a table in place of the driver."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+import xxhash
+
+from core.errors import TransportError
+from engine.gpu import device_memory
+from engine.gpu.cuda_driver import Allocation
+from engine.gpu.device_memory import CudaDeviceMemory
+
+BLOCKS, SHAPE = 6, (2, 2, 1, 4, 8)
+BLOCK_BYTES = 2 * 2 * 4 * 8 * 4
+
+
+class FakeDriver:
+    """The allocations of several processes, by handle. A pool begins 512 bytes into its allocation."""
+
+    def __init__(self) -> None:
+        self.exported: dict[bytes, int] = {}
+        self.open_bases: list[int] = []
+        self.entered: list[int] = []
+        self.refuses = False
+
+    def enter(self, device: int) -> None:
+        self.entered.append(device)
+
+    def allocation_of(self, address: int) -> Allocation:
+        return Allocation(address - 512, 1 << 20)
+
+    def export(self, base: int) -> bytes:
+        if self.refuses:
+            raise TransportError("cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE (1)")
+        handle = base.to_bytes(64, "little")
+        self.exported[handle] = base
+        return handle
+
+    def open(self, handle: bytes) -> int:
+        self.open_bases.append(self.exported[handle])
+        return self.exported[handle]
+
+    def close(self, base: int) -> None:
+        self.open_bases.remove(base)
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+@pytest.fixture(autouse=True)
+def _forget_exports() -> Iterator[None]:
+    yield
+    device_memory._exported.clear()
+
+
+def memory_of(driver: FakeDriver) -> tuple[torch.Tensor, CudaDeviceMemory]:
+    pool = torch.randn(BLOCKS, *SHAPE)
+    return pool, CudaDeviceMemory(pool, driver, probe_bytes=1 << 20)
+
+
+def in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "_THIS_PROCESS", uuid.uuid4().bytes)
+
+
+def test_blocks_of_a_mapped_peer_arrive(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, peer = memory_of(driver)
+    handle = peer.export()
+    in_another_process(monkeypatch)
+    ours, memory = memory_of(driver)
+    expected = ours.clone()
+    expected[[5, 0, 1]] = theirs[[2, 3, 4]]
+
+    base = memory.map(handle)
+    copies = [
+        (base + source * BLOCK_BYTES, ours.data_ptr() + target * BLOCK_BYTES, BLOCK_BYTES)
+        for source, target in ((2, 5), (3, 0), (4, 1))
+    ]
+    started = memory.start_copies(copies)
+
+    assert base == theirs.data_ptr()
+    assert memory.has_ended(started)
+    assert torch.equal(ours, expected)
+    assert driver.open_bases == [base - 512]
+    memory.unmap(base)
+    assert driver.open_bases == []
+
+
+def test_a_pool_that_is_mapped_twice_is_closed_twice(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = memory_of(driver)[1].export()
+    in_another_process(monkeypatch)
+    memory = memory_of(driver)[1]
+    first, second = memory.map(handle), memory.map(handle)
+    assert first == second
+    memory.unmap(first)
+    assert len(driver.open_bases) == 1
+    memory.unmap(second)
+    assert driver.open_bases == []
+
+
+def test_a_pool_of_the_same_process_needs_no_driver(driver: FakeDriver) -> None:
+    pool, memory = memory_of(driver)
+    address = memory.map(memory.export())
+    assert address == pool.data_ptr()
+    memory.unmap(address)
+    assert driver.open_bases == []
+
+
+def test_a_foreign_handle_is_refused(driver: FakeDriver) -> None:
+    with pytest.raises(TransportError, match="not of this version"):
+        memory_of(driver)[1].map(b"/proc/1/fd/3")
+
+
+def test_a_pool_that_cannot_be_exported_names_the_setting(driver: FakeDriver) -> None:
+    memory = memory_of(driver)[1]
+    driver.refuses = True
+    with pytest.raises(TransportError, match=r"CUDA_ERROR_INVALID_VALUE.*expandable_segments"):
+        memory.export()
+
+
+def test_copies_reach_pinned_memory_and_come_back(driver: FakeDriver) -> None:
+    pool, memory = memory_of(driver)
+    buffer = memory.pinned(2 * BLOCK_BYTES)
+    expected = pool[3].clone()
+
+    down = memory.start_copies([(pool[3].data_ptr(), buffer.address + BLOCK_BYTES, BLOCK_BYTES)])
+    up = memory.start_copies([(buffer.address + BLOCK_BYTES, pool[0].data_ptr(), BLOCK_BYTES)])
+
+    assert memory.has_ended(down)
+    assert memory.has_ended(up)
+    assert bytes(buffer.view[BLOCK_BYTES:]) == expected.numpy().tobytes()
+    assert torch.equal(pool[0], expected)
+
+
+def test_an_end_is_told_once(driver: FakeDriver) -> None:
+    memory = memory_of(driver)[1]
+    handle = memory.start_copies([])
+    assert memory.has_ended(handle)
+    with pytest.raises(KeyError):
+        memory.has_ended(handle)
+
+
+def test_a_copy_that_has_not_ended_does_not_wait(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memory_of(driver)[1]
+    handle = memory.start_copies([])
+    ended = [False, False, True]
+    monkeypatch.setattr(memory._in_flight[handle], "has_ended", lambda: ended.pop(0), raising=False)
+    assert [memory.has_ended(handle) for _ in range(3)] == [False, False, True]
+
+
+def test_an_error_of_the_device_is_a_transport_error(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memory_of(driver)[1]
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(memory._copying, "mark", fail)
+    with pytest.raises(TransportError, match="start copies: CUDA error: an illegal memory access"):
+        memory.start_copies([])
+
+
+@pytest.mark.parametrize("max_sums_bytes", [device_memory._MAX_SUMS_BYTES, 128])
+def test_digests_are_those_of_xxhash(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, max_sums_bytes: int) -> None:
+    """In one launch, and in several."""
+    monkeypatch.setattr(device_memory, "_MAX_SUMS_BYTES", max_sums_bytes)
+    pool, memory = memory_of(driver)
+    blocks = [4, 0, 5, 4]
+    assert memory.digests(blocks, BLOCK_BYTES) == tuple(
+        xxhash.xxh3_64_intdigest(pool[block].numpy().tobytes()) for block in blocks
+    )
+    assert memory.digests([], BLOCK_BYTES) == ()
+
+
+def test_making_it_measures_copies_and_leaves_the_pool_as_it_is(driver: FakeDriver) -> None:
+    pool = torch.randn(BLOCKS, *SHAPE)
+    before = pool.clone()
+    memory = CudaDeviceMemory(pool, driver, probe_bytes=1 << 20)
+    assert torch.equal(pool, before)
+    assert memory.copy_bytes_per_s > 1e6
+    assert (memory.device, memory.uuid) == (0, "")
+    assert driver.entered == []

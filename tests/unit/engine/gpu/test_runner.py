@@ -1,0 +1,293 @@
+"""The runner of a GPU on the CPU: graphs, steps with too little memory, steps launched ahead, poisoned pools."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError, DeviceLost, OutOfDeviceMemory
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView, StepPlan
+from engine.gpu.device_queue import HostQueue
+from engine.gpu.memory import MB, FakeAllocator
+from engine.gpu.pool_size import PoolSizer
+from engine.gpu.runner import GpuRunner
+from engine.gpu.step_attention import one_split
+from engine.gpu.step_computer import StepComputer
+from engine.kv_pool import KVPool, PoolOrder
+from engine.loading import ModelSetup
+from engine.model import Model, ModelInputs
+from engine.runner import StepLimits, run_step
+from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
+
+PROMPT = [(7 * index + 3) % 250 for index in range(90)]
+CONFIG = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
+LIMITS = StepLimits(max_running=8, max_batched_tokens=64)
+REQUESTS = [
+    request("greedy", PROMPT[:40]),
+    request("drawn", PROMPT[3:20], temperature=0.9, top_p=0.9, top_k=30, seed=4),
+    request("penalized", PROMPT[5:70], repetition_penalty=1.5, frequency_penalty=0.4, num_logprobs=2),
+    request("short", PROMPT[:1]),
+    request("least", PROMPT[:17], min_tokens=4, logit_bias={5: 2.0}),
+]
+
+
+def gpu_runner(**options: Any) -> GpuRunner:
+    return GpuRunner(CONFIG, limits=LIMITS, **options)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[GpuRunner]:
+    built = gpu_runner()
+    yield built
+    built.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """The tokens of the runner without graphs and operators."""
+    plain = TorchRunner(CONFIG)
+    tokens = Engine(plain, budget=30).generate(*REQUESTS)
+    plain.close()
+    return tokens
+
+
+def poison(runner: GpuRunner) -> None:
+    runner._pool.tensor.fill_(float("nan"))
+
+
+def test_graphs_and_eager_steps_give_the_tokens_of_the_torch_runner(
+    runner: GpuRunner, expected: dict[str, list[int]]
+) -> None:
+    assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    eager = gpu_runner(with_graphs=False)
+    assert Engine(eager, budget=30).generate(*REQUESTS) == expected
+
+
+def test_decodes_run_as_graphs_and_prompts_do_not(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    buckets: list[int | None] = []
+    launch = StepComputer.launch
+
+    def noted(computer: StepComputer, staged: Any, bucket: int | None, plan: Any) -> Any:
+        buckets.append(bucket)
+        return launch(computer, staged, bucket, plan)
+
+    monkeypatch.setattr(StepComputer, "launch", noted)
+    Engine(runner).generate(*REQUESTS[:3])
+    assert buckets[0] is None
+    assert set(buckets[2:]) == {4}, "three sequences take the graph of four"
+
+
+@pytest.mark.parametrize("order", PoolOrder)
+def test_a_poisoned_pool_changes_no_token(order: PoolOrder, expected: dict[str, list[int]]) -> None:
+    poisoned = gpu_runner(pool_order=order)
+    poison(poisoned)
+    assert Engine(poisoned, budget=30).generate(*REQUESTS) == expected
+    assert poisoned._pool.tensor.is_contiguous() is (order is PoolOrder.BLOCK_MAJOR)
+
+
+def test_the_bytes_of_the_pool_end_before_the_padding_block(runner: GpuRunner) -> None:
+    memory = runner.pool_memory()
+    assert memory is not None
+    assert len(memory) == runner.num_blocks * runner.layout.block_bytes
+    assert len(runner._pool.tensor) == runner.num_blocks + 1
+
+
+def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> None:
+    poison(runner)
+    run_step(runner, StepPlan(0, tuple(chunk(name, 0, 1, [block]) for name, block in (("a", 0), ("b", 1), ("c", 2)))))
+    written = runner._pool.tensor.isfinite().all(dim=-1).any(dim=3).any(dim=3).any(dim=1).any(dim=1)
+    assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
+
+
+def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> None:
+    ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
+    view = SequenceView("a", [*PROMPT[:20]], 20, [0, 1], SamplingParams(max_tokens=9, temperature=0.0))
+    ahead.submit(StepPlan(0, (ScheduledChunk(view, 0, 20, samples=True, promised=False),)))
+    prompt = ahead._submitted[-1]
+    ahead.submit(StepPlan(1, (ScheduledChunk(view, 20, 1, samples=True, promised=True),)))
+    decode = ahead._submitted[-1]
+    assert (prompt.launched, decode.launched) == (False, False), "a prompt is launched by the thread that collects"
+    ahead.collect()
+    assert decode.launched
+    ahead.submit(StepPlan(2, (ScheduledChunk(view, 21, 1, samples=True, promised=True),)))
+    assert ahead._submitted[-1].launched
+
+
+# ---- out of memory
+
+
+class Scarce:
+    """Replaces `Model.compute`: a step that meets `is_too_large` finds no memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_too_large: Callable[[ModelInputs], bool]) -> None:
+        self.num_refused = 0
+        self.num_tokens: list[int] = []  # of the steps that were computed
+        compute = Model.compute
+
+        def scarce(model: Model, inputs: ModelInputs) -> torch.Tensor:
+            if is_too_large(inputs):
+                self.num_refused += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            self.num_tokens.append(len(inputs.token_ids))
+            return compute(model, inputs)
+
+        monkeypatch.setattr(Model, "compute", scarce)
+
+
+def chunk(name: str, start: int, count: int, blocks: list[int], token_ids: list[int] = PROMPT) -> ScheduledChunk:
+    view = SequenceView(name, token_ids, len(token_ids), blocks, SamplingParams(max_tokens=9, temperature=0.0))
+    return ScheduledChunk(view, start, count, samples=True, promised=False)
+
+
+def test_a_step_without_memory_is_computed_in_parts_with_the_same_tokens(
+    runner: GpuRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = Scarce(monkeypatch, lambda inputs: len(inputs.token_ids) > 20)
+    assert Engine(runner, budget=20).generate(*REQUESTS) == expected
+    assert scarce.num_refused == 0
+    scarce = Scarce(monkeypatch, lambda inputs: len(inputs.token_ids) > 24)
+    assert Engine(runner, budget=30).generate(*REQUESTS[1:2], *REQUESTS[4:], *REQUESTS[3:4]) == {
+        wanted.request_id: expected[wanted.request_id] for wanted in (REQUESTS[1], REQUESTS[4], REQUESTS[3])
+    }
+    assert scarce.num_refused > 0, "the memory was never scarce"
+
+
+def test_a_chunk_that_fails_alone_fails_no_neighbour(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {
+        name: run_step(runner, StepPlan(0, (chunk(name, 0, count, blocks),))).sampled[name]
+        for name, count, blocks in (("b", 30, [2, 3]), ("d", 9, [5]))
+    }
+    run_step(runner, StepPlan(1, (chunk("c", 0, 7, [4]),)))
+    alone["c"] = run_step(runner, StepPlan(1, (chunk("c", 7, 1, [4]),))).sampled["c"]
+    scarce = Scarce(monkeypatch, lambda inputs: len(inputs.token_ids) > 30)
+    chunks = (chunk("a", 0, 31, [0, 1]), chunk("b", 0, 30, [2, 3]), chunk("c", 7, 1, [4]), chunk("d", 0, 9, [5]))
+    output = run_step(runner, StepPlan(2, chunks))
+    assert output.sampled == alone
+    assert scarce.num_tokens == [1, 30, 9], "the decodes come first, then every prompt alone"
+    assert scarce.num_refused == 2
+    assert output.failed.keys() == {"a"}
+    assert isinstance(output.failed["a"], OutOfDeviceMemory)
+    assert output.failed["a"].__traceback__ is None, "a traceback would keep the tensors of the step"
+
+
+def test_decodes_that_fail_together_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = gpu_runner(with_graphs=False)
+    scarce = Scarce(monkeypatch, lambda inputs: len(inputs.token_ids) > 1)
+    output = run_step(eager, StepPlan(0, (chunk("a", 0, 1, [0]), chunk("b", 0, 1, [1]))))
+    assert output.sampled.keys() == {"a", "b"}
+    assert scarce.num_refused == 2
+
+
+def test_the_step_behind_one_in_parts_gets_its_promised_tokens(
+    runner: GpuRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = {
+        wanted.request_id: SequenceView(
+            wanted.request_id, list(wanted.token_ids), wanted.num_prompt_tokens, blocks, wanted.sampling
+        )
+        for wanted, blocks in ((REQUESTS[0], [0, 1, 2, 3]), (REQUESTS[1], [4, 5, 6]), (REQUESTS[4], [7, 8, 9]))
+    }
+    scarce = Scarce(monkeypatch, lambda inputs: len(inputs.token_ids) > 39)
+    prompts = [ScheduledChunk(view, 0, len(view.token_ids), True, False) for view in views.values()]
+    promised = [ScheduledChunk(view, len(view.token_ids), 1, True, True) for view in reversed(views.values())]
+    runner.submit(StepPlan(0, tuple(prompts)))
+    runner.submit(StepPlan(1, tuple(promised)))
+    first, second = runner.collect(), runner.collect()
+    assert scarce.num_refused == 2
+    assert first.failed.keys() == second.failed.keys() == {"greedy"}
+    for name in ("drawn", "least"):
+        assert [first.sampled[name].token_id, second.sampled[name].token_id] == expected[name][:2]
+
+
+def test_a_lost_device_ends_the_step_with_its_own_error(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Model, "compute", lose)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        run_step(runner, StepPlan(0, (chunk("a", 0, 5, [0]),)))
+
+
+def test_inputs_that_find_no_memory_are_staged_again_in_parts(
+    runner: GpuRunner, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, refused = StepComputer.stage, list[int]()
+
+    def scarce(computer: StepComputer, chunks: Any, rows_before: Any) -> Any:
+        if len(chunks) > 1 and len(refused) < 3:
+            refused.append(len(chunks))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stage(computer, chunks, rows_before)
+
+    monkeypatch.setattr(StepComputer, "stage", scarce)
+    assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    assert len(refused) == 3
+
+
+def test_a_device_that_is_lost_when_a_step_is_submitted_ends_the_worker(
+    runner: GpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(StepComputer, "stage", lose)
+    with pytest.raises(DeviceLost, match="unspecified launch failure"):
+        runner.submit(StepPlan(0, (chunk("a", 0, 5, [0]),)))
+
+
+# ---- the size of the pool
+
+
+class MeasuredAllocator(FakeAllocator):
+    """A device of 64 MB of which graphs take 8 MB."""
+
+    def __init__(self) -> None:
+        super().__init__(total=64 * MB, others=4 * MB)
+        self.num_measured = 0
+
+    def peak(self) -> int:
+        self.num_measured += 1
+        return super().peak() + 8 * MB * (self.num_measured == 3)
+
+
+def sizer(config: EngineConfig, runner: GpuRunner, share: float = 1.0) -> tuple[PoolSizer, list[Any]]:
+    """A sizer for the model of a runner, and weak references to the pools that it makes."""
+    setup, pools = ModelSetup.of(config, None), list[Any]()
+    assert runner._computer is not None
+    model, queue = runner._computer._model, runner._queue
+
+    def make_pool(num_blocks: int) -> KVPool:
+        pool = KVPool(setup.layout, num_blocks, setup.device, 1)
+        pools.append(weakref.ref(pool))
+        return pool
+
+    def make_computer(pool: KVPool) -> StepComputer:
+        return StepComputer(setup, model, pool, LIMITS, queue, one_split)
+
+    return PoolSizer(setup, LIMITS, MeasuredAllocator(), share, make_pool, make_computer), pools
+
+
+def test_an_automatic_pool_takes_what_weights_steps_graphs_and_margin_leave(runner: GpuRunner) -> None:
+    config = replace(CONFIG, kv_memory_mb=0, gpu_memory_margin_mb=10)
+    with torch.inference_mode():
+        measured, pools = sizer(config, runner)
+        block_bytes = runner.layout.block_bytes
+        assert measured.num_blocks() == (64 - 4 - 8 - 10) * MB // block_bytes - 1
+        assert len(pools) == 1
+        assert pools[0]() is None, "the pool of the measured steps is gone"
+        assert sizer(config, runner, share=0.5)[0].num_blocks() == (32 - 8 - 10) * MB // block_bytes - 1
+        assert sizer(replace(config, kv_memory_mb=3), runner)[0].num_blocks() == 3 * MB // block_bytes
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_options_to_change(runner: GpuRunner) -> None:
+    config = replace(CONFIG, kv_memory_mb=60, gpu_memory_margin_mb=1)
+    with torch.inference_mode(), pytest.raises(ConfigError, match="set kv_memory_mb to 0"):
+        sizer(config, runner)[0].num_blocks()

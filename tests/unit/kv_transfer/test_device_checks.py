@@ -1,0 +1,73 @@
+"""What is checked before a pool on a GPU takes part in transfers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError
+from core.handoff import DevicePath
+from kv_transfer.device_checks import check_environment, has_gpudirect, paths_of
+
+MAPPED, DIRECT, STAGED = DevicePath
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments:True"])
+def test_expandable_segments_are_refused_by_the_variables_name(variable: str, value: str) -> None:
+    for path in (MAPPED, DIRECT):
+        with pytest.raises(ConfigError, match=f"{variable} has expandable_segments"):
+            check_environment({variable: value}, {path, STAGED})
+    check_environment({variable: value}, {STAGED})
+    check_environment({variable: "expandable_segments:False"}, set(DevicePath))
+
+
+def test_reads_over_cuda_ipc_that_are_switched_off_are_refused_where_the_transport_would_use_them() -> None:
+    for value in ("n", "No", "0", "off"):
+        with pytest.raises(ConfigError, match=f"UCX_CUDA_IPC_ENABLE_GET_ZCOPY={value}"):
+            check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {DIRECT})
+        check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": value}, {MAPPED, STAGED})
+    check_environment({"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}, {DIRECT})
+
+
+@pytest.mark.parametrize(
+    ("device", "modules", "driver", "found"),
+    [
+        (False, "nvidia_peermem 1 0", "", False),
+        (True, "", "", False),
+        (True, "nvidia 1 0\nnvidia_peermem 16384 0", "", True),
+        (True, "nvidia 1 0", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95", True),
+        (True, "nvidia 1 0", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95", False),
+    ],
+)
+def test_gpudirect_needs_an_rdma_device_and_a_way_into_gpu_memory(
+    tmp_path: Path, device: bool, modules: str, driver: str, found: bool
+) -> None:
+    devices = tmp_path / "infiniband"
+    (devices / "mlx5_0").mkdir(parents=True) if device else devices.mkdir()
+    (tmp_path / "modules").write_text(modules)
+    (tmp_path / "version").write_text(driver)
+    assert has_gpudirect(devices, tmp_path / "modules", tmp_path / "version") is found
+
+
+def test_a_machine_without_any_of_these_files_has_no_gpudirect(tmp_path: Path) -> None:
+    assert not has_gpudirect(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("device_path", "on_device", "gpudirect", "paths"),
+    [
+        ("auto", False, True, set()),
+        ("auto", True, False, {MAPPED, STAGED}),
+        ("auto", True, True, {MAPPED, DIRECT, STAGED}),
+        ("mapped", True, True, {MAPPED}),
+        ("mapped", False, True, set()),
+        ("direct", True, False, {DIRECT}),
+        ("staged", False, False, {STAGED}),  # a pool in host memory whose peers are on devices
+    ],
+)
+def test_the_paths_of_a_pool_follow_from_the_option_and_the_hardware(
+    device_path: str, on_device: bool, gpudirect: bool, paths: set[DevicePath]
+) -> None:
+    assert paths_of(device_path, on_device, gpudirect) == paths

@@ -1,0 +1,125 @@
+"""The kind of memory and the device that nixl is told for each side of a read."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.errors import TransportError
+from core.handoff import AgentAddress, PoolAccess
+from core.kv_layout import KVLayout
+from kv_transfer.plan import Run
+from kv_transfer.transports.nixl_package import import_nixl
+from kv_transfer.transports.nixl_transport import NixlTransport
+from kv_transfer.transports.transport import PoolMemory
+
+LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
+
+
+class Agent:
+    """In place of nixl's: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.registered: list[tuple[Any, str]] = []
+        self.prepared: list[tuple[str, list[int], str]] = []
+        self.listed: list[tuple[list[tuple[int, int, int]], str]] = []
+
+    def register_memory(self, regions: list[Any], kind: str) -> None:
+        self.registered.append((regions[0], kind))
+
+    def prep_xfer_dlist(self, agent: str, rows: np.ndarray, kind: str) -> SimpleNamespace:
+        self.prepared.append((agent, rows[0].tolist(), kind))
+        return SimpleNamespace(release=lambda: None)
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        return metadata
+
+    def get_xfer_descs(self, descriptors: list[tuple[int, int, int]], kind: str) -> None:
+        self.listed.append((descriptors, kind))
+
+    def initialize_xfer(self, *_: object) -> None: ...
+    def make_prepped_xfer(self, *_: object) -> None: ...
+    def transfer(self, _: object) -> str:
+        return "DONE"
+
+
+def transport(device: int | None) -> tuple[NixlTransport, Agent]:
+    opened, agent = NixlTransport("ours", on_device=device is not None), Agent()
+    opened._agent = agent
+    view = None if device is not None else memoryview(bytearray(4 * LAYOUT.block_bytes))
+    opened.register(PoolMemory(4096, 4, LAYOUT, view, device))
+    return opened, agent
+
+
+def peer(device: int | None) -> AgentAddress:
+    address = AgentAddress("theirs", 1, b"theirs", 1 << 20, 8, LAYOUT, 20.0)
+    return replace(address, access=PoolAccess(device))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "local", "remote"),
+    [
+        (None, None, (0, "DRAM"), (0, "DRAM")),
+        (0, 3, (0, "VRAM"), (3, "VRAM")),
+        (2, None, (2, "VRAM"), (0, "DRAM")),
+    ],
+)
+def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
+    ours: int | None, theirs: int | None, local: tuple[int, str], remote: tuple[int, str]
+) -> None:
+    reader, agent = transport(ours)
+    reader.connect(peer(theirs))
+    reader.start_read("theirs", [Run(8, 16, 100)])
+    reader.start_block_read("theirs", [1], [2])
+    assert agent.registered == [((4096, 4 * LAYOUT.block_bytes, local[0], ""), local[1])]
+    assert [(name, row[2], kind) for name, row, kind in agent.prepared] == [("", *local), ("theirs", *remote)]
+    assert agent.listed == [
+        ([(4096 + 16, 100, local[0])], local[1]),
+        ([((1 << 20) + 8, 100, remote[0])], remote[1]),
+    ]
+
+
+def test_a_host_pool_connects_to_a_reader_on_a_device_and_refuses_to_read_from_it() -> None:
+    owner, agent = transport(None)
+    owner.connect(peer(1))
+    assert [name for name, *_ in agent.prepared] == [""], "nothing of the peer's pool is registered"
+    for start in (
+        lambda: owner.start_read("theirs", [Run(0, 0, 8)]),
+        lambda: owner.start_block_read("theirs", [0], [0]),
+    ):
+        with pytest.raises(TransportError, match="CUDA device 1, ours in host memory"):
+            start()
+
+
+def test_either_build_of_nixl_is_taken_and_both_are_named_where_there_is_none() -> None:
+    assert import_nixl(("nixl_no_such", "nixl_cu12")).__name__ == "nixl_cu12"
+    with pytest.raises(ImportError, match=r"nixl-cu13x or nixl-cu12x .*neither is installed"):
+        import_nixl(("nixl_cu13x", "nixl_cu12x"))
+
+
+def test_of_two_builds_the_one_for_the_loaded_cuda_runtime_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("pretended_cu13", "pretended_cu12")
+    for name in names:
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "_bindings.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    maps = tmp_path / "maps"
+    for runtime, taken in (("", names[0]), ("7f /usr/lib/libcudart.so.12.4", names[1]), ("libcudart.so.13", names[0])):
+        maps.write_text(runtime)
+        assert import_nixl(names, maps).__name__ == taken
+    for name in [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("pretended_cu") and isinstance(module, ModuleType)
+    ]:
+        monkeypatch.delitem(sys.modules, name)
