@@ -53,9 +53,6 @@ CONTRACTS = {
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
         "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
     ),
-    # outputs = inputs @ (codes * scales).T + bias, sums in float32.
-    # inputs: [T, in]; codes: float8_e4m3fn [out, in]; scales: float32 [out]; bias: [out]; outputs: [T, out]
-    "fp8_linear": "(Tensor inputs, Tensor codes, Tensor scales, Tensor? bias, Tensor(a!) outputs) -> ()",
     # Copy runs between raw addresses. No run's target overlaps with another run.
     # runs: int64 [runs, 3] address of the source, address of the target, bytes (at most engine.gpu.copies.PIECE_BYTES);
     # all three are divisible by access_bytes: 16, 8, 4, 2 or 1
@@ -63,6 +60,9 @@ CONTRACTS = {
     # XXH3_64 (seed 0) of blocks. memory: uint8 [num_blocks, block_bytes], block_bytes divisible by 8 and at least 248
     # blocks: int32 [n]; sums: int64 scratch, shape engine.gpu.digests.scratch_shape; digests: int64 [n], as unsigned
     "block_digests": "(Tensor memory, Tensor blocks, Tensor(a!) sums, Tensor(b!) digests) -> ()",
+    # outputs = inputs @ (codes * scales).T + bias, sums in float32.
+    # inputs: [T, in]; codes: float8_e4m3fn [out, in]; scales: float32 [out]; bias: [out]; outputs: [T, out]
+    "fp8_linear": "(Tensor inputs, Tensor codes, Tensor scales, Tensor? bias, Tensor(a!) outputs) -> ()",
     # The highest logit of each row, ties to the lowest id. logits: float32 [S, vocab]; ids: int32 [S or more]
     "argmax": "(Tensor logits, Tensor(a!) ids) -> ()",
     # Bias and penalties of rows; `AdjustedRows` in engine/gpu/sampling_plan.py has the shapes.

@@ -102,13 +102,6 @@ def _attend(
     attended[row : row + num_tokens] = found.transpose(0, 1).to(attended.dtype)
 
 
-def fp8_linear(
-    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor
-) -> None:
-    products = F.linear(inputs.float(), codes.float()) * scales
-    outputs.copy_(products if bias is None else products + bias.float())
-
-
 def copy_runs(runs: torch.Tensor, access_bytes: int) -> None:  # noqa: ARG001 - kernels use it
     for source, target, num_bytes in runs.tolist():
         ctypes.memmove(target, source, num_bytes)
@@ -125,13 +118,20 @@ def block_digests(
         digests[index] = int.from_bytes(digest, "big", signed=True)
 
 
+def fp8_linear(
+    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor
+) -> None:
+    products = F.linear(inputs.float(), codes.float()) * scales
+    outputs.copy_(products if bias is None else products + bias.float())
+
+
 REFERENCES: dict[str, Callable[..., None]] = {
     "add_rms_norm": add_rms_norm,
     "silu_and_multiply": silu_and_multiply,
     "rope_and_cache": rope_and_cache,
     "decode_attention": decode_attention,
     "prefill_attention": prefill_attention,
-    "fp8_linear": fp8_linear,
     "copy_runs": copy_runs,
     "block_digests": block_digests,
+    "fp8_linear": fp8_linear,
 }

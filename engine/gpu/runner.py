@@ -47,8 +47,6 @@ from engine.runner import StepLimits
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from engine.weights import Progress
 
-_MIN_RUNNING = 8  # a new worker measures steps of so many sequences
-
 
 @dataclass(slots=True, eq=False)
 class _Step:
@@ -88,7 +86,6 @@ class GpuRunner:
     ) -> None:
         setup = ModelSetup.of(config, cache_dir)
         limits = limits or StepLimits()
-        limits = StepLimits(max(limits.max_running, _MIN_RUNNING), limits.max_batched_tokens)
         device = setup.device
         self.info = setup.info
         self.layout: KVLayout = setup.layout

@@ -41,8 +41,8 @@ def variants() -> Iterator[Variant]:
     yield from _copies()
     yield from _digests()
     yield from _sampling()
-    yield from _fp8_linear()
     yield from _attention()
+    yield from _fp8_linear()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -112,22 +112,6 @@ def _sampling() -> Iterator[Variant]:
         yield Variant(f"find_logprobs {vocab}", partial(KERNELS["find_logprobs"], *asked), in_ci, ("LDG.E.128",))
 
 
-def _fp8_linear() -> Iterator[Variant]:
-    """The matrices of an 8B model; batches on both sides of each change of tiles."""
-    for dtype in DTYPES:
-        for num_tokens in (1, 32, 64, 2048):
-            for size, num_rows, has_bias in ((4096, 28_672, False), (14_336, 4096, False), (4096, 6144, True)):
-                inputs, outputs = meta(num_tokens, size, dtype=dtype), meta(num_tokens, num_rows, dtype=dtype)
-                codes, scales = meta(num_rows, size, dtype=CODES), meta(num_rows, dtype=torch.float32)
-                bias = meta(num_rows, dtype=dtype) if has_bias else None
-                yield Variant(
-                    f"fp8_linear {dtype} {num_tokens} x {size} x {num_rows}{' with bias' if has_bias else ''}",
-                    partial(KERNELS["fp8_linear"], inputs, codes, scales, bias, outputs),
-                    in_ci=dtype is torch.bfloat16 and num_tokens in (32, 2048) and size == 14_336,
-                    instructions={torch.bfloat16: ("HGMMA",) if num_tokens > 32 else ("HMMA",)}.get(dtype, ()),
-                )
-
-
 ATTENTION_IN_CI = [
     (torch.bfloat16, 128, 4),  # Llama 8B
     (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
@@ -173,3 +157,19 @@ class AttentionStep:
 
     def prefill_attention(self) -> None:
         KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
+
+
+def _fp8_linear() -> Iterator[Variant]:
+    """The matrices of an 8B model; batches on both sides of each change of tiles."""
+    for dtype in DTYPES:
+        for num_tokens in (1, 32, 64, 2048):
+            for size, num_rows, has_bias in ((4096, 28_672, False), (14_336, 4096, False), (4096, 6144, True)):
+                inputs, outputs = meta(num_tokens, size, dtype=dtype), meta(num_tokens, num_rows, dtype=dtype)
+                codes, scales = meta(num_rows, size, dtype=CODES), meta(num_rows, dtype=torch.float32)
+                bias = meta(num_rows, dtype=dtype) if has_bias else None
+                yield Variant(
+                    f"fp8_linear {dtype} {num_tokens} x {size} x {num_rows}{' with bias' if has_bias else ''}",
+                    partial(KERNELS["fp8_linear"], inputs, codes, scales, bias, outputs),
+                    in_ci=dtype is torch.bfloat16 and num_tokens in (32, 2048) and size == 14_336,
+                    instructions={torch.bfloat16: ("HGMMA",) if num_tokens > 32 else ("HMMA",)}.get(dtype, ()),
+                )
