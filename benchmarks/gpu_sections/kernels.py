@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu_sections import copy_checks, runner_checks, sampling_checks
+from benchmarks.gpu_sections import copy_checks, fp8_checks, runner_checks, sampling_checks
 from benchmarks.gpu_sections.paged import (
     LAYOUTS,
     Shape,
@@ -88,6 +88,7 @@ def run(section: Section) -> None:
     sampling_checks.run(section)
     copy_checks.run(section)
     runner_checks.run(section)
+    fp8_checks.run(section)
 
 
 def check_all(section: Section) -> Iterator[Found]:
