@@ -6,6 +6,9 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from core.errors import ConfigError
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.graphs import buckets_up_to
@@ -32,7 +35,13 @@ class PoolSizer:
         config, layout = self.setup.config, self.setup.layout
         if self.allocator is None:
             return num_blocks_within(layout, config.host_kv_memory_mb)
-        step_peak, graphs = self._measured(self.allocator)
+        try:
+            step_peak, graphs = self._measured(self.allocator)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {self.limits.max_batched_tokens} tokens or {self.limits.max_running} sequences does not "
+                f"fit beside the weights: lower max_batched_tokens or max_running ({str(error).splitlines()[0]})"
+            ) from None
         gc.collect()  # the small pool and its computer refer to each other
         use = MemoryUse.now(self.allocator, step_peak, graphs)
         margin_mb = config.gpu_memory_margin_mb
@@ -63,6 +72,7 @@ def run_apart(computer: StepComputer, chunks: list[ScheduledChunk]) -> None:
 
 
 def _chunk(name: str, num_tokens: int, blocks: list[int]) -> ScheduledChunk:
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+    """A chunk that needs every kernel of sampling, because the first use of a kernel compiles it."""
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
     view = SequenceView(name, [1] * num_tokens, num_tokens, blocks, sampling)
     return ScheduledChunk(view, 0, num_tokens, samples=True, promised=False)

@@ -244,6 +244,7 @@ class GpuRunner:
         # The exception holds the frames of the launch, and so its tensors.
         step.error = error = error.with_traceback(None)
         error.__context__ = error.__cause__ = None
+        begun = self._marked()
         sampled: dict[str, SampledToken] = {}
         failed: dict[str, TandemError] = {}
         decodes = [chunk for chunk in step.chunks if chunk.num_tokens == 1]
@@ -260,9 +261,15 @@ class GpuRunner:
                     parts.extendleft([chunk] for chunk in reversed(part))
         with torch.inference_mode(), self._queue.computing():
             self._open().keep_ids_apart(step.row_of, sampled)
-            self._queue.mark().wait()
+        ended = self._marked()
+        ended.wait()
+        self.device_seconds = ended.seconds_since(begun)
         step.error = None
         return Computed(sampled, failed)
+
+    def _marked(self) -> Mark:
+        with self._queue.computing():
+            return self._queue.mark()
 
     def _compute_part(
         self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]
