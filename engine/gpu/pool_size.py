@@ -6,13 +6,12 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from core.errors import ConfigError
+from core.errors import OutOfDeviceMemory
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
+from engine.gpu.errors import sort_error
 from engine.gpu.graphs import buckets_up_to
-from engine.gpu.memory import Allocator, MemoryUse, measure, plan_pool
+from engine.gpu.memory import Allocator, MemoryUse, measure, plan_pool, step_does_not_fit
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, num_blocks_within
 from engine.loading import ModelSetup
@@ -37,11 +36,10 @@ class PoolSizer:
             return num_blocks_within(layout, config.host_kv_memory_mb)
         try:
             step_peak, graphs = self._measured(self.allocator)
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"a step of {self.limits.max_batched_tokens} tokens or {self.limits.max_running} sequences does not "
-                f"fit beside the weights: lower max_batched_tokens or max_running ({str(error).splitlines()[0]})"
-            ) from None
+        except Exception as error:
+            if not isinstance(sort_error(error), OutOfDeviceMemory):
+                raise
+            raise step_does_not_fit(self.limits.max_batched_tokens, self.limits.max_running) from error
         gc.collect()  # the small pool and its computer refer to each other
         use = MemoryUse.now(self.allocator, step_peak, graphs)
         margin_mb = config.gpu_memory_margin_mb
