@@ -19,7 +19,7 @@ from engine.gpu.device_queue import HostQueue
 from engine.gpu.memory import MB, FakeAllocator
 from engine.gpu.pool_size import PoolSizer
 from engine.gpu.runner import GpuRunner
-from engine.gpu.step_attention import OperatorAttention, one_split
+from engine.gpu.step_attention import OperatorAttention, fixed_splits
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
 from engine.loading import ModelSetup
@@ -109,6 +109,15 @@ def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> N
     assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
 
 
+def test_a_warm_up_writes_only_the_padding_block(runner: GpuRunner) -> None:
+    poison(runner)
+    assert runner._computer is not None
+    with torch.inference_mode():
+        runner._computer.warm_up()
+    assert runner._pool.tensor[:-1].isnan().all()
+    assert not runner._pool.tensor[-1].isnan().all()
+
+
 def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> None:
     ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
     view = SequenceView("a", [*PROMPT[:20]], 20, [0, 1], SamplingParams(max_tokens=9, temperature=0.0))
@@ -121,6 +130,20 @@ def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> N
     assert decode.launched
     ahead.submit(StepPlan(2, (ScheduledChunk(view, 21, 1, samples=True, promised=True),)))
     assert ahead._submitted[-1].launched
+
+
+def test_a_prompt_is_launched_ahead_behind_a_prompt_alone() -> None:
+    """Its launch takes long, so it would delay the tokens of a short step."""
+    ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
+    ahead.submit(StepPlan(0, (chunk("a", 0, 20, [0, 1]),)))
+    ahead.submit(StepPlan(1, (chunk("b", 0, 30, [2, 3]),)))
+    ahead.collect()
+    assert ahead._submitted[-1].launched
+    ahead.submit(StepPlan(2, (chunk("a", 20, 1, [0, 1]),)))
+    ahead.collect()
+    ahead.submit(StepPlan(3, (chunk("c", 0, 20, [4, 5]),)))
+    ahead.collect()
+    assert not ahead._submitted[-1].launched
 
 
 def test_bfloat16_stays_near_float32(runner: GpuRunner) -> None:
@@ -300,7 +323,7 @@ def sizer(config: EngineConfig, runner: GpuRunner, share: float = 1.0) -> tuple[
         return pool
 
     def make_computer(pool: KVPool) -> StepComputer:
-        return StepComputer(setup, model, pool, LIMITS, queue, one_split)
+        return StepComputer(setup, model, pool, LIMITS, queue, fixed_splits(1))
 
     return PoolSizer(setup, LIMITS, MeasuredAllocator(), share, make_pool, make_computer), pools
 
