@@ -106,7 +106,7 @@ class CudaDeviceMemory:
             self._enter_driver().close(bases.pop())
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
-        with _as_transport_error(f"allocate {num_bytes} bytes of page-locked memory"):
+        with _as_transport_error(f"allocate {num_bytes} bytes of page-locked memory"), self._copying.computing():
             buffer = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda())
         self._pinned.append(buffer)
         return PinnedBuffer(buffer.data_ptr(), memoryview(buffer.numpy().data))
