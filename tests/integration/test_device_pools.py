@@ -17,6 +17,7 @@ from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PeerJoined
 from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
 from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.transports import staged_reads
 from kv_transfer.transports.device_transport import DeviceTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
@@ -315,6 +316,20 @@ def test_after_every_kind_of_end_all_slots_are_free_again(sides: list[Side]) -> 
     ring = reader._staged._ring  # type: ignore[attr-defined]
     assert sorted(ring.for_reads) == list(range(8, 16))
     owner._owner.check()  # type: ignore[attr-defined]
+
+
+def test_a_slice_that_was_read_after_the_lease_of_its_slot_is_not_trusted(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_reads, "LEASE_S", -PATIENCE_S)
+    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
+    connect(sides)
+    handle = sides[1].transport.start_block_read("a", (1,), (1,))
+    (event,) = poll_all(sides, 1)["b"]
+    assert isinstance(event, ReadBroken)
+    assert event.handle == handle
+    assert "after the lease of its slot" in str(event.error)
+    assert not sides[1].bytes[1].any(), "the slice was not copied up"
 
 
 def test_a_notification_that_only_looks_like_staging_is_dropped_and_harms_nothing(
