@@ -23,8 +23,8 @@ from core.request import Request, SamplingParams
 from core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
 from core.sequence import Sequence as LiveSequence
 from core.step import StepOutput, StepPlan
-from engine.factory import build_runner
-from engine.runner import Runner, StepLimits
+from engine.gpu.runner import GpuRunner
+from engine.runner import StepLimits
 
 MAX_OUTPUT = 4096
 BIG_MODEL, TINY_MODEL = "random:llama-3.1-8b", "random:llama3-tiny"
@@ -37,18 +37,24 @@ class StepTime(NamedTuple):
     num_chunks: int
 
 
-def build(section: Section, limits: StepLimits, **options: Any) -> Runner:
+def build(section: Section, limits: StepLimits, with_graphs: bool = True, **options: Any) -> GpuRunner:
     """The runner of a worker: an 8B model on the device, or in a rehearsal a tiny one on the CPU."""
     defaults: dict[str, Any] = {"model": BIG_MODEL, "dtype": "bfloat16", "device": "cuda:0"}
     if section.rehearse:
-        defaults = {"model": TINY_MODEL, "dtype": "float32", "device": "cpu", "kv_memory_mb": 8, "num_threads": 1}
-    return build_runner(EngineConfig(**(defaults | options)), None)
+        defaults = {"model": TINY_MODEL, "dtype": "float32", "device": "cpu", "num_threads": 1}
+        options["kv_memory_mb"] = 8
+    return GpuRunner(EngineConfig(**(defaults | options)), limits=limits, with_graphs=with_graphs)
 
 
-def fill_with_noise(runner: Runner) -> None:
+def fill_with_noise(runner: GpuRunner) -> None:
     """Zeros are read and multiplied faster than real keys and values."""
-    pool: torch.Tensor = runner._pool.tensor  # type: ignore[attr-defined]
-    pool.normal_()
+    with torch.inference_mode():  # as the pool was allocated
+        runner._pool.tensor.normal_()
+
+
+def fill_with_nan(runner: GpuRunner) -> None:
+    with torch.inference_mode():
+        runner._pool.tensor.fill_(float("nan"))
 
 
 def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:
@@ -60,7 +66,7 @@ def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:
 class Driver:
     """`tokens`: the output of each sequence. `times`: of the steps of the last `run`."""
 
-    def __init__(self, runner: Runner, limits: StepLimits, num_blocks: int = 0) -> None:
+    def __init__(self, runner: GpuRunner, limits: StepLimits, num_blocks: int = 0) -> None:
         """`num_blocks`: of the runner's pool; 0 = all."""
         self.runner = runner
         self.num_blocks = num_blocks or runner.num_blocks
@@ -103,8 +109,7 @@ class Driver:
             plan, future = in_flight.popleft()
             output = future.result()
             now = time.perf_counter()
-            on_device = getattr(self.runner, "device_seconds", now - ended_at)
-            self.times.append(StepTime(now - ended_at, on_device, len(plan.chunks)))
+            self.times.append(StepTime(now - ended_at, self.runner.device_seconds, len(plan.chunks)))
             ended_at = now
             self._complete(output)
 

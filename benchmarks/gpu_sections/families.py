@@ -23,7 +23,8 @@ from benchmarks.gpu_sections.owner_process import Owner, take_blocks
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
 from core.request import Request, SamplingParams
-from engine.runner import Runner, StepLimits
+from engine.gpu.runner import GpuRunner
+from engine.runner import StepLimits
 from tests.support.transformers_models import FAMILIES, greedy_tokens, save_reference
 
 NUM_TOKENS, NUM_RESUMED = 20, 7
@@ -49,7 +50,7 @@ def check_family(section: Section, family: str) -> None:
         reference = save_reference(family, Path(name), SIZES)
         with torch.inference_mode():
             expected = {key: greedy_tokens(reference, prompt, NUM_TOKENS) for key, prompt in PROMPTS.items()}
-        options = {"model": name, "dtype": "float32", "kv_memory_mb": 64}
+        options = {"model": name, "dtype": "float32", "kv_memory_mb": 64, "num_threads": 1}
         runner = build(section, LIMITS, **options)
         for way, function in WAYS.items():
             with section.case(f"{family}, {way}"):
@@ -70,11 +71,11 @@ def compare(section: Section, measure: str, found: Tokens, expected: Tokens) -> 
     section.add(Line(f"{measure}: tokens that differ, of {total}", differing, "", most=0))
 
 
-def whole(runner: Runner) -> Tokens:
+def whole(runner: GpuRunner) -> Tokens:
     return generate(Driver(runner, LIMITS))
 
 
-def chunked(runner: Runner) -> Tokens:
+def chunked(runner: GpuRunner) -> Tokens:
     return generate(Driver(runner, StepLimits(max_running=8, max_batched_tokens=24)))
 
 
@@ -84,7 +85,7 @@ def generate(driver: Driver) -> Tokens:
     return driver.run()
 
 
-def with_cached_prefix(runner: Runner) -> Tokens:
+def with_cached_prefix(runner: GpuRunner) -> Tokens:
     driver = Driver(runner, LIMITS)
     generate(driver)
     again = driver.add(request("90", PROMPTS["90"], max_tokens=NUM_TOKENS))
@@ -93,7 +94,7 @@ def with_cached_prefix(runner: Runner) -> Tokens:
     return {"90": found["90"]}
 
 
-def preempted(runner: Runner) -> Tokens:
+def preempted(runner: GpuRunner) -> Tokens:
     """Both prompts fit. The next block of the first sequence is one of the second."""
     needed = [runner.layout.num_blocks_for(len(PROMPTS[name]) + NUM_TOKENS) for name in ("90", "90")]
     driver = Driver(runner, LIMITS, num_blocks=sum(needed) - 2)
@@ -106,7 +107,7 @@ def preempted(runner: Runner) -> Tokens:
     return {"90": found["b"]}
 
 
-def resumed(runner: Runner) -> Tokens:
+def resumed(runner: GpuRunner) -> Tokens:
     first = generate(Driver(runner, LIMITS))["90"]
     driver = Driver(runner, LIMITS)
     prompt = PROMPTS["90"]
@@ -115,7 +116,7 @@ def resumed(runner: Runner) -> Tokens:
     return {"90": first[:NUM_RESUMED] + driver.run()["90"]}
 
 
-def handed_off(runner: Runner, owner: Owner) -> Tokens:
+def handed_off(runner: GpuRunner, owner: Owner) -> Tokens:
     """The owner computes the prompt and the first token; this process copies the blocks and goes on."""
     prompt = PROMPTS["90"]
     offered = owner.ask({"do": "prefill", "prompt": prompt})
@@ -131,7 +132,7 @@ def handed_off(runner: Runner, owner: Owner) -> Tokens:
     return {"90": [offered["token"], *driver.run()["90"]]}
 
 
-WAYS: dict[str, Callable[[Runner], Tokens]] = {
+WAYS: dict[str, Callable[[GpuRunner], Tokens]] = {
     "whole": whole,
     "chunked": chunked,
     "prefix": with_cached_prefix,

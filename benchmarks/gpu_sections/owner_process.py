@@ -1,10 +1,10 @@
 """A process that owns a pool, and the side of its reader. Commands and answers are JSON, one a line.
 
     python -m benchmarks.gpu_sections.owner_process prefill '{...}'    a runner; options of EngineConfig
-    python -m benchmarks.gpu_sections.owner_process pool '{"num_bytes": ...}'    a pool of random bytes
+    python -m benchmarks.gpu_sections.owner_process pool '{"num_blocks": ...}'    random bytes, and transports
 
-A pool on a device is exported, and the reader maps it. In a rehearsal the pool is in host memory, and a file takes the
-place of the mapping.
+Between commands, the owner polls its transport. A pool on a device is exported, and the reader maps it. In a rehearsal
+the pool of a runner is in host memory, and a file takes the place of the mapping.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.child_process import ChildProcess
 from benchmarks.gpu_sections.harness import ROOT
+from benchmarks.gpu_sections.pool_end import PoolOwner, copy_and_wait
 from kv_transfer.device_memory import Copy
-
-POLL_S = 0.0001
 
 
 class Owner(ChildProcess):
@@ -46,12 +45,6 @@ def take_blocks(runner: Any, offered: dict[str, Any], targets: Sequence[int]) ->
     copies = [Copy(address + source * size, runner.pool_address() + target * size, size) for source, target in pairs]
     copy_and_wait(memory, copies)
     memory.unmap(address)
-
-
-def copy_and_wait(memory: Any, copies: Sequence[Copy]) -> None:
-    handle = memory.start_copies(copies)
-    while not memory.has_ended(handle):
-        time.sleep(POLL_S)
 
 
 class PrefillOwner:
@@ -90,16 +83,23 @@ class PrefillOwner:
         return {"handle": "", "file": str(path)}
 
 
+OWNERS: dict[str, Any] = {"prefill": PrefillOwner, "pool": PoolOwner}
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    os.dup2(2, 1)  # libraries may print
     owner = OWNERS[sys.argv[1]](**json.loads(sys.argv[2]))
-    for line in sys.stdin:
+    idle = getattr(owner, "idle", None)
+    while True:
+        while idle is not None and not select.select([sys.stdin], [], [], 0)[0]:
+            idle()
+        line = sys.stdin.readline()  # one command at a time, so no second one waits in the buffer
+        if not line:
+            return
         command = json.loads(line)
         print(json.dumps(getattr(owner, command.pop("do"))(**command)), file=answers)
 
-
-OWNERS: dict[str, Any] = {"prefill": PrefillOwner}
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
 """The common parts of the attention kernels: addresses in the paged pool, and the online softmax of one tile.
 
-A kernel walks over a context in tiles of positions. A position outside the context is never loaded: the mask of the load
-puts 0 in its place, so the contents of such a slot reach no result. The softmax is in powers of 2: the caller's `scale`
-includes log2(e).
+A kernel walks over a context in tiles of positions. A position outside the context is never loaded: the mask of the
+load puts 0 in its place, so the contents of such a slot reach no result. The softmax is in powers of 2: the caller's
+`scale` includes log2(e).
 """
 
 from __future__ import annotations
@@ -33,9 +33,18 @@ def pool_strides(pool: torch.Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def slot_offsets(block_ids, positions, seen, stride_block, stride_place, BLOCK_SIZE: tl.constexpr):
+def blocks_of(block_ids, positions, end, BLOCK_SIZE: tl.constexpr):
+    """The block of each position before `end`.
+
+    A loop loads the blocks of a tile one tile ahead. If the same iteration loaded the blocks and then the keys, the
+    compiler would spend its stages on the blocks, and would keep one tile of keys in flight.
+    """
+    return tl.load(block_ids + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+
+@triton.jit
+def slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE: tl.constexpr):
     """Offsets of positions in the pool, in elements. A pool may have more than 2^31 elements. # int64 [positions]"""
-    blocks = tl.load(block_ids + positions // BLOCK_SIZE, mask=seen, other=0)
     return blocks.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_place
 
 

@@ -17,7 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.attention_tiles import INTERPRETED, padded, pool_strides, products, slot_offsets, softmax_scale
+from engine.gpu.attention_tiles import (
+    INTERPRETED,
+    blocks_of,
+    padded,
+    pool_strides,
+    products,
+    slot_offsets,
+    softmax_scale,
+)
 
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 8
@@ -101,10 +109,13 @@ def decode_attention_kernel(
     # The weights of a row are added up at the end: a sum in each tile would wait for all warps.
     weight_sums = tl.zeros([G_PADDED, TILE], tl.float32)
     sum_of_values = tl.zeros([G_PADDED, D_PADDED], tl.float32)
-    for tile in tl.range(first_tile, last_tile):
-        positions = tile * TILE + tl.arange(0, TILE)
+    positions = first_tile * TILE + tl.arange(0, TILE)
+    blocks = blocks_of(table, positions, context, BLOCK_SIZE)
+    for _ in tl.range(first_tile, last_tile):
         seen = positions < context
-        offsets = slot_offsets(table, positions, seen, stride_block, stride_place, BLOCK_SIZE)[:, None]
+        offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)[:, None]
+        positions += TILE
+        blocks = blocks_of(table, positions, context, BLOCK_SIZE)
         loaded = seen[:, None] & (element < D)[None, :]
         key = tl.load(keys + offsets, mask=loaded, other=0.0)
         value = tl.load(keys + stride_kind + offsets, mask=loaded, other=0.0)
@@ -164,14 +175,13 @@ def join_splits_kernel(
     tl.store(target, joined.to(attended.dtype.element_ty), mask=element < D)
 
 
-def _shape(head_dim: int, element_size: int) -> dict[str, int]:
-    """Positions of a tile, warps and stages of loads: two programs or more fit the memory of a processor."""
-    row_bytes = padded(head_dim) * element_size
-    return {
-        "TILE": 64 if row_bytes <= 512 else 32,
-        "num_warps": 4,
-        "num_stages": 3 if row_bytes <= 256 else 2,
-    }
+TILE_BYTES = 16 << 10
+"""Keys of one tile. Of keys and values, two tiles are in flight: three programs fit the memory of a processor."""
+
+
+def _tile(head_dim: int, element_size: int) -> int:
+    """Positions of a tile."""
+    return min(TILE_BYTES // (padded(head_dim) * element_size), POSITIONS_PER_SPLIT)
 
 
 def decode_attention(
@@ -192,11 +202,15 @@ def decode_attention(
         return
     assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
     assert partial.is_contiguous()
-    shape = _shape(head_dim, pool.element_size())
     num_parts = num_chunks * num_heads * num_splits
     scratch = partial.view(-1)
     sums, softmaxes = scratch[: num_parts * head_dim], scratch[num_parts * head_dim :]
-    constants = {"D": head_dim, "D_PADDED": padded(head_dim, 16), "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT}
+    constants = {
+        "D": head_dim,
+        "D_PADDED": padded(head_dim, 16),
+        "TILE": _tile(head_dim, pool.element_size()),
+        "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT,
+    }
     decode_attention_kernel[num_kv_heads, num_splits, num_chunks](
         heads,
         pool,
@@ -219,7 +233,8 @@ def decode_attention(
         ONE_SPLIT=num_splits == 1,
         UPCAST=INTERPRETED,
         **constants,
-        **shape,
+        num_warps=8 if pool.element_size() == 4 else 4,  # float32 has no matrix units: 4 warps spill
+        num_stages=3,
     )
     if num_splits > 1:
         join_splits_kernel[num_heads, num_chunks](
@@ -230,7 +245,6 @@ def decode_attention(
             attended,
             num_splits,
             attended.stride(0),
-            TILE=shape["TILE"],
             SPLITS_PADDED=padded(num_splits),
             num_warps=4,
             **constants,

@@ -1,4 +1,4 @@
-"""The kernel of `prefill_attention`: a tile of a chunk's tokens attends to the pool, the chunk's own positions included.
+"""The kernel of `prefill_attention`: a tile of a chunk's tokens attends to the pool, which has the chunk's keys too.
 
     tile of 64 tokens, the last 2 full; P positions in one tile of the context
 
@@ -7,7 +7,8 @@
       '------ every token sees all: no mask -----'-----'  the mask of causality
 
 One program takes one tile of tokens and one or two query heads of a KV head: 64 or 128 rows of the products, so that a
-tile of keys serves both. Programs of late tiles have most to do, and start first.
+tile of keys serves both. In float32, four programs share a tile. Programs of late tiles have most to do, and start
+first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.attention_tiles import INTERPRETED, padded, pool_strides, products, slot_offsets, softmax_scale
+from engine.gpu.attention_tiles import (
+    INTERPRETED,
+    blocks_of,
+    padded,
+    pool_strides,
+    products,
+    slot_offsets,
+    softmax_scale,
+)
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS
 
 
@@ -90,19 +99,24 @@ def prefill_attention_kernel(
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     first_head = tl.program_id(0) * HEADS
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    chunk = tl.load(tile_chunk + tile)
+    part = tl.num_programs(1) - 1 - tl.program_id(1)
+    chunk = tl.load(tile_chunk + part // PARTS)
     if chunk < 0:
         return
-    first_token = tl.load(tile_first + tile)
-    chunk_start = tl.load(start + chunk)
+    first_token = tl.load(tile_first + part // PARTS) + part % PARTS * TOKENS
     chunk_tokens = tl.load(num_tokens + chunk)
+    if first_token >= chunk_tokens:
+        return
+    chunk_start = tl.load(start + chunk)
     table = block_ids + tl.load(first_block + chunk)
 
     # Row r is token r % TOKENS of the tile and head r // TOKENS of the program.
@@ -117,42 +131,64 @@ def prefill_attention_kernel(
     kv_head = (first_head // G).to(tl.int64)
     keys = pool + layer.to(tl.int64) * stride_layer + kv_head * stride_kv_head + element[None, :]
     end = chunk_start + tl.minimum(first_token + TOKENS, chunk_tokens)  # behind the tile's last position
-    seen_by_all = (chunk_start + first_token + 1) // TILE * TILE
     state = (
         tl.full([HEADS * TOKENS], float("-inf"), tl.float32),
         tl.zeros([HEADS * TOKENS], tl.float32),
         tl.zeros([HEADS * TOKENS, D_PADDED], tl.float32),
     )
     inside = (element < D)[None, :]
-    for first in tl.range(0, seen_by_all, TILE):
-        positions = first + tl.arange(0, TILE)
-        seen = positions < end  # always: the compiler has no use for this mask
-        offsets = slot_offsets(table, positions, seen, stride_block, stride_place, BLOCK_SIZE)
-        state = _attend_tile(
-            state, query, keys, stride_kind, offsets, inside, inside, scale, False, D < D_PADDED, UPCAST
-        )
-    for first in tl.range(seen_by_all, end, TILE, num_stages=1):
-        positions = first + tl.arange(0, TILE)
+    positions = tl.arange(0, TILE)
+    blocks = blocks_of(table, positions, end, BLOCK_SIZE)
+    masked_from = 0
+    if UNMASKED:
+        masked_from = (chunk_start + first_token + 1) // TILE * TILE
+        for _ in tl.range(0, masked_from, TILE):
+            offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
+            positions += TILE
+            blocks = blocks_of(table, positions, end, BLOCK_SIZE)
+            state = _attend_tile(
+                state, query, keys, stride_kind, offsets, inside, inside, scale, False, D < D_PADDED, UPCAST
+            )
+    for _ in tl.range(masked_from, end, TILE, num_stages=MASKED_STAGES):
         seen = positions < end
-        offsets = slot_offsets(table, positions, seen, stride_block, stride_place, BLOCK_SIZE)
+        offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
         visible = positions[None, :] <= (chunk_start + token)[:, None]
         state = _attend_tile(
             state, query, keys, stride_kind, offsets, seen[:, None] & inside, visible, scale, True, True, UPCAST
         )
-    highest, weight_sum, sum_of_values = state
+        positions += TILE
+        blocks = blocks_of(table, positions, end, BLOCK_SIZE)
+    _highest, weight_sum, sum_of_values = state
     target = attended + (step_row * stride_attended + head * D)[:, None] + element[None, :]
     tl.store(target, (sum_of_values / weight_sum[:, None]).to(attended.dtype.element_ty), mask=exists)
 
 
 def _shape(head_dim: int, group: int, element_size: int) -> dict[str, int]:
-    """Heads of a program, positions of a tile of the context, warps and stages of loads."""
-    row_bytes = padded(head_dim) * element_size
-    heads = 2 if group % 2 == 0 and element_size == 2 else 1
+    """Tokens and heads of a program, positions of a tile of the context, warps and stages of loads.
+
+    The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
+    matrix units of Hopper take 64 rows for 4 warps. They have no float32, so 16 rows of float32 are as good as more.
+    With two loops, the compiler keeps the query of float32 in registers, and spills.
+    """
+    if element_size == 4:
+        return {
+            "TOKENS": 16,
+            "HEADS": 1,
+            "TILE": 16,
+            "UNMASKED": False,
+            "MASKED_STAGES": 2,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+    heads = 2 if group % 2 == 0 else 1
     return {
+        "TOKENS": PREFILL_TILE_TOKENS,
         "HEADS": heads,
-        "TILE": 64 if row_bytes <= 256 else 32,
-        "num_warps": 4 * heads,
-        "num_stages": 3 if row_bytes <= 256 else 2,
+        "TILE": 32 if head_dim > 128 else 64 * heads,
+        "UNMASKED": True,
+        "MASKED_STAGES": 1,
+        "num_warps": 8 if head_dim > 128 else 4 * heads,
+        "num_stages": 2,
     }
 
 
@@ -176,7 +212,8 @@ def prefill_attention(
     assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
     group = num_heads // num_kv_heads
     shape = _shape(head_dim, group, pool.element_size())
-    prefill_attention_kernel[num_heads // shape["HEADS"], len(tile_chunk)](
+    parts = PREFILL_TILE_TOKENS // shape["TOKENS"]
+    prefill_attention_kernel[num_heads // shape["HEADS"], len(tile_chunk) * parts](
         heads,
         pool,
         block_ids,
@@ -196,7 +233,7 @@ def prefill_attention(
         D=head_dim,
         D_PADDED=padded(head_dim, 16),
         BLOCK_SIZE=block_size,
-        TOKENS=PREFILL_TILE_TOKENS,
+        PARTS=parts,
         UPCAST=INTERPRETED,
         **shape,
     )

@@ -86,7 +86,8 @@ def rope_and_cache(
     if num_tokens == 0:
         return
     assert heads.stride()[1:] == (head_dim, 1)
-    assert cosine.is_contiguous() and sine.is_contiguous()
+    assert cosine.is_contiguous()
+    assert sine.is_contiguous()
     num_kv_heads = pool.shape[3]
     heads_per_program = min(HEADS_PER_PROGRAM, padded(num_all_heads))
     rope_and_cache_kernel[num_tokens, triton.cdiv(num_all_heads, heads_per_program)](

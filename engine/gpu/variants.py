@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from core.request import MAX_LOGPROBS
+from engine.fp8 import CODES
 from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
 from engine.gpu.tile_sizes import MAX_CANDIDATES, SAMPLING_SPLIT
@@ -40,6 +41,8 @@ def variants() -> Iterator[Variant]:
     yield from _copies()
     yield from _digests()
     yield from _sampling()
+    yield from _attention()
+    yield from _fp8_linear()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -107,3 +110,66 @@ def _sampling() -> Iterator[Variant]:
         yield Variant(f"restore_logits {vocab}", partial(KERNELS["restore_logits"], *restored), in_ci)
         yield Variant(f"draw_tokens {vocab}", partial(KERNELS["draw_tokens"], *drawn), in_ci, ("LDG.E.128",))
         yield Variant(f"find_logprobs {vocab}", partial(KERNELS["find_logprobs"], *asked), in_ci, ("LDG.E.128",))
+
+
+ATTENTION_IN_CI = [
+    (torch.bfloat16, 128, 4),  # Llama 8B
+    (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
+    (torch.bfloat16, 256, 4),  # the most registers
+    (torch.float32, 64, 3),  # products without the matrix units
+]
+
+
+def _attention() -> Iterator[Variant]:
+    """The dtype, the head size and the group change the tiles. Kernels read all lengths and counts at run time."""
+    for dtype in DTYPES:
+        for head_dim in (64, 80, 96, 128, 256):
+            for group in (1, 3, 4, 8):
+                step = AttentionStep(dtype, head_dim, group)
+                in_ci = (dtype, head_dim, group) in ATTENTION_IN_CI
+                shape = f"{dtype} head size {head_dim} group {group}"
+                copies = ("LDGSTS.E.BYPASS.128",)  # 16 bytes past the registers, while earlier tiles are computed
+                products = () if dtype is torch.float32 else ("HGMMA",)
+                yield Variant(f"rope_and_cache {shape}", step.rope_and_cache, in_ci, ("LDG.E.128", "STG.E.128"))
+                yield Variant(f"decode_attention {shape}", partial(step.decode_attention, 8), in_ci, copies)
+                yield Variant(f"decode_attention {shape} unsplit", partial(step.decode_attention, 1), False, copies)
+                yield Variant(f"prefill_attention {shape}", step.prefill_attention, in_ci, (*copies, *products))
+
+
+class AttentionStep:
+    """The tensors of one step of a model with 8 KV heads."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
+        num_heads, num_kv_heads, num_tokens = 8 * group, 8, 512
+        self.heads = meta(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+        self.attended = meta(num_tokens, num_heads, head_dim, dtype=dtype)
+        self.pool = meta(20_000, 32, 2, num_kv_heads, 16, head_dim, dtype=dtype)
+        self.angles = meta(4096, head_dim // 2, dtype=torch.float32)
+        self.ints = meta(64, dtype=torch.int32)
+
+    def rope_and_cache(self) -> None:
+        KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3)
+
+    def decode_attention(self, num_splits: int) -> None:
+        num_chunks, (_, num_heads, head_dim) = len(self.ints), self.attended.shape
+        partials = meta(num_chunks, num_heads, num_splits, head_dim + 2, dtype=torch.float32)
+        KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended)
+
+    def prefill_attention(self) -> None:
+        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
+
+
+def _fp8_linear() -> Iterator[Variant]:
+    """The matrices of an 8B model; batches on both sides of each change of tiles."""
+    for dtype in DTYPES:
+        for num_tokens in (1, 32, 64, 2048):
+            for size, num_rows, has_bias in ((4096, 28_672, False), (14_336, 4096, False), (4096, 6144, True)):
+                inputs, outputs = meta(num_tokens, size, dtype=dtype), meta(num_tokens, num_rows, dtype=dtype)
+                codes, scales = meta(num_rows, size, dtype=CODES), meta(num_rows, dtype=torch.float32)
+                bias = meta(num_rows, dtype=dtype) if has_bias else None
+                yield Variant(
+                    f"fp8_linear {dtype} {num_tokens} x {size} x {num_rows}{' with bias' if has_bias else ''}",
+                    partial(KERNELS["fp8_linear"], inputs, codes, scales, bias, outputs),
+                    in_ci=dtype is torch.bfloat16 and num_tokens in (32, 2048) and size == 14_336,
+                    instructions={torch.bfloat16: ("HGMMA",) if num_tokens > 32 else ("HMMA",)}.get(dtype, ()),
+                )

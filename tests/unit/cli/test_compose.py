@@ -70,6 +70,24 @@ def test_a_prefill_worker_has_its_own_block_size_and_the_threads_of_its_place() 
     assert _engine_config(ServiceRole.DECODE, EngineConfig(num_threads=3), PLACE).num_threads == 3
 
 
+@pytest.mark.parametrize(("gpus", "share"), [(None, 1.0), (0.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
+def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
+    gpus: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, float]] = []
+
+    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float) -> None:
+        given.append((limits, gpu_share))
+        raise ConfigError("no runner here")
+
+    monkeypatch.setattr("engine.factory.build_runner", build_runner)
+    config = replace(tiny_config(), scheduler=SchedulerConfig(max_running=8, max_batched_tokens=32))
+    build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), Mock(), None)
+    with pytest.raises(ConfigError, match="no runner here"):
+        build(Mock(), Mock())
+    assert given == [(StepLimits(max_running=8, max_batched_tokens=32), share)]
+
+
 def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_transport(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -89,21 +107,3 @@ def test_expandable_segments_end_a_worker_on_a_gpu_before_it_loads_a_model(monke
     parts = _worker_parts(ServiceRole.DECODE, config, PLACE, None, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expandable_segments"):
         parts(lambda _: None, lambda _: None)
-
-
-@pytest.mark.parametrize(("gpus", "share"), [(None, 1.0), (0.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
-def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
-    gpus: float | None, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[tuple[object, float]] = []
-
-    def build_runner(_config: EngineConfig, _cache: object, limits: object, gpu_share: float) -> None:
-        given.append((limits, gpu_share))
-        raise ConfigError("no runner here")
-
-    monkeypatch.setattr("engine.factory.build_runner", build_runner)
-    config = replace(tiny_config(), scheduler=SchedulerConfig(max_running=8, max_batched_tokens=32))
-    build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), Mock(), None)
-    with pytest.raises(ConfigError, match="no runner here"):
-        build(Mock(), Mock())
-    assert given == [(StepLimits(max_running=8, max_batched_tokens=32), share)]
