@@ -6,15 +6,18 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from core.config import TransferConfig
 from core.errors import MemoryMismatch, TransportError
 from core.handoff import AbortReason, AgentAddress, DevicePath, OwnerState, PoolAccess
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PeerJoined
+from engine.gpu.device_memory import CudaDeviceMemory
 from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
 from kv_transfer.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports import staged_reads
@@ -60,6 +63,16 @@ class Kind:
 
 HOST = Kind(NixlTransport, host_pool)
 STAGING_HOST = Kind(opener(STAGED), host_pool)
+
+
+def engine_pool(layout: KVLayout, num_blocks: int) -> tuple[np.ndarray, PoolMemory]:
+    """A pool over the memory that the engine's runner gives a worker, here with its operators for the CPU."""
+    tensor = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
+    memory: Any = CudaDeviceMemory(tensor, probe_bytes=1 << 20)
+    return tensor.numpy(), PoolMemory(tensor.data_ptr(), num_blocks, layout, None, 0, 0, memory)
+
+
+ENGINE = Kind(opener(STAGED), engine_pool)
 
 
 def on_device(*paths: DevicePath, device: int = 0) -> Kind:
@@ -115,6 +128,7 @@ class HandOff:
         pytest.param(on_device(MAPPED, STAGED), on_device(MAPPED, STAGED, device=1), id="mapped"),
         pytest.param(on_device(STAGED), on_device(MAPPED, STAGED, device=1), id="staged"),
         pytest.param(on_device(DIRECT, STAGED), on_device(DIRECT), id="direct"),
+        pytest.param(ENGINE, ENGINE, id="the engine's memory, staged"),
         pytest.param(HOST, on_device(MAPPED, STAGED), id="host to device"),
         pytest.param(on_device(MAPPED, STAGED), STAGING_HOST, id="device to host"),
         pytest.param(HOST, STAGING_HOST, id="host to host that may stage"),
@@ -269,6 +283,12 @@ def test_a_pool_that_cannot_be_mapped_and_has_no_other_path_is_not_connected(sid
     with pytest.raises(TransportError, match="not connected"):
         sides[1].transport.notify("a", b"")
     sides[1].transport.connect(sides[0].address)
+
+
+def test_a_peer_without_a_common_path_is_not_connected_and_the_agent_lives(sides: list[Side]) -> None:
+    sides += [Side("a", on_device(MAPPED)), Side("b", HOST)]
+    with pytest.raises(TransportError, match="no path leads"):
+        sides[0].transport.connect(sides[1].address)
 
 
 def test_many_that_read_from_each_other_at_once_all_get_their_bytes(sides: list[Side]) -> None:
