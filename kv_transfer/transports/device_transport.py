@@ -82,8 +82,8 @@ class DeviceTransport:
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
         memory, on_device = pool.memory, pool.device is not None
-        if on_device and memory is None:  # no code of ours reaches the device
-            self._paths &= {DevicePath.DIRECT}
+        if on_device and memory is None:  # no code of ours reaches the device: the transport beneath must
+            self._paths = frozenset({DevicePath.DIRECT})
         ring = self._register_beneath(pool)
         fields: dict[str, object] = {}
         if on_device and memory is not None and DevicePath.MAPPED in self._paths:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -289,6 +290,20 @@ def test_a_peer_without_a_common_path_is_not_connected_and_the_agent_lives(sides
     sides += [Side("a", on_device(MAPPED)), Side("b", HOST)]
     with pytest.raises(TransportError, match="no path leads"):
         sides[0].transport.connect(sides[1].address)
+
+
+def test_a_pool_on_a_device_that_no_code_of_ours_reaches_is_read_directly() -> None:
+    """As for an engine without kernels of its own."""
+    direct = Mock(metadata=lambda: b"keys", poll=list, busy=False)
+    transport = DeviceTransport(
+        "a", lambda name, on_gpu: direct if on_gpu else NixlTransport(name), frozenset({MAPPED})
+    )
+    pool = PoolMemory(4096, 4, LAYOUT, None, device=1)
+    transport.register(pool)
+    direct.register.assert_called_once_with(pool)
+    access = transport.access()
+    assert (access.device, access.paths, access.direct_metadata) == (1, {DIRECT}, b"keys")
+    transport.close()
 
 
 def test_many_that_read_from_each_other_at_once_all_get_their_bytes(sides: list[Side]) -> None:
