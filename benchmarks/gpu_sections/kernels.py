@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu_sections import runner_checks, sampling_checks
+from benchmarks.gpu_sections import copy_checks, runner_checks, sampling_checks
 from benchmarks.gpu_sections.paged import (
     LAYOUTS,
     Shape,
@@ -85,19 +86,16 @@ def run(section: Section) -> None:
         measure = f"{operator}, {dtype}: largest error of {len(errors)} cases"
         section.add(Line(measure, max(errors), "", most=MOST_ERROR[dtype]))
     sampling_checks.run(section)
+    copy_checks.run(section)
     runner_checks.run(section)
 
 
 def check_all(section: Section) -> Iterator[Found]:
     wanted = list(cases(section.rehearse))
-    if section.rehearse:
-        for case in wanted:
-            yield from check(case, "cpu")
-        return
-    # Cases of one shape and type stay together, because they share their compiled kernels.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(MAX_PROCESSES, os.cpu_count() or 1), context) as processes:
-        futures = {case: processes.submit(check_in_process, case) for case in wanted}
+    num_processes = 1 if section.rehearse else min(MAX_PROCESSES, os.cpu_count() or 1)
+    # A forked process could not use the device.
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
+        futures = {case: processes.submit(check_in_process, case, str(section.device)) for case in wanted}
         for case, future in futures.items():
             try:
                 yield from future.result(max(section.time_left(), 0.1))
@@ -106,13 +104,13 @@ def check_all(section: Section) -> Iterator[Found]:
                 yield Found(case.operator, case.dtype, float("inf"))
 
 
-def check_in_process(case: Case) -> list[Found]:
-    return list(check(case, "cuda:0"))
+def check_in_process(case: Case, device_name: str) -> list[Found]:
+    return list(check(case, torch.device(device_name)))
 
 
-def check(case: Case, device_name: str) -> Iterator[Found]:
-    torch.manual_seed(abs(hash((case.shape, case.dtype, case.layout))) % 2**31)
-    device, dtype = torch.device(device_name), getattr(torch, case.dtype)
+def check(case: Case, device: torch.device) -> Iterator[Found]:
+    torch.manual_seed(zlib.crc32(repr(case).encode()))
+    dtype = getattr(torch, case.dtype)
     checks: list[tuple[str, Callable[..., float]]] = [
         ("add_rms_norm", check_add_rms_norm),
         ("silu_and_multiply", check_silu_and_multiply),

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.child_process import ChildEnded, ChildProcess
+from benchmarks.child_process import ChildProcess
 from benchmarks.gpu_sections.harness import ROOT
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
@@ -29,20 +29,16 @@ def run(section: Section) -> None:
     num_prompts, lengths, num_output = TINY if section.rehearse else (NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS)
     draw = random.Random(0)
     prompts = [[draw.randint(3, 255) for _ in range(draw.randint(*lengths))] for _ in range(num_prompts)]
-    found: dict[str, float | None] = {}
+    measure = f"{num_prompts} prompts of {lengths[0]} to {lengths[1]:,} tokens, {num_output} tokens each"
+    found: dict[str, float] = {}
     for system in ("ours", PEER):
-        if system == PEER and not section.has_time_for(PEER_S if not section.rehearse else 0, PEER):
-            found[system] = None
-            continue
-        try:
-            found[system] = tokens_per_s(section, system, prompts, num_output)
-        except ChildEnded as error:
-            section.note(str(error))
-            section.failed.append(system)
-            found[system] = None
-    if found["ours"] is not None:
-        measure = f"{num_prompts} prompts of {lengths[0]} to {lengths[1]:,} tokens, {num_output} tokens each"
-        section.add(Line(measure, found["ours"], "tokens/s", PEER, found[PEER], least_ratio=LEAST_RATIO))
+        if system == "ours" or section.has_time_for(PEER_S if not section.rehearse else 0, PEER):
+            with section.case(system):
+                found[system] = tokens_per_s(section, system, prompts, num_output)
+                section.add(Line(f"{measure}, {system}", found[system], "tokens/s"))
+    if "ours" in found:
+        line = Line(f"{measure}, beside", found["ours"], "tokens/s", PEER, found.get(PEER), least_ratio=LEAST_RATIO)
+        section.add(line)
 
 
 def tokens_per_s(section: Section, system: str, prompts: list[list[int]], num_output: int) -> float:

@@ -25,6 +25,7 @@ from engine.loading import ModelSetup
 from engine.model import Model, ModelInputs
 from engine.runner import StepLimits
 
+_MIN_ROWS = 8  # that sample; a new worker measures steps of so many sequences
 _FIRST_BLOCK_IDS = 4096  # of a staging set; it grows with the steps
 
 
@@ -40,12 +41,13 @@ class StepComputer:
         self._splits = splits
         self._rotary_table = setup.rotary_table(pool.num_blocks)
         self.arranger = StepArranger(pool.num_blocks, pool.layout.block_size)
-        self.sampler = DeviceSampler(setup.info.vocab_size, limits.max_running, setup.device, setup.info.eos_token_ids)
-        capacity = 8 * limits.max_batched_tokens + 8 * limits.max_running + _FIRST_BLOCK_IDS
+        num_rows = max(limits.max_running, _MIN_ROWS)
+        self.sampler = DeviceSampler(setup.info.vocab_size, num_rows, setup.device, setup.info.eos_token_ids)
+        capacity = 8 * limits.max_batched_tokens + 8 * num_rows + _FIRST_BLOCK_IDS
         self._sets = [StagingSet(queue, capacity) for _ in range(NUM_SETS)]
         self._next_set = 0
         self._set_apart = StagingSet(queue, capacity)  # for steps that are computed in parts
-        self._ids = torch.zeros(limits.max_running, dtype=torch.int32, device=setup.device)  # of the newest step
+        self._ids = torch.zeros(num_rows, dtype=torch.int32, device=setup.device)  # of the newest step
         max_context = min(setup.info.context_length, len(self._rotary_table.cosine))
         self.graphs = DecodeGraphs(queue, self.arranger, self._compute_for_graph, max_context)
 

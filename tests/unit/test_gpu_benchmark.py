@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_sections import harness
+from benchmarks.gpu_sections import decode, harness
 from benchmarks.gpu_sections.harness import About, Run, SectionResult, run_sections, source_digest
+from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
 
 ROOT = Path(__file__).parents[2]
@@ -105,14 +107,48 @@ def test_the_digest_of_the_sources_changes_with_a_file(tmp_path: Path) -> None:
     assert source_digest(tmp_path) != before
 
 
-def test_a_rehearsal_runs_in_any_folder_and_says_that_it_ran_on_a_cpu(tmp_path: Path) -> None:
-    """The folder of the program holds folders named like packages of Tandem, which must not hide the packages."""
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--sections", "rates", "--out", "."]
+def rehearse(folder: Path, sections: list[str]) -> dict[str, Any]:
+    """Run from another folder: that of the program holds folders named like packages of Tandem."""
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--rehearse", "--sections", *sections, "--out", "."]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540, check=False
     )
-    assert done.returncode == 0, done.stdout + (tmp_path / "gpu.log").read_text()
-    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert done.returncode == 0, done.stdout + (folder / "gpu.log").read_text()
+    written: dict[str, Any] = json.loads((folder / "gpu.json").read_text())
     assert (written["device"], written["machine"]["device"]) == ("cpu", "CPU, a rehearsal")
-    assert all(line["value"] > 0 for line in written["sections"][0]["lines"])
+    return written
+
+
+def is_wrong(line: dict[str, Any]) -> bool:
+    """A goal that is no speed is missed."""
+    return line["unit"] == "" and line["holds"] is False
+
+
+def test_sections_rehearse_on_a_cpu(tmp_path: Path) -> None:
+    sections = rehearse(tmp_path, ["rates", "hand_off"])["sections"]
+    for section in sections:
+        assert section["lines"]
+        assert all(line["value"] > 0 for line in section["lines"])
+    measures = " ".join(line["measure"] for line in sections[1]["lines"])
+    assert "lane cuda_ipc" in measures
+    assert "lane staged" in measures
+
+
+def test_a_batch_that_does_not_fit_is_noted_and_the_others_are_measured() -> None:
+    messages = io.StringIO()
+    decode.run(Section(60.0, True, messages))
+    found = SectionResult("decode")
+    for line in messages.getvalue().splitlines():
+        found.take(json.loads(line))
+    assert len(found.lines) == 6
+    assert all(line.value > 0 and line.floor for line in found.lines)
+    assert any("does not fit" in note for note in found.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_section_rehearses_on_a_cpu(tmp_path: Path) -> None:
+    for section in rehearse(tmp_path, list(harness.SECTIONS))["sections"]:
+        assert section["lines"]
+        assert not [line for line in section["lines"] if is_wrong(line)]
