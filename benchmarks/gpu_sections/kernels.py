@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +38,8 @@ from engine.gpu.ops import ops
 # Largest relative error of a result, as a whole: norm(found - expected) / norm(expected).
 MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 MAX_PROCESSES = 6
+THREADS_OF_A_PROCESS = 2  # for the references
+SHARE_OF_TIME = 0.6  # of the section; the other checks follow
 SHAPES = [
     Shape(num_kv_heads=8, group=4, head_dim=128),
     Shape(num_kv_heads=3, group=3, head_dim=64),
@@ -92,19 +95,24 @@ def run(section: Section) -> None:
 
 def check_all(section: Section) -> Iterator[Found]:
     wanted = list(cases(section.rehearse))
+    until = time.monotonic() + SHARE_OF_TIME * section.time_left()
     num_processes = 1 if section.rehearse else min(MAX_PROCESSES, os.cpu_count() or 1)
     # A forked process could not use the device.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
         futures = {case: processes.submit(check_in_process, case, str(section.device)) for case in wanted}
         for case, future in futures.items():
             try:
-                yield from future.result(max(section.time_left(), 0.1))
+                yield from future.result(max(until - time.monotonic(), 0.0))
+            except TimeoutError:
+                section.note(f"{case}: not measured, for lack of time")
+                future.cancel()
             except Exception as error:  # noqa: BLE001 (the other cases go on)
                 section.note(f"{case}: {type(error).__name__}: {error}")
                 yield Found(case.operator, case.dtype, float("inf"))
 
 
 def check_in_process(case: Case, device_name: str) -> list[Found]:
+    torch.set_num_threads(THREADS_OF_A_PROCESS)
     return list(check(case, torch.device(device_name)))
 
 
