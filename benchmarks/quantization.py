@@ -1,4 +1,4 @@
-"""Measures the quality and the speed of int8 and int4 weights: `make bench-quantization TEXT=wiki.test.txt`.
+"""Measures the quality and the speed of int8, int4 and fp8 weights: `make bench-quantization TEXT=wiki.test.txt`.
 
 Speed: all matrix products of a step of SmolLM2-135M, by number of rows, on one thread. Inputs and weights are random.
 SwiGLU's activation is included. The head multiplies at most 32 rows, as where 32 sequences sample.
@@ -35,9 +35,10 @@ from text.tokenizer import load_tokenizer
 
 CONFIG = RANDOM_CONFIGS["smollm2-135m"]
 PLAIN, FORMATS = "none", ("int8", "int4")
+FP8 = "fp8"  # kernels of GPUs alone: on a CPU its quality is measured, not its speed
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 MAX_HEAD_ROWS = 32
-MOST_PERPLEXITY = {"int8": 1.005, "int4": 1.04}  # times bfloat16's
+MOST_PERPLEXITY = {"int8": 1.005, "int4": 1.04, FP8: 1.02}  # times bfloat16's
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -50,6 +51,7 @@ def filled(matrix: Matrix) -> Matrix:
         matrix.codes.random_()
         matrix.scales.fill_(0.01)
     else:
+        assert isinstance(matrix, torch.Tensor)
         matrix.normal_()
     return matrix
 
@@ -126,7 +128,7 @@ def quality(report: Report, config: EngineConfig, token_ids: Sequence[int], cont
         raise SystemExit(f"the text has {len(token_ids)} tokens and needs {context}")
     plain = perplexity(config, token_ids, context)
     report.add(Line("perplexity, bfloat16 weights", plain, ""))
-    for name in FORMATS:
+    for name in (*FORMATS, FP8):
         found = perplexity(replace(config, quantization=name), token_ids, context)
         report.add(Line(f"perplexity, {name} weights", found, ""))
         times = Line(f"perplexity, {name} weights, beside bfloat16", found / plain, "x", most=MOST_PERPLEXITY[name])

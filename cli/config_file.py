@@ -46,7 +46,7 @@ FLAGS = (
     Flag("address", "cluster", "address",
          "host:port of a Ray cluster to join. Without this flag, a Ray starts on this machine."),
     Flag("dtype", "engine", "dtype", "Number format of the model: auto, float32 or bfloat16."),
-    Flag("quantization", "engine", "quantization", "Weight quantization: none, int8 or int4."),
+    Flag("quantization", "engine", "quantization", "Weight quantization: none, int8, int4 or fp8."),
     Flag("device", "engine", "device", "Device that runs the model: auto, cpu or cuda."),
     Flag("kv-memory-mb", "engine", "kv_memory_mb",
          "Size of the KV pool of each worker, in MB; 0 = 512 on a CPU, all that is left on a GPU."),

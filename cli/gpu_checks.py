@@ -13,6 +13,9 @@ from pathlib import Path
 
 from cli.findings import Finding, Health, judge
 from cli.gpu_facts import Gpu, GpuFacts, read_facts
+from core.config import TransferConfig
+from core.errors import ConfigError
+from kv_transfer.device_checks import check_environment, paths_of
 
 MIN_DRIVER = {12: 525, 13: 580}  # major version of CUDA -> oldest branch of the driver
 MIN_FREE_SHARE = 0.25  # of a GPU's memory
@@ -21,8 +24,6 @@ PEER_STATES = {
     "CNS": "the chipset does not support it", "GNS": "the GPU does not support it", "TNS": "the topology prevents it",
     "NS": "not supported", "DR": "disabled in the driver", "U": "unknown",
 }  # fmt: skip
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 
 Version = Callable[[str], str]  # of an installed package; raises PackageNotFoundError
 
@@ -142,13 +143,12 @@ def _peer_access(facts: GpuFacts) -> list[Finding]:
 def _cuda_ipc(facts: GpuFacts) -> list[Finding]:
     """Workers of one machine read each other's pools in GPU memory."""
     problems = []
-    for name in ALLOCATOR_VARIABLES:
-        if "expandable_segments:true" in facts.environment.get(name, "").lower():
-            text = f"{name} has expandable_segments, and memory of such segments cannot be read by other processes"
-            problems.append(Finding("CUDA IPC", Health.WARN, text, f"remove it from {name}"))
-    if facts.environment.get(GET_ZCOPY, "").lower() in ("n", "no", "0", "off", "false"):
-        text = f"{GET_ZCOPY} = {facts.environment[GET_ZCOPY]} makes UCX read GPU memory through host memory"
-        problems.append(Finding("CUDA IPC", Health.WARN, text, f"unset {GET_ZCOPY}, or set it to y"))
+    try:
+        check_environment(facts.environment, paths_of(TransferConfig().device_path, True, facts.gpudirect))
+    except ConfigError as error:
+        variable = str(error).partition("=")[0].partition(" ")[0]
+        fix = f"unset {variable}: a worker on a GPU refuses to start with it"
+        problems.append(Finding("CUDA IPC", Health.FAIL, str(error), fix))
     if not facts.ptrace:
         text = "a process may not read the memory of another one of its user (kernel.yama.ptrace_scope)"
         fix = "run `sysctl kernel.yama.ptrace_scope=0` (for a container: `--cap-add SYS_PTRACE`)"
@@ -168,12 +168,9 @@ def _rdma(facts: GpuFacts) -> list[Finding]:
     fix = "pass it to the container (`--device /dev/infiniband --ulimit memlock=-1`)"
     text = "/dev/infiniband holds the devices" if facts.rdma_usable else "/dev/infiniband is missing or empty"
     findings.append(judge(facts.rdma_usable, "RDMA", text, fix))
-    ways = ["nvidia_peermem"] * facts.peermem + ["dmabuf"] * facts.dmabuf
-    text = (
-        f"by {' or '.join(ways)}" if ways else "neither nvidia_peermem nor dmabuf: hand-offs pass through host memory"
-    )
-    fix = "run `modprobe nvidia-peermem`, or use the open kernel modules of the driver on Linux 5.12 or newer"
-    findings.append(judge(bool(ways), "GPUDirect RDMA", text, fix))
+    text = "RDMA devices read GPU memory" if facts.gpudirect else "hand-offs between machines pass through host memory"
+    fix = "run `modprobe nvidia-peermem`, or use the open kernel modules of the driver (dmabuf) on Linux 5.12 or newer"
+    findings.append(judge(facts.gpudirect, "GPUDirect RDMA", text, fix))
     return findings + _far_from_rdma(facts)
 
 

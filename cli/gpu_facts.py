@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kv_transfer.device_checks import DRIVER, MODULES, RDMA_DEVICES, has_gpudirect
+
 SMI_TIMEOUT_S = 30.0  # without its persistence mode, the driver wakes each GPU for the call
 QUERY = (
     "index", "name", "driver_version", "compute_cap", "memory.total", "memory.free", "pci.bus_id", "compute_mode",
@@ -57,8 +59,7 @@ class GpuFacts:
     peer_reads: Pairs = field(default_factory=dict)  # whether a GPU reads another: OK, CNS, GNS, TNS, NS
     rdma: tuple[RdmaDevice, ...] = ()
     rdma_usable: bool = False  # /dev/infiniband holds devices
-    peermem: bool = False  # the kernel module that lets RDMA devices read GPU memory
-    dmabuf: bool = False  # ... the same by the kernel itself
+    gpudirect: bool = False  # RDMA devices read GPU memory
     ptrace: bool = True  # a process may read the memory of another one of its user
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -89,8 +90,7 @@ def read_facts(
         peer_reads=read_matrix(run("nvidia-smi", "topo", "-p2p", "r") or "") if several else {},
         rdma=_rdma_devices(root),
         rdma_usable=any((root / "dev/infiniband").glob("uverbs*")),
-        peermem=any((root / "sys/module" / name).is_dir() for name in ("nvidia_peermem", "nv_peer_mem")),
-        dmabuf=_has_dmabuf(root),
+        gpudirect=has_gpudirect(*(root / path.relative_to("/") for path in (RDMA_DEVICES, MODULES, DRIVER))),
         ptrace=_may_ptrace(root),
         environment=environment,
     )
@@ -131,7 +131,7 @@ def _gpu(line: str, root: Path) -> Gpu:
 
 def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
     found = []
-    for directory in sorted((root / "sys/class/infiniband").glob("*")):
+    for directory in sorted((root / RDMA_DEVICES.relative_to("/")).glob("*")):
         ports = [port for port in sorted((directory / "ports").glob("*")) if "ACTIVE" in _text(port / "state")]
         link = f"{_text(ports[0] / 'link_layer')}, {_text(ports[0] / 'rate')}" if ports else "no active port"
         found.append(RdmaDevice(directory.name, bool(ports), link, _numa_node(directory / "device")))
@@ -144,13 +144,6 @@ def _has_pci_gpu(root: Path) -> bool:
         _text(device / "vendor") == NVIDIA_VENDOR and _text(device / "class").startswith(DISPLAY_CLASS)
         for device in devices
     )
-
-
-def _has_dmabuf(root: Path) -> bool:
-    """Linux 5.12 and the open kernel modules of the driver export GPU memory to RDMA devices."""
-    version = re.match(r"(\d+)\.(\d+)", _text(root / "proc/sys/kernel/osrelease"))
-    new = version is not None and (int(version[1]), int(version[2])) >= (5, 12)
-    return new and "Open Kernel Module" in _text(root / "proc/driver/nvidia/version")
 
 
 def _may_ptrace(root: Path) -> bool:

@@ -22,6 +22,7 @@ from engine.cpu.linear import NativeLinear, OneDNNLinear
 from engine.cpu.ops import NativeOps
 from engine.cpu.quantized_linear import NativeQuantizedLinear
 from engine.cpu.sampling import NativeDraw
+from engine.fp8 import FP8
 from engine.gpu.errors import sort_error
 from engine.kv_pool import KVPool
 from engine.linear import LinearMethod, PlainLinear
@@ -79,6 +80,8 @@ def choose_linear_method(
     config: EngineConfig, kernels: Kernels | None, device: torch.device, num_threads: int
 ) -> LinearMethod:
     """The method for the model's matrix products. Without a kernel, and on CPUs with AMX: oneDNN."""
+    if config.quantization == FP8:
+        return DequantizedLinear()
     if config.quantization != "none":
         return DequantizedLinear() if kernels is None else NativeQuantizedLinear(kernels, num_threads)
     if config.kernels == "torch" or device.type != "cpu":

@@ -17,10 +17,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.fp8 import Fp8Matrix
 from engine.ops import Ops, TorchOps
 from engine.quantization import QuantizedMatrix
 
-Matrix = torch.Tensor | QuantizedMatrix  # [out, in]
+Matrix = torch.Tensor | QuantizedMatrix | Fp8Matrix  # [out, in]
 
 
 class Linear(Protocol):

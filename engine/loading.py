@@ -7,7 +7,7 @@ load_model(setup, ...)   loads the weights and prepares them
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,12 +18,13 @@ from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
 from core.model_work import ModelSizes
 from engine.backend import choose_device, choose_dtype
+from engine.fp8 import FP8
 from engine.kv_pool import TORCH_DTYPES
 from engine.linear import LinearMethod
 from engine.model import Model
 from engine.model_weights import allocate_weights
 from engine.ops import Ops
-from engine.quantization import weight_bytes
+from engine.quantization import BITS, head_weight_bytes, weight_bytes
 from engine.rotary import RotaryTable
 from engine.weights import Dequantize, Progress, draws_on_device, fill_weights
 from model_files.model_config import ModelConfig
@@ -48,8 +49,10 @@ class ModelSetup:
         model_config = load_config(source)
         device = choose_device(config.device)
         dtype = choose_dtype(config.dtype, device)
-        if config.quantization != "none" and device.type != "cpu":
-            raise ConfigError(f"quantization = {config.quantization} is for CPUs: set it to none, or device to cpu")
+        if config.quantization in BITS and device.type != "cpu":
+            raise ConfigError(
+                f"quantization = {config.quantization} is for CPUs: set it to none or {FP8}, or device to cpu"
+            )
         # This sets the thread count of the whole process: torch has one pool of compute threads.
         num_threads = config.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(num_threads)
@@ -64,6 +67,9 @@ class ModelSetup:
             quantization=config.quantization,
         )
         sizes = model_config.sizes(weight_bytes(dtype, config.quantization), layout.token_bytes)
+        num_bytes = sizes.num_layer_weights * sizes.weight_bytes
+        num_bytes += sizes.num_head_weights * head_weight_bytes(dtype, config.quantization)
+        sizes = replace(sizes, weight_bytes=num_bytes / (sizes.num_layer_weights + sizes.num_head_weights))
         return cls(config, source, model_config, device, num_threads, info, layout, sizes)
 
     @property

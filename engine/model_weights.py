@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.fp8 import FP8, Fp8Matrix, Fp8Slot
 from engine.host_memory import HugePages
 from engine.linear import Matrix
 from engine.quantization import BITS, MatrixSlot, QuantizedMatrix
 from model_files.model_config import ModelConfig
 
-Slot = torch.Tensor | MatrixSlot
+Slot = torch.Tensor | MatrixSlot | Fp8Slot
 NewMatrix = Callable[..., Matrix]
 
 
@@ -58,9 +59,10 @@ class ModelWeights:
 def allocate_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str = "none"
 ) -> ModelWeights:
-    """Uninitialized weights of the config's shapes, with matrices in `quantization` (none, int8 or int4).
+    """Uninitialized weights of the config's shapes, with matrices in `quantization` (none, int8, int4 or fp8).
 
-    The embedding and the head have at least 8 bits: rounding errors do most harm in a token's row and logit.
+    The embedding and the head have at least 8 bits, and stay in `dtype` beside fp8: rounding errors do most harm in a
+    token's row and logit.
     """
     memory = HugePages()
 
@@ -68,8 +70,10 @@ def allocate_weights(
         return torch.empty(shape, dtype=dtype, device=device)
 
     def matrix(num_rows: int, num_columns: int, least_bits: int = 0) -> Matrix:
-        if quantization == "none":
+        if quantization == "none" or (quantization == FP8 and least_bits):
             return empty(num_rows, num_columns)
+        if quantization == FP8:
+            return Fp8Matrix(num_rows, num_columns, dtype, device)
         return QuantizedMatrix(num_rows, num_columns, max(least_bits, BITS[quantization]), dtype, memory)
 
     embedding = matrix(config.vocab_size, config.hidden_size, 8)
@@ -103,6 +107,8 @@ def _row_slots(matrix: Matrix, sizes: Sequence[int]) -> Sequence[Slot]:
     if isinstance(matrix, torch.Tensor):
         return torch.split(matrix, list(sizes))
     starts = [0, *itertools.accumulate(sizes)]
+    if isinstance(matrix, Fp8Matrix):
+        return [Fp8Slot(matrix, start, size) for start, size in zip(starts, sizes, strict=False)]
     return [MatrixSlot(matrix, start, size) for start, size in zip(starts, sizes, strict=False)]
 
 

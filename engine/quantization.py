@@ -17,19 +17,25 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.fp8 import FP8
 from engine.host_memory import HugePages
 
 GROUP = 32  # columns that share a scale
 TILE_ROWS = 48  # interleaved rows
 BITS = {"int8": 8, "int4": 4}  # by the name of the option
-_STORED_BITS = {"int8": 8.5, "int4": 5.0}  # with scales and minimums
+_STORED_BITS = {"int8": 8.5, "int4": 5.0, FP8: 8.0}  # with the scales and minimums of groups
 _LARGEST_HALF = 65504.0
 
 
 def weight_bytes(dtype: str, quantization: str) -> float:
-    """Mean bytes of a weight in memory. `dtype` is that of weights that are not quantized, e.g. bfloat16."""
+    """Mean bytes of a weight of the layers. `dtype` is that of weights that are not quantized, e.g. bfloat16."""
     bits = _STORED_BITS.get(quantization)
     return {"float32": 4.0}.get(dtype, 2.0) if bits is None else bits / 8
+
+
+def head_weight_bytes(dtype: str, quantization: str) -> float:
+    """Bytes of a weight of the embedding and the head, which have more bits than the others."""
+    return weight_bytes(dtype, {"int4": "int8", FP8: "none"}.get(quantization, quantization))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import torch
 
 from engine.linear import Embedding, Linear, LinearThenOps, Matrix, PlainLinear
 from engine.ops import TorchOps
-from engine.quantization import QuantizedMatrix
 
 
 class DequantizedLinear(LinearThenOps):
@@ -24,4 +23,4 @@ class DequantizedLinear(LinearThenOps):
 
 
 def _plain(weight: Matrix) -> torch.Tensor:
-    return weight.dequantized() if isinstance(weight, QuantizedMatrix) else weight
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantized()

@@ -76,8 +76,11 @@ class TorchRunner:
         self._model = None
 
     def _prepare(self, step: StepPlan) -> _StepInputs:
-        with torch.inference_mode():  # a setting of each thread
-            return self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
+        try:
+            with torch.inference_mode():  # a setting of each thread
+                return self._preparer.prepare(step.chunks), Sampler(step.chunks, self.info.eos_token_ids)
+        except RuntimeError as error:
+            raise sorted_error(error) from error
 
     def _compute(self, inputs: _StepInputs, promised: PromisedTokens) -> Computed:
         assert self._model is not None, "the runner is closed"

@@ -17,6 +17,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from core.errors import ConfigError
+from engine.fp8 import Fp8Slot
 from engine.gguf_groups import exact_groups
 from engine.model_weights import ModelWeights, Slot, allocate_weights
 from engine.quantization import GroupedRows, MatrixSlot, quantize
@@ -24,6 +25,7 @@ from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig
 from model_files.model_source import ModelSource, SourceKind, read_json
 
+CPU = torch.device("cpu")
 Progress = Callable[[int, int], None]  # (tensors loaded, total tensors)
 # (slot, GGUF type name, uint8 [rows, bytes of a row]) -> whether the slot was filled
 Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
@@ -32,8 +34,8 @@ Dequantize = Callable[[torch.Tensor, str, np.ndarray], bool]
 class WeightSource(Protocol):
     def names(self) -> set[str]: ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor in any float type, on the CPU."""
+    def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:
+        """One tensor in any float type, on the CPU. `device` may be where it is wanted, to draw it there."""
         ...
 
     def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
@@ -88,6 +90,11 @@ def _fill(slot: Slot, origin: WeightSource, name: str) -> torch.Size:
         if rows.shape == slot.shape:
             slot.put(rows)
         return rows.shape
+    if isinstance(slot, Fp8Slot):
+        weight = origin.read(name, slot.device)
+        if weight.shape == slot.shape:
+            slot.put(weight)
+        return weight.shape
     return origin.copy_to(slot, name)
 
 
@@ -148,7 +155,7 @@ class SafetensorsWeights:
     def names(self) -> set[str]:
         return self._names
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:  # noqa: ARG002
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
@@ -199,7 +206,7 @@ class GGUFWeights:
     def names(self) -> set[str]:
         return set(self._gguf_name)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:  # noqa: ARG002
         gguf_name = self._gguf_name[name]
         # Copied because the file is mapped read-only and torch has no read-only tensors.
         tensor = torch.from_numpy(self._file.tensor(gguf_name).copy())
@@ -278,11 +285,12 @@ class RandomWeights:
     def names(self) -> set[str]:
         return set(self._shapes)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._draw(name, torch.device("cpu"))
+    def read(self, name: str, device: torch.device = CPU) -> torch.Tensor:
+        """Large models are drawn on `device`."""
+        return self._draw(name, device if device.type == "cuda" and self._is_large else CPU)
 
     def copy_to(self, slot: torch.Tensor, name: str) -> torch.Size:
-        return _copy(self._draw(name, slot.device if slot.is_cuda and self._is_large else torch.device("cpu")), slot)
+        return _copy(self.read(name, slot.device), slot)
 
     def read_groups(self, name: str, bits: int) -> GroupedRows:
         return quantize(self.read(name), bits)

@@ -131,7 +131,7 @@ def check_room(claims: Claims, sizes: PoolSizes, machine: Resources) -> None:
     if wanted > found:
         raise ConfigError(
             f"the workers need {wanted} GPUs, but this machine has {found}: start fewer workers, let workers share "
-            "a GPU ([cluster] prefill_gpus and decode_gpus, e.g. 0.5), or set [engine] device = cpu"
+            "a GPU ([cluster] prefill_gpus and decode_gpus, e.g. 0.5), or use --device cpu"
         )
 
 

@@ -132,7 +132,12 @@ class Cluster:
         return await scale_fleet(self._supervisor, sizes)
 
     async def shutdown(self) -> None:
-        """Begin to drain every service; `FleetStopped` is the last news."""
+        """Begin to drain every service; `FleetStopped` is the last news.
+
+        Raises `WorkerUnavailable` if no fleet has started, or if its supervisor is dead.
+        """
+        if self._supervisor is None:
+            raise WorkerUnavailable("no fleet has started")
         await self._ask(self._supervisor.shutdown.remote())
 
     async def _ask(self, call: Any) -> Any:

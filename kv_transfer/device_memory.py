@@ -1,7 +1,7 @@
 """The interface to a pool in the memory of a device: copies between addresses, digests, and maps of peers' pools.
 
 `engine/gpu/device_memory.py` implements it for CUDA. Only the agent's thread calls it. A call that fails raises
-`TransportError`.
+`TransportError`; where all later calls would fail, too, it raises `DeviceLost`, which ends the agent and the worker.
 """
 
 from __future__ import annotations

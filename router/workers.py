@@ -10,6 +10,7 @@ from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
 from core.errors import InvalidRequest, LayoutMismatch
 from core.lifecycle import ServiceRole, WorkerState
+from core.paths import refuse_memory
 from core.request import Request
 from core.step_cost import PRIOR
 from core.worker_load import WorkerChanges
@@ -64,10 +65,14 @@ class WorkerTable:
         self._update_pools(record.reported_at)
 
     def refuse_layout(self, record: WorkerRecord) -> None:
-        """Raise `LayoutMismatch` if the layout differs from that of another worker. Only the block sizes of the two
-        pools may differ, and one must be a multiple of the other."""
+        """Raise `LayoutMismatch` if the layout differs from that of another worker, or if no path leads between the
+        memories of a prefill and a decode worker. Only the block sizes of the two pools may differ, and one must be a
+        multiple of the other."""
         layout = record.agent.layout
         for other in self._records.values():
+            if other.role is not record.role and other.worker_id != record.worker_id:
+                decode, prefill = sorted((record, other), key=lambda one: one.role is ServiceRole.PREFILL)
+                refuse_memory(decode.agent, prefill.agent)
             if other.agent.layout == layout:
                 continue
             differences = other.agent.layout.differences(layout)

@@ -9,11 +9,15 @@ import ctypes
 import functools
 from typing import NamedTuple
 
-from core.errors import TransportError
+from core.errors import DeviceLost, TransportError
 
 _LIBRARY = "libcuda.so.1"
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: the pool may be on another GPU
 IPC_HANDLE_BYTES = 64
+
+# The errors of cuda.h after which the process has no device: the driver ends, a memory error of the hardware, a context
+# that is destroyed, and everything that a kernel can do wrong.
+_LOST = frozenset({4, 214, 220, 700, 702, 709, 710, *range(714, 720)})
 
 
 class Allocation(NamedTuple):
@@ -26,7 +30,10 @@ class _IpcHandle(ctypes.Structure):
 
 
 class CudaDriver:
-    """Raises `TransportError` where a call fails. Each thread must call `enter` before its other calls."""
+    """Raises `TransportError` where a call fails, and `DeviceLost` where all later calls will.
+
+    Each thread must call `enter` before its other calls.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -81,7 +88,8 @@ class CudaDriver:
         if status != 0:
             found = ctypes.c_char_p()
             self._library.cuGetErrorName(status, ctypes.byref(found))
-            raise TransportError(f"{name}: {(found.value or b'unknown error').decode()} ({status})")
+            kind = DeviceLost if status in _LOST else TransportError
+            raise kind(f"{name}: {(found.value or b'unknown error').decode()} ({status})")
 
 
 @functools.cache

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from core.errors import TransportError
+from core.errors import DeviceLost, TransportError
 from engine.gpu.copies import pieces_by_access
 from engine.gpu.cuda_driver import IPC_HANDLE_BYTES, Allocation, load_driver
 from engine.gpu.device_queue import Mark, open_queue
 from engine.gpu.digests import scratch_shape
+from engine.gpu.errors import sort_error
 from engine.gpu.ops import ops
 
 _PROBE_BYTES = 256 << 20  # of a measured copy: more than the L2 cache of any GPU holds
@@ -55,7 +56,8 @@ class Driver(Protocol):
 
 
 class CudaDeviceMemory:
-    """Raises `TransportError` where a call fails. One thread at a time calls it."""
+    """Raises `TransportError` where a call fails, and `DeviceLost` where all later calls will: the transfer agent then
+    ends, and the worker with it. One thread at a time calls it."""
 
     def __init__(self, pool: torch.Tensor, driver: Driver | None = None, probe_bytes: int = _PROBE_BYTES) -> None:
         """`pool`: [num_blocks, ...], contiguous. Measures the device's copy speed and compiles the kernels."""
@@ -104,7 +106,7 @@ class CudaDeviceMemory:
             self._enter_driver().close(bases.pop())
 
     def pinned(self, num_bytes: int) -> PinnedBuffer:
-        with _as_transport_error(f"allocate {num_bytes} bytes of page-locked memory"):
+        with _as_transport_error(f"allocate {num_bytes} bytes of page-locked memory"), self._copying.computing():
             buffer = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda())
         self._pinned.append(buffer)
         return PinnedBuffer(buffer.data_ptr(), memoryview(buffer.numpy().data))
@@ -201,4 +203,5 @@ def _as_transport_error(action: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's error of a device is one
-        raise TransportError(f"{action}: {error}") from error
+        found = sort_error(error)
+        raise found if isinstance(found, DeviceLost) else TransportError(f"{action}: {error}") from error

@@ -21,7 +21,7 @@ from engine.gpu.sampling_kernels import exp_below_one, id_bits, id_in, key_of, o
 from engine.gpu.sampling_reference import mass_bits
 from engine.gpu.tile_sizes import SAMPLING_SPLIT
 
-_TILE = 4096
+_TILE = 2048
 _LIKELY = tl.constexpr(-10.0)  # natural logarithm of the weight from which on a token is likely
 _SURELY_LIKELY = tl.constexpr(1e-4)  # a weight well above exp(_LIKELY)
 

@@ -203,6 +203,14 @@ def weights_do_not_fit(model: str, weight_bytes: int, room: int) -> ConfigError:
     )
 
 
+def step_does_not_fit(max_batched_tokens: int, max_running: int) -> ConfigError:
+    """The memory that the weights leave holds no step of the largest size."""
+    return ConfigError(
+        f"no room for a step of max_batched_tokens = {max_batched_tokens} or max_running = {max_running} beside the "
+        "weights: lower them, or choose a smaller model, a quantization or a GPU with more memory"
+    )
+
+
 def _uses(use: MemoryUse, margin_mb: int, share: float) -> str:
     """The memory of the device and what takes part of it, in words."""
     shared = "" if share == 1.0 else f" and of which this worker may use {share:g}"

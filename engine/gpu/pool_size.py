@@ -6,10 +6,12 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from core.errors import OutOfDeviceMemory
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
+from engine.gpu.errors import sort_error
 from engine.gpu.graphs import buckets_up_to
-from engine.gpu.memory import Allocator, MemoryUse, measure, plan_pool
+from engine.gpu.memory import Allocator, MemoryUse, measure, plan_pool, step_does_not_fit
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, num_blocks_within
 from engine.loading import ModelSetup
@@ -32,7 +34,12 @@ class PoolSizer:
         config, layout = self.setup.config, self.setup.layout
         if self.allocator is None:
             return num_blocks_within(layout, config.host_kv_memory_mb)
-        step_peak, graphs = self._measured(self.allocator)
+        try:
+            step_peak, graphs = self._measured(self.allocator)
+        except Exception as error:
+            if not isinstance(sort_error(error), OutOfDeviceMemory):
+                raise
+            raise step_does_not_fit(self.limits.max_batched_tokens, self.limits.max_running) from error
         gc.collect()  # the small pool and its computer refer to each other
         use = MemoryUse.now(self.allocator, step_peak, graphs)
         margin_mb = config.gpu_memory_margin_mb

@@ -103,6 +103,8 @@ def prefill_attention_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
+    UNMASKED: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     first_head = tl.program_id(0) * HEADS
@@ -129,7 +131,6 @@ def prefill_attention_kernel(
     kv_head = (first_head // G).to(tl.int64)
     keys = pool + layer.to(tl.int64) * stride_layer + kv_head * stride_kv_head + element[None, :]
     end = chunk_start + tl.minimum(first_token + TOKENS, chunk_tokens)  # behind the tile's last position
-    seen_by_all = (chunk_start + first_token + 1) // TILE * TILE
     state = (
         tl.full([HEADS * TOKENS], float("-inf"), tl.float32),
         tl.zeros([HEADS * TOKENS], tl.float32),
@@ -138,14 +139,17 @@ def prefill_attention_kernel(
     inside = (element < D)[None, :]
     positions = tl.arange(0, TILE)
     blocks = blocks_of(table, positions, end, BLOCK_SIZE)
-    for _ in tl.range(0, seen_by_all, TILE):
-        offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
-        positions += TILE
-        blocks = blocks_of(table, positions, end, BLOCK_SIZE)
-        state = _attend_tile(
-            state, query, keys, stride_kind, offsets, inside, inside, scale, False, D < D_PADDED, UPCAST
-        )
-    for _ in tl.range(seen_by_all, end, TILE, num_stages=1):
+    masked_from = 0
+    if UNMASKED:
+        masked_from = (chunk_start + first_token + 1) // TILE * TILE
+        for _ in tl.range(0, masked_from, TILE):
+            offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
+            positions += TILE
+            blocks = blocks_of(table, positions, end, BLOCK_SIZE)
+            state = _attend_tile(
+                state, query, keys, stride_kind, offsets, inside, inside, scale, False, D < D_PADDED, UPCAST
+            )
+    for _ in tl.range(masked_from, end, TILE, num_stages=MASKED_STAGES):
         seen = positions < end
         offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
         visible = positions[None, :] <= (chunk_start + token)[:, None]
@@ -164,12 +168,28 @@ def _shape(head_dim: int, group: int, element_size: int) -> dict[str, int]:
 
     The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
     matrix units of Hopper take 64 rows for 4 warps. They have no float32, so 16 rows of float32 are as good as more.
+    With two loops, the compiler keeps the query of float32 in registers, and spills.
     """
     if element_size == 4:
-        return {"TOKENS": 16, "HEADS": 1, "TILE": 32, "num_warps": 4, "num_stages": 2}
+        return {
+            "TOKENS": 16,
+            "HEADS": 1,
+            "TILE": 16,
+            "UNMASKED": False,
+            "MASKED_STAGES": 2,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
     heads = 2 if group % 2 == 0 else 1
-    tile = 32 if head_dim > 128 else 64 * heads
-    return {"TOKENS": PREFILL_TILE_TOKENS, "HEADS": heads, "TILE": tile, "num_warps": 4 * heads, "num_stages": 2}
+    return {
+        "TOKENS": PREFILL_TILE_TOKENS,
+        "HEADS": heads,
+        "TILE": 32 if head_dim > 128 else 64 * heads,
+        "UNMASKED": True,
+        "MASKED_STAGES": 1,
+        "num_warps": 8 if head_dim > 128 else 4 * heads,
+        "num_stages": 2,
+    }
 
 
 def prefill_attention(

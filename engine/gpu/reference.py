@@ -118,6 +118,13 @@ def block_digests(
         digests[index] = int.from_bytes(digest, "big", signed=True)
 
 
+def fp8_linear(
+    inputs: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, outputs: torch.Tensor
+) -> None:
+    products = F.linear(inputs.float(), codes.float()) * scales
+    outputs.copy_(products if bias is None else products + bias.float())
+
+
 REFERENCES: dict[str, Callable[..., None]] = {
     "add_rms_norm": add_rms_norm,
     "silu_and_multiply": silu_and_multiply,
@@ -126,4 +133,5 @@ REFERENCES: dict[str, Callable[..., None]] = {
     "prefill_attention": prefill_attention,
     "copy_runs": copy_runs,
     "block_digests": block_digests,
+    "fp8_linear": fp8_linear,
 }

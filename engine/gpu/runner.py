@@ -31,6 +31,7 @@ from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.errors import sort_error
 from engine.gpu.graphs import buckets_up_to
+from engine.gpu.linear import DeviceLinear
 from engine.gpu.memory import CudaAllocator, refuse_large_weights, weights_do_not_fit
 from engine.gpu.pool_size import NUM_PADDING_BLOCKS, PoolSizer
 from engine.gpu.sampling import SampledRows
@@ -39,9 +40,9 @@ from engine.gpu.step_attention import NumSplits, OperatorOps, one_split
 from engine.gpu.step_buffers import StagedStep
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
-from engine.linear import PlainLinear
 from engine.loading import ModelSetup, load_model
 from engine.model import Model
+from engine.quantization import head_weight_bytes
 from engine.runner import StepLimits
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from engine.weights import Progress
@@ -289,15 +290,14 @@ def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Mode
     """Raises `ConfigError` if the weights do not fit."""
     ops = OperatorOps()
     if setup.device.type == "cpu":
-        return load_model(setup, PlainLinear(ops), ops, None, on_progress)
+        return load_model(setup, DeviceLinear(ops), ops, None, on_progress)
     config, sizes, allocator = setup.config, setup.sizes, CudaAllocator(setup.device)
-    num_weights = sizes.num_layer_weights + sizes.num_head_weights
-    if not setup.model_config.tie_embeddings:
-        num_weights += sizes.num_head_weights  # the embedding
-    num_bytes = int(num_weights * sizes.weight_bytes)
+    num_bytes = int((sizes.num_layer_weights + sizes.num_head_weights) * sizes.weight_bytes)
+    if not setup.model_config.tie_embeddings:  # the embedding is another matrix of the head's size
+        num_bytes += int(sizes.num_head_weights * head_weight_bytes(setup.layout.dtype, config.quantization))
     refuse_large_weights(num_bytes, allocator, config.model, config.gpu_memory_margin_mb, share)
     try:
-        return load_model(setup, PlainLinear(ops), ops, None, on_progress)
+        return load_model(setup, DeviceLinear(ops), ops, None, on_progress)
     except torch.OutOfMemoryError:
         raise _do_not_fit(setup, num_bytes, allocator) from None
 

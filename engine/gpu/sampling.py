@@ -14,12 +14,12 @@ Counts and masses are integers, so a token depends neither on the number of prog
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from core.request import MAX_LOGPROBS
-from core.step import SampledToken, ScheduledChunk
+from core.request import MAX_LOGPROBS, SamplingParams
+from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.ops import MAX_CANDIDATES, SAMPLING_SPLIT, ops
 from engine.gpu.sampling_plan import NO_ROWS, Planner, SamplingPlan
 
@@ -54,6 +54,18 @@ class DeviceSampler:
         self._candidates = scratch(max_rows, MAX_CANDIDATES, dtype=torch.int64)
         self._best = scratch(max_rows, num_splits, MAX_LOGPROBS, dtype=torch.int64)
         self._sums = scratch(max_rows, num_splits, 2, dtype=torch.float64)
+        if device.type == "cuda":
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Run every operator once, so that the first request waits for no compiler."""
+        every = SamplingParams(
+            max_tokens=2, top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=2.0, num_logprobs=1, logit_bias={0: 1.0}
+        )
+        for sampling in (every, replace(every, temperature=0.0)):
+            chunk = ScheduledChunk(SequenceView("warm-up", [0, 0], 1, [0], sampling), 0, 2, True, False)
+            logits = torch.zeros(1, self._vocab_size, device=self._device)
+            self.collect(self.sample(logits, self.prepare([chunk])))
 
     def prepare(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int] = NO_ROWS) -> SamplingPlan:
         """The plan of a step's chunks, uploaded without a wait. Row i belongs to chunk i of those that sample.
@@ -81,6 +93,7 @@ class DeviceSampler:
         """
         assert logits.shape == (plan.num_rows, self._vocab_size), "one row of logits for each chunk that samples"
         assert logits.dtype is torch.float32, "sampling is exact in float32"
+        assert sampled_before is not None or not plan.reads_promised, "a promised token is counted from the step before"
         num_asked = len(plan.num_logprobs)
         self._wait_for_upload(plan)
         result = torch.empty(plan.num_rows + num_asked * (1 + 2 * MAX_LOGPROBS), dtype=torch.int32, device=self._device)
@@ -132,8 +145,8 @@ class DeviceSampler:
         if plan.uploaded is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(plan.uploaded)
-            for tensor in plan.tensors:
-                tensor.record_stream(stream)
+            if plan.memory is not None:
+                plan.memory.record_stream(stream)  # the memory is free after this stream has read it
 
     def _adjust(
         self, logits: torch.Tensor, plan: SamplingPlan, sampled_before: torch.Tensor | None

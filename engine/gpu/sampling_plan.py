@@ -58,6 +58,7 @@ class SamplingPlan:
     logprob_rows: torch.Tensor | None  # int32 [L]
     num_logprobs: Sequence[int]  # [L] most likely tokens of each of these rows
     logprob_names: Sequence[str]  # [L]
+    reads_promised: bool  # whether a penalty counts a promised token
     uploaded: torch.cuda.Event | None = None  # the tensors are on the device when this event has happened
 
     @property
@@ -65,12 +66,12 @@ class SamplingPlan:
         return len(self.row_of)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        found = [] if self.logprob_rows is None else [self.logprob_rows]
-        for part in (self.drawn, self.adjusted):
-            if part is not None:
-                found += [getattr(part, name) for name in part.__dataclass_fields__]
-        return found
+    def memory(self) -> torch.Tensor | None:
+        """A tensor in the memory that all tensors of the plan share."""
+        if self.logprob_rows is not None:
+            return self.logprob_rows
+        part = self.drawn or self.adjusted
+        return None if part is None else part.rows
 
 
 class Planner:
@@ -109,6 +110,7 @@ class Planner:
             logprob_rows=tensors.get("logprob_rows"),
             num_logprobs=[chunks[row].sequence.sampling.num_logprobs or 0 for row in asked],
             logprob_names=[chunks[row].sequence.sequence_id for row in asked],
+            reads_promised=any(chunks[entry[0]].promised for entry in entries),
             uploaded=uploaded,
         )
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from core.request import MAX_LOGPROBS
+from engine.fp8 import CODES
 from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
 from engine.gpu.tile_sizes import MAX_CANDIDATES, SAMPLING_SPLIT
@@ -41,6 +42,7 @@ def variants() -> Iterator[Variant]:
     yield from _digests()
     yield from _sampling()
     yield from _attention()
+    yield from _fp8_linear()
 
 
 def _elementwise() -> Iterator[Variant]:
@@ -155,3 +157,19 @@ class AttentionStep:
 
     def prefill_attention(self) -> None:
         KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
+
+
+def _fp8_linear() -> Iterator[Variant]:
+    """The matrices of an 8B model; batches on both sides of each change of tiles."""
+    for dtype in DTYPES:
+        for num_tokens in (1, 32, 64, 2048):
+            for size, num_rows, has_bias in ((4096, 28_672, False), (14_336, 4096, False), (4096, 6144, True)):
+                inputs, outputs = meta(num_tokens, size, dtype=dtype), meta(num_tokens, num_rows, dtype=dtype)
+                codes, scales = meta(num_rows, size, dtype=CODES), meta(num_rows, dtype=torch.float32)
+                bias = meta(num_rows, dtype=dtype) if has_bias else None
+                yield Variant(
+                    f"fp8_linear {dtype} {num_tokens} x {size} x {num_rows}{' with bias' if has_bias else ''}",
+                    partial(KERNELS["fp8_linear"], inputs, codes, scales, bias, outputs),
+                    in_ci=dtype is torch.bfloat16 and num_tokens in (32, 2048) and size == 14_336,
+                    instructions={torch.bfloat16: ("HGMMA",) if num_tokens > 32 else ("HMMA",)}.get(dtype, ()),
+                )

@@ -23,6 +23,7 @@ from dataclasses import replace
 from core.errors import TransportError
 from core.handoff import AgentAddress, DevicePath, PoolAccess
 from core.paths import Lane, device_path
+from kv_transfer.device_memory import DeviceMemory
 from kv_transfer.plan import Runs
 from kv_transfer.transports.device_reads import DeviceReads
 from kv_transfer.transports.host_address import machine_id
@@ -86,8 +87,7 @@ class DeviceTransport:
         ring = self._register_beneath(pool)
         fields: dict[str, object] = {}
         if on_device and memory is not None and DevicePath.MAPPED in self._paths:
-            self._reads_by[DevicePath.MAPPED] = MappedReads(memory, pool)
-            fields |= {"map_handle": memory.export(), "process": own_process()}
+            fields |= self._offer_map(memory, pool)
         if on_device and DevicePath.DIRECT in self._paths:
             self._direct = self._open_beneath(self.name + DIRECT_SUFFIX, True)
             self._direct.register(pool)
@@ -101,6 +101,18 @@ class DeviceTransport:
         if ring is not None:
             fields |= {"staging_base": ring.base, "slot_bytes": ring.slot_bytes, "num_slots": ring.num_slots}
         self._access = replace(PoolAccess(pool.device, self._paths & self._reads_by.keys()), **fields)  # type: ignore[arg-type]
+
+    def _offer_map(self, memory: DeviceMemory, pool: PoolMemory) -> dict[str, object]:
+        """Where the driver exports no memory (as under WSL), the other paths remain, if there are any."""
+        try:
+            handle = memory.export()
+        except TransportError as error:
+            if self._paths == {DevicePath.MAPPED}:
+                raise
+            logger.warning("peers cannot map our pool: %s", error)
+            return {}
+        self._reads_by[DevicePath.MAPPED] = MappedReads(memory, pool)
+        return {"map_handle": handle, "process": own_process()}
 
     def _register_beneath(self, pool: PoolMemory) -> StagingRing | None:
         """The slots for staging; without staging the smallest ring, since a transport needs a pool to register."""

@@ -138,7 +138,7 @@ async def test_a_start_that_cannot_succeed_is_one_line_that_says_why(ray_here: C
 async def test_prefill_and_decode_workers_compute_on_cores_of_their_own(ray_here: Cluster) -> None:
     """Real workers; stands before the first use of the other tests' fleet."""
     everything = frozenset(os.sched_getaffinity(0))
-    engine = EngineConfig(model="random:llama-tiny", dtype="float32", kv_memory_mb=4)
+    engine = EngineConfig(model="random:llama-tiny", dtype="float32", device="cpu", kv_memory_mb=4)
     config = TandemConfig(engine=engine, cluster=CONFIG, router=RouterConfig(port=0))
     await ray_here.start(fleet_spec(config))
     try:

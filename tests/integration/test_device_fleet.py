@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +46,7 @@ class DeviceRunner(FakeRunner):
 async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
     devices = itertools.count()
 
-    def build(config: EngineConfig, _cache_dir: Path | None, **_: object) -> DeviceRunner:
+    def build(config: EngineConfig, *_: object, gpu_share: float) -> DeviceRunner:  # noqa: ARG001
         return DeviceRunner(FakeRunner.from_config(config), next(devices))
 
     monkeypatch.setattr(engine.factory, "build_runner", build)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cli.serve import fleet as serve_fleet
 from core.config import ClusterConfig
 from core.errors import ConfigError
 from core.lifecycle import ServiceRole
@@ -145,5 +146,7 @@ async def test_a_fleet_that_needs_other_gpus_is_refused_before_anything_starts(
     ray_here: Cluster, tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
     spec = fake_fleet(tmp_path / "journal", replace(CONFIG, **options))  # type: ignore[arg-type]
+    fresh = Cluster(head=ray_here._head)  # as `tandem serve` has it: no fleet has started
     with pytest.raises(ConfigError, match=message):
-        await ray_here.start(replace(spec, gpu_use=GpuUse.IF_PRESENT))
+        async with serve_fleet(fresh, replace(spec, gpu_use=GpuUse.IF_PRESENT), print):
+            pass

@@ -41,7 +41,6 @@ Legend:
   CNS  = Chipset not supported
 """
 COMMANDS = {"-m": TOPOLOGY, "r": PEER_READS}
-OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
 RESTRICTED = {"proc/sys/kernel/yama/ptrace_scope": "1\n", "proc/self/status": "Name:\tx\nCapEff:\t00000000a80425fb\n"}
 PRIVILEGED = RESTRICTED | {"proc/self/status": "Name:\tx\nCapEff:\t000001ffffffffff\n"}
 
@@ -54,10 +53,8 @@ FILES = {
     "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
     "sys/class/infiniband/mlx5_1/device/numa_node": "-1\n",
     "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
-    "sys/module/nvidia_peermem/initstate": "live\n",
+    "proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n",
     "dev/infiniband/uverbs0": "",
-    "proc/sys/kernel/osrelease": "6.8.0-71-generic\n",
-    "proc/driver/nvidia/version": OPEN_DRIVER,
 }  # fmt: skip
 
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", "580.82.07", (9, 0), 81559, 81008, "0000:18:00.0", "Default", False, 0)
@@ -108,25 +105,13 @@ def test_every_fact_is_read(tmp_path: Path) -> None:
     assert facts.peer_reads == {(0, 1): "OK", (1, 0): "CNS"}
     assert facts.rdma == (NIC, RdmaDevice("mlx5_1", False, "no active port", None))
     assert facts.rdma_usable
-    assert facts.peermem
-    assert facts.dmabuf
+    assert facts.gpudirect
     assert not facts.ptrace
     assert facts.environment == {"A": "b"}
 
 
 def test_a_process_with_the_capability_may_read_others(tmp_path: Path) -> None:
     assert read_facts(machine(tmp_path, PRIVILEGED), smi, {}).ptrace
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("proc/sys/kernel/osrelease", "5.4.0-150-generic\n"),
-        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01\n"),
-    ],
-)
-def test_dmabuf_needs_a_new_kernel_and_the_open_modules(tmp_path: Path, name: str, text: str) -> None:
-    assert not read_facts(machine(tmp_path, FILES | {name: text}), smi, {}).dmabuf
 
 
 def test_a_machine_with_one_gpu_has_no_pairs(tmp_path: Path) -> None:
@@ -160,7 +145,7 @@ def test_a_command_that_is_missing_or_fails_has_no_output() -> None:
 
 def test_nothing_is_wrong_with_a_good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "_compiler", list)
-    facts = replace(GOOD, gpus=(H100, replace(H100, index=1)), rdma=(NIC,), rdma_usable=True, peermem=True, dmabuf=True)
+    facts = replace(GOOD, gpus=(H100, replace(H100, index=1)), rdma=(NIC,), rdma_usable=True, gpudirect=True)
     found = findings_of(facts)
     assert {finding.health for group in found.values() for finding in group} == {Health.OK}
     texts = {subject: group[0].text for subject, group in found.items()}
@@ -173,7 +158,7 @@ def test_nothing_is_wrong_with_a_good_machine(monkeypatch: pytest.MonkeyPatch) -
         "CUDA IPC": "no setting prevents it",
         "mlx5_0": "InfiniBand, 400 Gb/sec (4X NDR), NUMA node 0",
         "RDMA": "/dev/infiniband holds the devices",
-        "GPUDirect RDMA": "by nvidia_peermem or dmabuf",
+        "GPUDirect RDMA": "RDMA devices read GPU memory",
     }
 
 
@@ -194,15 +179,15 @@ WRONG = [
     (replace(GOOD, ptrace=False), "CUDA IPC", Health.WARN, "ptrace_scope"),
     (
         replace(GOOD, environment={"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"}),
-        "CUDA IPC", Health.WARN, "PYTORCH_ALLOC_CONF has expandable_segments",
+        "CUDA IPC", Health.FAIL, "PYTORCH_ALLOC_CONF has expandable_segments",
     ),
     (
-        replace(GOOD, environment={"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}),
-        "CUDA IPC", Health.WARN, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY = n makes UCX",
+        replace(GOOD, gpudirect=True, environment={"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}),
+        "CUDA IPC", Health.FAIL, "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=n turns reads",
     ),
     (replace(GOOD, rdma=(replace(NIC, active=False, link="no active port"),)), "mlx5_0", Health.WARN, "no active port"),
     (replace(GOOD, rdma=(NIC,)), "RDMA", Health.WARN, "/dev/infiniband is missing"),
-    (replace(GOOD, rdma=(NIC,)), "GPUDirect RDMA", Health.WARN, "neither nvidia_peermem nor dmabuf"),
+    (replace(GOOD, rdma=(NIC,)), "GPUDirect RDMA", Health.WARN, "pass through host memory"),
     (replace(GOOD, rdma=(NIC,)), "NUMA", Health.WARN, "node of GPU 1: their hand-offs cross"),
 ]  # fmt: skip
 
@@ -214,6 +199,9 @@ def test_a_fault_is_named_and_comes_with_a_fix(facts: GpuFacts, subject: str, he
     assert wrong[0].health is health
     assert re.search(text, wrong[0].text)
     assert wrong[0].fix
+    assert "unset" not in wrong[0].fix or re.search(
+        r"unset (PYTORCH_ALLOC_CONF|UCX_CUDA_IPC_ENABLE_GET_ZCOPY):", wrong[0].fix
+    )
 
 
 @pytest.mark.parametrize(

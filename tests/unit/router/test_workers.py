@@ -8,7 +8,8 @@ import pytest
 
 from core.block_hash import sequence_hashes
 from core.config import RouterConfig
-from core.errors import InvalidRequest, LayoutMismatch
+from core.errors import InvalidRequest, LayoutMismatch, MemoryMismatch
+from core.handoff import DevicePath, PoolAccess
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
 from core.sequence import Sequence
@@ -103,6 +104,16 @@ def test_a_worker_whose_layout_differs_is_refused_unless_it_is_alone(field: str,
         workers.join(replace(record("e"), agent=agent("e", layout=other)), ())
     workers.join(replace(record("d"), agent=agent("d", layout=other)), ())
     assert workers.chosen("d").agent.layout == other
+
+
+def test_a_worker_whose_pool_no_path_reaches_is_refused_by_both_memories() -> None:
+    on_device = PoolAccess(0, frozenset({DevicePath.MAPPED, DevicePath.STAGED}))
+    prefill = record("p", ServiceRole.PREFILL)
+    workers = table(replace(prefill, agent=replace(prefill.agent, access=on_device)))
+    with pytest.raises(MemoryMismatch, match="from a pool in the memory of CUDA device 0 to a pool in host memory"):
+        workers.join(record("d"), ())
+    reader = record("d")
+    workers.join(replace(reader, agent=replace(reader.agent, access=on_device)), ())
 
 
 def test_the_index_forgets_the_blocks_of_a_worker_that_leaves() -> None:

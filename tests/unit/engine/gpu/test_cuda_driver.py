@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.errors import TransportError
+from core.errors import DeviceLost, TransportError
 from engine.gpu import cuda_driver
 from engine.gpu.cuda_driver import Allocation, CudaDriver
 from tests.support.c_kernels import need_compiler
@@ -19,7 +19,7 @@ SOURCE = r"""
 #include <string.h>
 typedef unsigned long long CUdeviceptr;
 typedef struct { char reserved[64]; } CUipcMemHandle;
-enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201 };
+enum { INVALID_VALUE = 1, INVALID_CONTEXT = 201, ILLEGAL_ADDRESS = 700 };
 static const CUdeviceptr BASE = 0x7f0000000000ULL;
 static int context, num_retained;
 static void *current;
@@ -39,7 +39,8 @@ int cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
 int cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags) {
     if (flags != 1 || handle.reserved[63] != 'z') return INVALID_VALUE;
     memcpy(address, handle.reserved + 1, sizeof *address); *address += 65536; return 0; }
-int cuIpcCloseMemHandle(CUdeviceptr address) { return address == BASE + 65536 ? 0 : INVALID_VALUE; }
+int cuIpcCloseMemHandle(CUdeviceptr address) {
+    return address == BASE + 65536 ? 0 : address ? INVALID_VALUE : ILLEGAL_ADDRESS; }
 int cuGetErrorName(int error, const char **name) {
     *name = error == INVALID_VALUE ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_INVALID_CONTEXT"; return 0; }
 int retained(void) { return num_retained; }
@@ -74,6 +75,13 @@ def test_a_failed_call_names_itself_and_the_error(library: ctypes.CDLL) -> None:
     driver.enter(0)
     with pytest.raises(TransportError, match=r"cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE \(1\)"):
         driver.open(bytes(64))
+
+
+def test_an_error_that_all_later_calls_repeat_is_a_lost_device(library: ctypes.CDLL) -> None:
+    driver = CudaDriver(library)
+    driver.enter(0)
+    with pytest.raises(DeviceLost, match=r"cuIpcCloseMemHandle: .* \(700\)"):
+        driver.close(0)
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from core.errors import TransportError
+from core.errors import DeviceLost, TransportError
 from engine.gpu import device_memory
 from engine.gpu.cuda_driver import Allocation
 from engine.gpu.device_memory import CudaDeviceMemory
@@ -153,14 +153,24 @@ def test_a_copy_that_has_not_ended_does_not_wait(driver: FakeDriver, monkeypatch
     assert [memory.has_ended(handle) for _ in range(3)] == [False, False, True]
 
 
-def test_an_error_of_the_device_is_a_transport_error(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("CUDA error: invalid argument", TransportError),
+        ("CUDA error: out of memory", TransportError),
+        ("CUDA error: an illegal memory access was encountered", DeviceLost),
+    ],
+)
+def test_an_error_of_the_device_fails_the_copy_and_a_lost_device_the_agent(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, text: str, kind: type[Exception]
+) -> None:
     memory = memory_of(driver)[1]
 
     def fail(*_: object) -> None:
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        raise torch.AcceleratorError(text)
 
     monkeypatch.setattr(memory._copying, "mark", fail)
-    with pytest.raises(TransportError, match="start copies: CUDA error: an illegal memory access"):
+    with pytest.raises(kind, match=text):
         memory.start_copies([])
 
 

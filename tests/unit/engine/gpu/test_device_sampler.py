@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
 from engine.gpu.sampling_plan import Histories
+from engine.gpu.sampling_reference import REFERENCES
 from engine.sampling import Sampler
 from tests.unit.engine.gpu.sampling_cases import CPU, Case, by_numpy, differing, on_device, some_case
 
@@ -104,6 +107,29 @@ def test_a_promised_sequence_that_the_step_before_lacks_is_an_error() -> None:
     chunk = greedy("a", repetition_penalty=2.0)._replace(promised=True)
     with pytest.raises(KeyError, match="a"):
         DeviceSampler(50, 4, CPU).prepare([chunk], {"b": 0})
+
+
+def test_penalties_that_count_a_promised_token_need_the_step_before() -> None:
+    sampler = DeviceSampler(50, 4, CPU)
+    plan = sampler.prepare([greedy("a", repetition_penalty=2.0)._replace(promised=True)], {"a": 0})
+    with pytest.raises(AssertionError, match="counted from the step before"):
+        sampler.sample(torch.zeros(1, 50), plan)
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_warm_up_runs_every_operator_of_sampling() -> None:
+    with Recorder() as recorder:
+        DeviceSampler(50, 1, CPU).warm_up()
+    assert {f"tandem::{name}" for name in REFERENCES} <= recorder.names
 
 
 def test_flat_rows_of_a_whole_vocabulary_draw_numpy_s_tokens() -> None:

@@ -287,6 +287,15 @@ def test_an_automatic_pool_takes_what_weights_steps_graphs_and_margin_leave(runn
         assert sizer(replace(config, kv_memory_mb=3), runner)[0].num_blocks() == 3 * MB // block_bytes
 
 
+def test_steps_that_do_not_fit_beside_the_weights_are_refused_with_the_options_to_lower(
+    runner: GpuRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = Scarce(monkeypatch, lambda inputs: len(inputs.token_ids) == LIMITS.max_batched_tokens)
+    with torch.inference_mode(), pytest.raises(ConfigError, match="max_batched_tokens = 64 or max_running = 8"):
+        sizer(CONFIG, runner)[0].num_blocks()
+    assert scarce.num_refused == 1
+
+
 def test_a_pool_that_does_not_fit_is_refused_with_the_options_to_change(runner: GpuRunner) -> None:
     config = replace(CONFIG, kv_memory_mb=60, gpu_memory_margin_mb=1)
     with torch.inference_mode(), pytest.raises(ConfigError, match="set kv_memory_mb to 0"):

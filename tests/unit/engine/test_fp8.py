@@ -1,0 +1,117 @@
+"""Weights in fp8: bounded rounding errors, the right matrices, and the same tokens on every path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from engine.fp8 import LARGEST_CODE, Fp8Matrix, Fp8Slot
+from engine.gpu.runner import GpuRunner
+from engine.quantization import head_weight_bytes, weight_bytes
+from engine.runner import Runner
+from engine.torch_runner import TorchRunner
+from engine.weights import RandomWeights, load_weights
+from model_files.builtin_configs import RANDOM_CONFIGS
+from model_files.model_source import resolve_model
+from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.test_weights import random_weights, write_gguf
+
+CPU = torch.device("cpu")
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def matrix_of(weight: torch.Tensor) -> Fp8Matrix:
+    matrix = Fp8Matrix(weight.shape[0], weight.shape[1], torch.float32, CPU)
+    matrix.put(0, weight)
+    return matrix
+
+
+def test_no_error_is_larger_than_a_sixteenth_of_the_weight_or_half_the_smallest_code() -> None:
+    weight = normal(50, 300)
+    error = (matrix_of(weight).dequantized() - weight).abs()
+    smallest = weight.abs().amax(-1, keepdim=True) / LARGEST_CODE * 2**-9
+    assert (error <= torch.maximum(weight.abs() / 16, smallest / 2) * 1.001).all()
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e-20, 1e30])
+def test_rows_of_one_value_keep_it(value: float) -> None:
+    weight = torch.full((2, 40), value)
+    torch.testing.assert_close(matrix_of(weight).dequantized(), weight, rtol=1e-6, atol=0)
+
+
+def test_a_slot_writes_its_rows_and_no_others() -> None:
+    matrix = matrix_of(torch.zeros(100, 40))
+    rows = normal(30, 40)
+    Fp8Slot(matrix, 45, 30).put(rows)
+    assert torch.equal(matrix.dequantized()[45:75], matrix_of(rows).dequantized())
+    assert not matrix.dequantized()[:45].any()
+    assert not matrix.dequantized()[75:].any()
+
+
+def test_the_matrices_of_layers_are_fp8_and_the_embedding_and_the_head_are_not() -> None:
+    source, config = resolve_model("random:qwen2-tiny"), RANDOM_CONFIGS["qwen2-tiny"]
+    weights = load_weights(source, config, torch.bfloat16, CPU, quantization="fp8")
+    assert isinstance(weights.embedding, torch.Tensor)
+    assert isinstance(weights.head, torch.Tensor)
+    for layer in weights.layers:
+        assert all(isinstance(matrix, Fp8Matrix) for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down))
+    plain = load_weights(source, config, torch.bfloat16, CPU)
+    assert isinstance(plain.layers[0].qkv, torch.Tensor)
+    found = weights.layers[0].qkv.dequantized()  # type: ignore[union-attr]
+    torch.testing.assert_close(found, plain.layers[0].qkv, rtol=0.07, atol=1e-4)
+    assert weight_bytes("bfloat16", "fp8") == 1.0
+    assert head_weight_bytes("bfloat16", "fp8") == 2.0
+
+
+def config(model: str, quantization: str = "fp8", **options: object) -> EngineConfig:
+    settings = {"dtype": "float32", "kv_memory_mb": 4, "num_threads": 1, "device": "cpu"} | options
+    return EngineConfig(model=model, quantization=quantization, **settings)  # type: ignore[arg-type]
+
+
+def test_the_sizes_for_metrics_count_the_head_in_its_own_dtype() -> None:
+    sizes = TorchRunner(config("random:llama-tiny", dtype="bfloat16")).sizes
+    assert sizes is not None
+    all_weights = sizes.num_layer_weights + sizes.num_head_weights
+    assert sizes.weight_bytes == (sizes.num_layer_weights + 2 * sizes.num_head_weights) / all_weights
+
+
+def generate(runner: Runner) -> dict[str, list[int]]:
+    rng = np.random.default_rng(4)
+    requests = [request(str(n), rng.integers(0, 250, n).tolist(), max_tokens=12) for n in (1, 15, 33, 64)]
+    return Engine(runner, budget=40).generate(*requests)
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "qwen2-tiny", "smollm2-tiny"])
+def test_every_runner_gives_the_same_tokens(model: str) -> None:
+    """The operator multiplies codes, the plain path dequantized weights."""
+    plain = generate(TorchRunner(config(f"random:{model}", kernels="torch")))
+    assert generate(GpuRunner(config(f"random:{model}"))) == plain
+    assert generate(TorchRunner(config(f"random:{model}"))) == plain
+    assert generate(TorchRunner(config(f"random:{model}", "none"))) != plain, "else fp8 would not show"
+
+
+def test_a_gguf_is_quantized_to_fp8(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", RANDOM_CONFIGS["llama-tiny"], random_weights("llama-tiny"))
+    found = generate(TorchRunner(config(str(tmp_path / "tiny.gguf"))))
+    assert found.keys() == {"1", "15", "33", "64"}
+
+
+def test_a_misshapen_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = RandomWeights.read
+
+    def misshapen(weights: RandomWeights, name: str, device: torch.device = CPU) -> torch.Tensor:
+        return torch.zeros(3, 3) if "gate_proj" in name else read(weights, name, device)
+
+    monkeypatch.setattr(RandomWeights, "read", misshapen)
+    with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[3, 3\]"):
+        load_weights(
+            resolve_model("random:llama-tiny"), RANDOM_CONFIGS["llama-tiny"], torch.float32, CPU, quantization="fp8"
+        )
