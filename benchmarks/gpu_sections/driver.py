@@ -8,6 +8,7 @@ The KV of a sequence that is added with computed tokens is whatever the pool hol
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,8 @@ def build(section: Section, limits: StepLimits, with_graphs: bool = True, **opti
         defaults = {"model": TINY_MODEL, "dtype": "float32", "device": "cpu", "num_threads": 1}
         options["kv_memory_mb"] = 8
     else:
-        torch.cuda.empty_cache()  # of earlier measurements, because the pool takes what is free
+        gc.collect()  # an earlier runner is a cycle of objects
+        torch.cuda.empty_cache()  # the pool takes what is free
     return GpuRunner(EngineConfig(**(defaults | options)), limits=limits, with_graphs=with_graphs)
 
 

@@ -32,6 +32,7 @@ from benchmarks.gpu_sections.paged import (
 )
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
+from engine.fp8 import Fp8Matrix, dequantized
 from engine.gpu import reference
 from engine.gpu.ops import ops
 
@@ -80,6 +81,8 @@ def cases(tiny: bool) -> Iterator[Case]:
         yield Case("attention", "float16", LAYOUTS[0], shapes[0])
     for hidden, dtype in itertools.product(TINY_HIDDEN_SIZES if tiny else HIDDEN_SIZES, DTYPES):
         yield Case("elementwise", dtype, "", shapes[0], hidden)
+    for hidden in TINY_HIDDEN_SIZES if tiny else HIDDEN_SIZES:
+        yield Case("fp8", "bfloat16", "", shapes[0], hidden)
 
 
 def run(section: Section) -> None:
@@ -123,6 +126,8 @@ def check(case: Case, device: torch.device) -> Iterator[Found]:
         ("add_rms_norm", check_add_rms_norm),
         ("silu_and_multiply", check_silu_and_multiply),
     ]
+    if case.operator == "fp8":
+        checks = [("fp8_linear", check_fp8_linear)]
     if case.operator == "attention":
         checks = [
             ("rope_and_cache", check_rope_and_cache),
@@ -153,6 +158,21 @@ def check_silu_and_multiply(case: Case, dtype: torch.dtype, device: torch.device
     reference.silu_and_multiply(on_cpu(gate_up), expected)
     ops.silu_and_multiply(gate_up, activated)
     return error_of(activated, expected)
+
+
+def check_fp8_linear(case: Case, dtype: torch.dtype, device: torch.device) -> float:
+    errors = []
+    matrix = Fp8Matrix(case.hidden[1], case.hidden[0], dtype, device)
+    matrix.put(0, torch.randn(case.hidden[1], case.hidden[0], device=device) * case.hidden[0] ** -0.5)
+    for num_rows, biased in ((1, False), (17, True), (200, False)):
+        inputs = torch.randn(num_rows, case.hidden[0], device=device).to(dtype)
+        bias = torch.randn(case.hidden[1], device=device).to(dtype) if biased else None
+        outputs = torch.full((num_rows, case.hidden[1]), float("nan"), dtype=dtype, device=device)
+        weight = dequantized(matrix.codes.cpu(), matrix.scales.cpu(), torch.float32)
+        expected = torch.nn.functional.linear(on_cpu(inputs), weight, None if bias is None else on_cpu(bias))
+        ops.fp8_linear(inputs, matrix.codes, matrix.scales, bias, outputs)
+        errors.append(error_of(outputs, expected))
+    return max(errors)
 
 
 def check_rope_and_cache(case: Case, dtype: torch.dtype, device: torch.device) -> float:
