@@ -71,6 +71,9 @@ class EngineConfig:
     model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
     dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
     quantization: str = "none"  # of the weights: none | int8 | int4 | fp8; the same on every worker
+    kv_dtype: str = (
+        "auto"  # of the KV pool: auto | fp8; auto = dtype; fp8 has scales and needs the Triton kernels of a GPU
+    )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
     block_size: int = 16  # tokens per KV block
     prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
@@ -102,6 +105,7 @@ class EngineConfig:
         _require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
         formats = ("none", "int8", "int4", "fp8")
         _require(self.quantization in formats, f"quantization must be none, int8, int4 or fp8: {self.quantization}")
+        _require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype must be auto or fp8: {self.kv_dtype}")
         _require(
             re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
             f"device must be auto, cpu, cuda or cuda:N: {self.device}",

@@ -5,6 +5,11 @@ A pool is block-major: each block is one contiguous run of bytes, and one descri
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
                              ^ 0 = key, 1 = value
 
+Elements of 8 bits have scales: one for each token, layer, key or value, and head. They lie behind the values of their
+block, so a block stays one run of bytes, and its scales move with it.
+
+    block = values [num_layers, 2, num_kv_heads, block_size, head_dim], scales [num_layers, 2, num_kv_heads, block_size]
+
 A pool may hold only a shard: `num_layers` layers from `first_layer`, `num_kv_heads` heads from `first_kv_head`.
 """
 
@@ -14,13 +19,15 @@ from dataclasses import dataclass, fields
 
 import xxhash
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT8 = "float8_e4m3"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FLOAT8: 1}
+SCALE_BYTES = 4  # float32
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     model: str  # fingerprint of the weights; blocks of different models are never exchanged
-    dtype: str  # a key of DTYPE_BYTES
+    dtype: str  # of the values: a key of DTYPE_BYTES
     num_layers: int
     num_kv_heads: int
     block_size: int  # tokens per block
@@ -35,6 +42,12 @@ class KVLayout:
         for name in ("num_layers", "num_kv_heads", "block_size", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        if self.has_scales and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even beside {FLOAT8}, so that scales are aligned, is {self.head_dim}")
+
+    @property
+    def has_scales(self) -> bool:
+        return self.dtype == FLOAT8
 
     @property
     def block_bytes(self) -> int:
@@ -42,7 +55,21 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * sum(row_bytes for _, row_bytes in self.arrays)
+
+    @property
+    def values_bytes(self) -> int:
+        """Of a block, without its scales."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def arrays(self) -> tuple[tuple[int, int], ...]:
+        """The arrays of a block: first byte in the block, and bytes of one token in one row of the array.
+
+        A row is the tokens of a block in one layer, key or value, and head.
+        """
+        values = (0, self.head_dim * DTYPE_BYTES[self.dtype])
+        return (values, (self.values_bytes, SCALE_BYTES)) if self.has_scales else (values,)
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:

@@ -20,7 +20,7 @@ import xxhash
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from core.kv_layout import KVLayout
+from core.kv_layout import FLOAT8, KVLayout
 from core.model_info import ModelInfo
 from core.model_work import ModelSizes
 from core.request import Request
@@ -44,11 +44,13 @@ class FakeRunner:
         self.sizes: ModelSizes | None = None
         self._mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)  # page-aligned, like the real pool
         num_layers, _, num_kv_heads, block_size, _ = layout.block_shape
-        row_bytes = layout.token_bytes // (num_layers * 2 * num_kv_heads)
-        self._pool = np.frombuffer(self._mapping, np.uint8).reshape(
-            num_blocks, num_layers * 2 * num_kv_heads, block_size, row_bytes
-        )
+        num_rows = num_layers * 2 * num_kv_heads
+        self._pool = np.frombuffer(self._mapping, np.uint8).reshape(num_blocks, layout.block_bytes)
         self._pool[:] = 0
+        self._arrays = [  # values, and scales if there are any: views of [num_blocks, rows, block_size, bytes]
+            self._pool[:, first : first + num_rows * block_size * size].reshape(num_blocks, num_rows, block_size, size)
+            for first, size in layout.arrays
+        ]
         self._closed = False
         self._steps = StepQueue(self._prepare, self._compute)
 
@@ -60,7 +62,7 @@ class FakeRunner:
         info = describe(source, config.max_context)
         layout = KVLayout(
             model=info.fingerprint,
-            dtype="bfloat16" if config.dtype == "bfloat16" else "float32",
+            dtype=FLOAT8 if config.kv_dtype == "fp8" else "bfloat16" if config.dtype == "bfloat16" else "float32",
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             block_size=config.block_size,
@@ -118,15 +120,20 @@ class FakeRunner:
         """The pool's current bytes of slots [max(start, 0), end), in order."""
         positions = np.arange(max(start, 0), end)
         blocks = np.asarray(chunk.sequence.block_table)[positions // self.layout.block_size]
-        return self._pool[blocks, :, positions % self.layout.block_size].tobytes()
+        parts = [array[blocks, :, positions % self.layout.block_size] for array in self._arrays]
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)).tobytes()
 
     def _write(self, chunk: ScheduledChunk, position: int, content: bytes) -> None:
         block, offset = (
             chunk.sequence.block_table[position // self.layout.block_size],
             position % self.layout.block_size,
         )
-        rows = self._pool[block, :, offset]
-        rows[:] = np.frombuffer(content, np.uint8).reshape(rows.shape)
+        rows = np.frombuffer(content, np.uint8).reshape(self._arrays[0].shape[1], -1)
+        first = 0
+        for array in self._arrays:
+            size = array.shape[-1]
+            array[block, :, offset] = rows[:, first : first + size]
+            first += size
 
 
 def slot_content(previous: bytes, token_id: int, position: int, num_bytes: int) -> bytes:

@@ -2,6 +2,9 @@
 
     [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
 
+A pool of 8 bits has a second tensor with a scale for each row of this shape. In block-major order, both tensors are
+strided views of the same memory, because the scales of a block lie behind its values (core/kv_layout.py).
+
 Startup touches the first blocks, because the block pool hands these out first. A thread touches the other blocks after
 startup (`engine/first_touch.py`). On a CPU the pool is anonymous mapped memory, which torch, numpy and transports use
 without a copy. The mapping is private: Linux gives huge pages to shared mappings only under a system-wide setting, and
@@ -14,6 +17,7 @@ exists to measure what attention would gain by it.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import threading
 from enum import Enum
@@ -21,11 +25,16 @@ from enum import Enum
 import torch
 
 from core.errors import ConfigError
-from core.kv_layout import KVLayout
+from core.kv_layout import FLOAT8, SCALE_BYTES, KVLayout
 from engine.first_touch import touch_first, touch_in_background
 
 MIN_BLOCKS = 4
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    FLOAT8: torch.float8_e4m3fn,
+}
 
 
 def num_blocks_within(layout: KVLayout, kv_memory_mb: int) -> int:
@@ -46,10 +55,13 @@ class PoolOrder(Enum):
 
 
 class KVPool:
-    """The pool as a tensor and as bytes. Raises `ConfigError` if the allocation fails.
+    """The pool as tensors and as bytes. Raises `ConfigError` if the allocation fails.
 
-    The padding blocks lie behind the pool's last block. The tensor holds them, and `memory` does not.
+    The padding blocks lie behind the pool's last block. The tensors hold them, and `memory` does not.
     """
+
+    tensor: torch.Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    scales: torch.Tensor | None  # float32 [num_blocks, num_layers, 2, num_kv_heads, block_size]; None: no scales
 
     def __init__(
         self,
@@ -63,9 +75,6 @@ class KVPool:
         self.num_blocks = num_blocks
         self.order = order
         num_all = num_blocks + num_padding_blocks
-        dtype, shape = TORCH_DTYPES[layout.dtype], (num_all, *layout.block_shape)
-        if order is PoolOrder.LAYER_MAJOR:
-            shape = (layout.num_layers, num_all, *layout.block_shape[1:])
         num_bytes = num_all * layout.block_bytes
         self._mapping: mmap.mmap | None = None
         self._untouched = torch.empty(0, dtype=torch.uint8)
@@ -76,16 +85,15 @@ class KVPool:
                     # A block's part of a layer is a separate run of a few KB. With small pages, each run is a TLB miss.
                     with contextlib.suppress(OSError):  # Linux without huge pages uses small pages
                         self._mapping.madvise(mmap.MADV_HUGEPAGE)
-                self.tensor = torch.frombuffer(self._mapping, dtype=dtype).view(shape)
-                self._untouched = touch_first(torch.frombuffer(self._mapping, dtype=torch.uint8))
+                self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+                self._untouched = touch_first(self._bytes)
             else:
-                self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+                self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"no memory for a KV pool of {num_bytes >> 20} MB: lower kv_memory_mb ({error})"
             ) from error
-        if order is PoolOrder.LAYER_MAJOR:
-            self.tensor = self.tensor.transpose(0, 1)
+        self.tensor, self.scales = _views(self._bytes, layout, order)
 
     def touch_rest(self) -> threading.Thread | None:
         """Start a thread that touches the other blocks. Returns the thread, or None if no block is left.
@@ -99,8 +107,29 @@ class KVPool:
         assert self.order is PoolOrder.BLOCK_MAJOR, "no block of a layer-major pool is one run of bytes"
         return self.tensor.data_ptr()
 
+    def blocks(self) -> torch.Tensor:
+        """The pool's bytes by block, scales included. # uint8 [num_blocks, block_bytes]"""
+        assert self.order is PoolOrder.BLOCK_MAJOR, "no block of a layer-major pool is one run of bytes"
+        return self._bytes.view(-1, self.layout.block_bytes)[: self.num_blocks]
+
     def memory(self) -> memoryview | None:
         """The pool's bytes, or None for a pool on a device: only a transport reads device memory."""
         if self._mapping is None:
             return None
         return memoryview(self._mapping)[: self.num_blocks * self.layout.block_bytes]
+
+
+def _views(memory: torch.Tensor, layout: KVLayout, order: PoolOrder) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The values and the scales of a pool. # memory: uint8 [bytes of all blocks]"""
+    dtype, shape = TORCH_DTYPES[layout.dtype], layout.block_shape
+    num_blocks, block_bytes, values_bytes = len(memory) // layout.block_bytes, layout.block_bytes, layout.values_bytes
+    if order is PoolOrder.LAYER_MAJOR:
+        values, scales = memory.split([num_blocks * values_bytes, num_blocks * (block_bytes - values_bytes)])
+        by_layer = (layout.num_layers, num_blocks)
+        tensor = values.view(dtype).view(*by_layer, *shape[1:]).transpose(0, 1)
+        return tensor, scales.view(torch.float32).view(*by_layer, *shape[1:-1]).transpose(0, 1) if len(scales) else None
+    values = memory.view(dtype).view(num_blocks, -1)[:, : math.prod(shape)]
+    if not layout.has_scales:
+        return values.view(num_blocks, *shape), None
+    scales = memory.view(torch.float32).view(num_blocks, -1)[:, values_bytes // SCALE_BYTES :]
+    return values.unflatten(1, shape), scales.unflatten(1, shape[:-1])

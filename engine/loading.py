@@ -14,7 +14,7 @@ import torch
 
 from core.config import EngineConfig
 from core.errors import ConfigError
-from core.kv_layout import KVLayout
+from core.kv_layout import FLOAT8, KVLayout
 from core.model_info import ModelInfo
 from core.model_work import ModelSizes
 from engine.backend import choose_device, choose_dtype
@@ -38,6 +38,7 @@ class ModelSetup:
     model_config: ModelConfig
     device: torch.device
     num_threads: int
+    dtype_name: str  # of weights and activations: float32 or bfloat16
     info: ModelInfo
     layout: KVLayout
     sizes: ModelSizes
@@ -59,7 +60,7 @@ class ModelSetup:
         info = describe(source, config.max_context)
         layout = KVLayout(
             model=info.fingerprint + _drawn_by(source, model_config, device),
-            dtype=dtype,
+            dtype=FLOAT8 if config.kv_dtype == FP8 else dtype,
             num_layers=model_config.num_layers,
             num_kv_heads=model_config.num_kv_heads,
             block_size=config.block_size,
@@ -70,11 +71,11 @@ class ModelSetup:
         num_bytes = sizes.num_layer_weights * sizes.weight_bytes
         num_bytes += sizes.num_head_weights * head_weight_bytes(dtype, config.quantization)
         sizes = replace(sizes, weight_bytes=num_bytes / (sizes.num_layer_weights + sizes.num_head_weights))
-        return cls(config, source, model_config, device, num_threads, info, layout, sizes)
+        return cls(config, source, model_config, device, num_threads, dtype, info, layout, sizes)
 
     @property
     def dtype(self) -> torch.dtype:
-        return TORCH_DTYPES[self.layout.dtype]
+        return TORCH_DTYPES[self.dtype_name]
 
     def rotary_table(self, num_blocks: int) -> RotaryTable:
         """The angles of every position that the model and a pool of `num_blocks` allow."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from core.config import EngineConfig
+from core.errors import ConfigError
 from core.model_work import ModelSizes
 from core.step import ScheduledChunk, StepOutput, StepPlan
 from engine.backend import choose_backend, sorted_error
@@ -30,6 +31,8 @@ class TorchRunner:
         self, config: EngineConfig, cache_dir: Path | None = None, on_progress: Progress | None = None
     ) -> None:
         setup = ModelSetup.of(config, cache_dir)
+        if setup.layout.has_scales:
+            raise ConfigError(f"kv_dtype = {config.kv_dtype} needs a GPU and kernels = auto: set kv_dtype to auto")
         self.info, self.layout = setup.info, setup.layout
         self.sizes: ModelSizes | None = setup.sizes
         self.num_blocks = num_blocks_within(self.layout, config.host_kv_memory_mb)

@@ -8,7 +8,7 @@ pools share is the intersection of their boxes; where heads, layers or block siz
       layer 3: K [h0 h1 h2 h3] V [h0 h1 h2 h3]  ->  layer 3: K [h2 h3] V [h2 h3]
 
 Offsets count bytes from block 0 of each pool. Runs that touch on both sides are merged, so equal layouts give one run
-for each block, and neighbouring blocks move as one run.
+for each block, and neighbouring blocks move as one run. Scales behind the values of a block are cut like the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from core.errors import LayoutMismatch
-from core.kv_layout import DTYPE_BYTES, KVLayout
+from core.kv_layout import KVLayout
 
 
 class Run(NamedTuple):
@@ -93,7 +93,8 @@ class TransferPlan:
 
     @property
     def piece_bytes(self) -> int:
-        return len(self.layers) * 2 * len(self.kv_heads) * self._row_bytes
+        row_bytes = sum(num_bytes for _, num_bytes in self.source.arrays)
+        return len(self.layers) * 2 * len(self.kv_heads) * self.piece_tokens * row_bytes
 
     def runs_of_pieces(self, pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Runs for (piece, source block, target block) triples."""
@@ -116,15 +117,14 @@ class TransferPlan:
         first = block * self.target.block_bytes
         return [(first + at, num_bytes) for at, num_bytes in _spans(self, self.target, piece % self.target_parts)]
 
-    @property
-    def _row_bytes(self) -> int:
-        """Consecutive tokens of one head, in K or V of one layer: contiguous in every layout."""
-        return self.piece_tokens * self.source.head_dim * DTYPE_BYTES[self.source.dtype]
-
-    def _rows(self, layout: KVLayout, part: int) -> list[int]:
-        """First bytes of a piece's rows in block 0 of a pool."""
+    def _rows(self, layout: KVLayout, part: int) -> list[Span]:
+        """A piece's rows in block 0 of a pool: tokens of one head, in K or V of one layer. All are contiguous."""
         return [
-            _offset(layout, (layer, key_or_value, head), part * self.piece_tokens)
+            (
+                first + (_row(layout, layer, key_or_value, head) * layout.block_size + part * self.piece_tokens) * size,
+                self.piece_tokens * size,
+            )
+            for first, size in layout.arrays
             for layer in self.layers
             for key_or_value in (0, 1)
             for head in self.kv_heads
@@ -138,14 +138,14 @@ class TransferPlan:
 def _runs_of_piece(plan: TransferPlan, source_part: int, target_part: int) -> tuple[tuple[int, int, int], ...]:
     """Within source block 0 and target block 0."""
     rows = zip(plan._rows(plan.source, source_part), plan._rows(plan.target, target_part), strict=True)
-    return tuple(_merged((source, target, plan._row_bytes) for source, target in rows))
+    return tuple(_merged((source, target, num_bytes) for (source, num_bytes), (target, _) in rows))
 
 
 @lru_cache(maxsize=256)
 def _spans(plan: TransferPlan, layout: KVLayout, part: int) -> tuple[Span, ...]:
     """Within block 0."""
-    rows = plan._rows(layout, part)
-    return tuple((first, num_bytes) for first, _, num_bytes in _merged((row, row, plan._row_bytes) for row in rows))
+    rows = ((first, first, num_bytes) for first, num_bytes in plan._rows(layout, part))
+    return tuple((first, num_bytes) for first, _, num_bytes in _merged(rows))
 
 
 def plan_from(source: KVLayout, ours: KVLayout) -> TransferPlan:
@@ -166,12 +166,10 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:
     return range(max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1]))
 
 
-def _offset(layout: KVLayout, place: tuple[int, int, int], token: int) -> int:
-    """Byte offset of one token in block 0 of [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
-    layer, key_or_value, head = place
+def _row(layout: KVLayout, layer: int, key_or_value: int, head: int) -> int:
+    """The row's number in a block of [num_layers, 2, num_kv_heads] rows."""
     row = (layer - layout.first_layer) * 2 + key_or_value
-    row = row * layout.num_kv_heads + head - layout.first_kv_head
-    return (row * layout.block_size + token) * layout.head_dim * DTYPE_BYTES[layout.dtype]
+    return row * layout.num_kv_heads + head - layout.first_kv_head
 
 
 def _merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -32,6 +32,14 @@ def pool_strides(pool: torch.Tensor) -> tuple[int, ...]:
     return pool.stride()[:5]
 
 
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    """The strides of block, layer, key or value, and KV head. Any numbers for a pool without scales."""
+    if scales is None:
+        return (0, 0, 0, 0)
+    assert scales.stride(4) == 1
+    return scales.stride()[:4]
+
+
 @triton.jit
 def blocks_of(block_ids, positions, end, BLOCK_SIZE: tl.constexpr):
     """The block of each position before `end`.

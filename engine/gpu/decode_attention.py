@@ -9,6 +9,9 @@ read once. The ranges are whole tiles; a context with few tiles uses fewer than 
 
 `partial` is scratch of [C, Hq, S] rows: first the rows' sums of weighted values (D each), then each row's highest score
 and its sum of weights. With S = 1 the first kernel writes the result itself.
+
+In a pool with scales, a key's scale is a factor of its scores, and a value's scale is a factor of its weights: the
+products take the codes, converted to the dtype of the heads.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from engine.gpu.attention_tiles import (
     padded,
     pool_strides,
     products,
+    scale_strides,
     slot_offsets,
     softmax_scale,
 )
@@ -58,6 +62,7 @@ def _num_used_splits(num_tiles, num_splits, TILE: tl.constexpr, POSITIONS_PER_SP
 def decode_attention_kernel(
     heads,
     pool,
+    scales,
     block_ids,
     first_row,
     first_block,
@@ -75,6 +80,10 @@ def decode_attention_kernel(
     stride_kind,
     stride_kv_head,
     stride_place,
+    scales_block,
+    scales_layer,
+    scales_kind,
+    scales_kv_head,
     G: tl.constexpr,
     G_PADDED: tl.constexpr,
     D: tl.constexpr,
@@ -83,6 +92,7 @@ def decode_attention_kernel(
     TILE: tl.constexpr,
     POSITIONS_PER_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     kv_head, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(num_positions + chunk)
@@ -102,6 +112,8 @@ def decode_attention_kernel(
     query = tl.load(heads + row * stride_token + head[:, None] * D + element[None, :], mask=exists, other=0.0)
 
     keys = pool + layer.to(tl.int64) * stride_layer + kv_head.to(tl.int64) * stride_kv_head + element[None, :]
+    if HAS_SCALES:
+        key_scales = scales + layer.to(tl.int64) * scales_layer + kv_head.to(tl.int64) * scales_kv_head
     highest = tl.full([G_PADDED], float("-inf"), tl.float32)
     # The weights of a row are added up at the end: a sum in each tile would wait for all warps.
     weight_sums = tl.zeros([G_PADDED, TILE], tl.float32)
@@ -111,18 +123,28 @@ def decode_attention_kernel(
     for _ in tl.range(first_tile, last_tile):
         seen = positions < context
         offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)[:, None]
+        if HAS_SCALES:
+            scale_offsets = slot_offsets(blocks, positions, scales_block, 1, BLOCK_SIZE)
+            key_scale = tl.load(key_scales + scale_offsets, mask=seen, other=0.0)
+            value_scale = tl.load(key_scales + scales_kind + scale_offsets, mask=seen, other=0.0)
         positions += TILE
         blocks = blocks_of(table, positions, context, BLOCK_SIZE)
         loaded = seen[:, None] & (element < D)[None, :]
         key = tl.load(keys + offsets, mask=loaded, other=0.0)
         value = tl.load(keys + stride_kind + offsets, mask=loaded, other=0.0)
+        if HAS_SCALES:
+            key, value = key.to(query.dtype), value.to(query.dtype)
 
         scores = products(query, tl.trans(key), tl.zeros([G_PADDED, TILE], tl.float32), UPCAST)
+        if HAS_SCALES:
+            scores *= key_scale[None, :]
         scores = tl.where(seen[None, :], scores * scale, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         decay = tl.exp2(highest - new_highest)[:, None]
         weights = tl.exp2(scores - new_highest[:, None])
         weight_sums = weight_sums * decay + weights
+        if HAS_SCALES:
+            weights *= value_scale[None, :]
         sum_of_values = products(weights.to(value.dtype), value, sum_of_values * decay, UPCAST)
         highest = new_highest
 
@@ -191,6 +213,7 @@ def decode_attention(
     num_positions: torch.Tensor,
     partial: torch.Tensor,
     attended: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     num_chunks, num_kv_heads, block_size = len(num_positions), pool.shape[3], pool.shape[4]
     num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
@@ -205,12 +228,13 @@ def decode_attention(
     constants = {
         "D": head_dim,
         "D_PADDED": padded(head_dim, 16),
-        "TILE": _tile(head_dim, pool.element_size()),
+        "TILE": _tile(head_dim, heads.element_size()),
         "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT,
     }
     decode_attention_kernel[num_kv_heads, num_splits, num_chunks](
         heads,
         pool,
+        scales,
         block_ids,
         first_row,
         first_block,
@@ -224,12 +248,14 @@ def decode_attention(
         heads.stride(0),
         attended.stride(0),
         *pool_strides(pool),
+        *scale_strides(scales),
+        HAS_SCALES=scales is not None,
         G=num_heads // num_kv_heads,
         G_PADDED=padded(num_heads // num_kv_heads, 16),
         BLOCK_SIZE=block_size,
         UPCAST=INTERPRETED,
         **constants,
-        num_warps=8 if pool.element_size() == 4 else 4,  # float32 has no matrix units: 4 warps spill
+        num_warps=8 if heads.element_size() == 4 else 4,  # float32 has no matrix units: 4 warps spill
         num_stages=3,
     )
     if num_splits > 1:

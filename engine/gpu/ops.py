@@ -8,7 +8,8 @@ kernels of this folder compute; on a CPU the references of `engine/gpu/reference
 interpreter if TRITON_INTERPRET is set.
 
 The pool is [num_blocks, num_layers, 2, Hkv, block_size, D] with any strides but the last, which is 1. A slot is the
-place of a token: block * block_size + place in the block.
+place of a token: block * block_size + place in the block. A pool of float8_e4m3fn has scales, float32 [num_blocks,
+num_layers, 2, Hkv, block_size] with any strides but the last, which is 1: a key or value is code * scale.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CONTRACTS = {
     # cosine, sine: float32 [positions, D / 2], half-split; positions, slots: int32 [T]
     "rope_and_cache": (
         "(Tensor(a!) heads, Tensor cosine, Tensor sine, Tensor positions, Tensor slots, Tensor(b!) pool, "
-        "int layer) -> ()"
+        "int layer, Tensor(c!)? scales=None) -> ()"
     ),
     # Attention of chunks of one token, whose keys and values are in the pool.
     # heads: as after rope_and_cache; attended: [T, Hq, D], only the rows first_row are written
@@ -43,7 +44,7 @@ CONTRACTS = {
     # partial: float32 [C, Hq, num_splits, D + 2] scratch; num_splits is the number of programs that share a context
     "decode_attention": (
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, "
-        "Tensor num_positions, Tensor(a!) partial, Tensor(b!) attended) -> ()"
+        "Tensor num_positions, Tensor(a!) partial, Tensor(b!) attended, Tensor? scales=None) -> ()"
     ),
     # Causal attention of chunks of several tokens, whose keys and values are in the pool.
     # start, num_tokens: int32 [C] position of a chunk's first token, tokens of the chunk; the rest as above
@@ -51,7 +52,7 @@ CONTRACTS = {
     # chunk; a negative tile_chunk is no tile
     "prefill_attention": (
         "(Tensor heads, Tensor pool, int layer, Tensor block_ids, Tensor first_row, Tensor first_block, Tensor start, "
-        "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended) -> ()"
+        "Tensor num_tokens, Tensor tile_chunk, Tensor tile_first, Tensor(a!) attended, Tensor? scales=None) -> ()"
     ),
     # Copy runs between raw addresses. No run's target overlaps with another run.
     # runs: int64 [runs, 3] address of the source, address of the target, bytes (at most engine.gpu.copies.PIECE_BYTES);

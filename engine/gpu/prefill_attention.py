@@ -23,6 +23,7 @@ from engine.gpu.attention_tiles import (
     padded,
     pool_strides,
     products,
+    scale_strides,
     slot_offsets,
     softmax_scale,
 )
@@ -39,9 +40,14 @@ def _attend_tile(
     loaded,
     visible,
     scale,
+    key_scales,
+    scales_kind,
+    scale_offsets,
+    seen,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """The online softmax: add one tile of positions to (highest score, sum of weights, sum of weighted values)."""
     highest, weight_sum, sum_of_values = state
@@ -51,14 +57,22 @@ def _attend_tile(
     else:
         key = tl.load(keys + offsets[:, None])
         value = tl.load(keys + stride_kind + offsets[:, None])
+    if HAS_SCALES:
+        key_scale = tl.load(key_scales + scale_offsets, mask=seen, other=0.0)
+        value_scale = tl.load(key_scales + scales_kind + scale_offsets, mask=seen, other=0.0)
+        key, value = key.to(query.dtype), value.to(query.dtype)
     rows: tl.constexpr = query.shape[0]
     scores = products(query, tl.trans(key), tl.zeros([rows, key.shape[0]], tl.float32), UPCAST)
+    if HAS_SCALES:
+        scores *= key_scale[None, :]
     if CAUSAL:
         scores = tl.where(visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     decay = tl.exp2(highest - new_highest)
     weights = tl.exp2(scores * scale - new_highest[:, None])
     weight_sum = weight_sum * decay + tl.sum(weights, 1)
+    if HAS_SCALES:
+        weights *= value_scale[None, :]
     sum_of_values = products(weights.to(value.dtype), value, sum_of_values * decay[:, None], UPCAST)
     return new_highest, weight_sum, sum_of_values
 
@@ -78,6 +92,7 @@ def _attend_tile(
 def prefill_attention_kernel(
     heads,
     pool,
+    scales,
     block_ids,
     first_row,
     first_block,
@@ -95,6 +110,10 @@ def prefill_attention_kernel(
     stride_kind,
     stride_kv_head,
     stride_place,
+    scales_block,
+    scales_layer,
+    scales_kind,
+    scales_kv_head,
     G: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
@@ -106,6 +125,7 @@ def prefill_attention_kernel(
     UNMASKED: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     first_head = tl.program_id(0) * HEADS
     part = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -130,6 +150,9 @@ def prefill_attention_kernel(
 
     kv_head = (first_head // G).to(tl.int64)
     keys = pool + layer.to(tl.int64) * stride_layer + kv_head * stride_kv_head + element[None, :]
+    key_scales = scales
+    if HAS_SCALES:
+        key_scales += layer.to(tl.int64) * scales_layer + kv_head * scales_kv_head
     end = chunk_start + tl.minimum(first_token + TOKENS, chunk_tokens)  # behind the tile's last position
     state = (
         tl.full([HEADS * TOKENS], float("-inf"), tl.float32),
@@ -144,18 +167,23 @@ def prefill_attention_kernel(
         masked_from = (chunk_start + first_token + 1) // TILE * TILE
         for _ in tl.range(0, masked_from, TILE):
             offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
+            scale_offsets = slot_offsets(blocks, positions, scales_block, 1, BLOCK_SIZE)
+            seen = positions < end
             positions += TILE
             blocks = blocks_of(table, positions, end, BLOCK_SIZE)
             state = _attend_tile(
-                state, query, keys, stride_kind, offsets, inside, inside, scale, False, D < D_PADDED, UPCAST
-            )
+                state, query, keys, stride_kind, offsets, inside, inside, scale,
+                key_scales, scales_kind, scale_offsets, seen, False, D < D_PADDED, UPCAST, HAS_SCALES,
+            )  # fmt: skip
     for _ in tl.range(masked_from, end, TILE, num_stages=MASKED_STAGES):
         seen = positions < end
         offsets = slot_offsets(blocks, positions, stride_block, stride_place, BLOCK_SIZE)
+        scale_offsets = slot_offsets(blocks, positions, scales_block, 1, BLOCK_SIZE)
         visible = positions[None, :] <= (chunk_start + token)[:, None]
         state = _attend_tile(
-            state, query, keys, stride_kind, offsets, seen[:, None] & inside, visible, scale, True, True, UPCAST
-        )
+            state, query, keys, stride_kind, offsets, seen[:, None] & inside, visible, scale,
+            key_scales, scales_kind, scale_offsets, seen, True, True, UPCAST, HAS_SCALES,
+        )  # fmt: skip
         positions += TILE
         blocks = blocks_of(table, positions, end, BLOCK_SIZE)
     _highest, weight_sum, sum_of_values = state
@@ -204,6 +232,7 @@ def prefill_attention(
     tile_chunk: torch.Tensor,
     tile_first: torch.Tensor,
     attended: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     num_heads, head_dim = heads.shape[1] - 2 * num_kv_heads, heads.shape[2]
@@ -211,11 +240,12 @@ def prefill_attention(
         return
     assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
     group = num_heads // num_kv_heads
-    shape = _shape(head_dim, group, pool.element_size())
+    shape = _shape(head_dim, group, heads.element_size())
     parts = PREFILL_TILE_TOKENS // shape["TOKENS"]
     prefill_attention_kernel[num_heads // shape["HEADS"], len(tile_chunk) * parts](
         heads,
         pool,
+        scales,
         block_ids,
         first_row,
         first_block,
@@ -229,6 +259,8 @@ def prefill_attention(
         heads.stride(0),
         attended.stride(0),
         *pool_strides(pool),
+        *scale_strides(scales),
+        HAS_SCALES=scales is not None,
         G=group,
         D=head_dim,
         D_PADDED=padded(head_dim, 16),

@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
+from engine.fp8 import LARGEST_CODE
+from engine.gpu.tile_sizes import SMALLEST_MAXIMUM
+
 
 def add_rms_norm(
     hidden: torch.Tensor, update: torch.Tensor | None, weight: torch.Tensor, epsilon: float, normed: torch.Tensor
@@ -35,6 +38,7 @@ def rope_and_cache(
     slots: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     num_rotated = heads.shape[1] - num_kv_heads
@@ -42,8 +46,21 @@ def rope_and_cache(
     first, second = heads[:, :num_rotated].float().chunk(2, dim=-1)
     heads[:, :num_rotated] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
     blocks, places = slots.long() // block_size, slots.long() % block_size
-    pool[blocks, layer, 0, :, places] = heads[:, num_rotated - num_kv_heads : num_rotated].to(pool.dtype)
-    pool[blocks, layer, 1, :, places] = heads[:, num_rotated:].to(pool.dtype)
+    cached = (heads[:, num_rotated - num_kv_heads : num_rotated], heads[:, num_rotated:])
+    for kind, rows in enumerate(cached):
+        if scales is None:
+            pool[blocks, layer, kind, :, places] = rows.to(pool.dtype)
+            continue
+        codes, scales[blocks, layer, kind, :, places] = quantized(rows)
+        # torch indexes no elements of 8 bits in floating point
+        pool.view(torch.uint8)[blocks, layer, kind, :, places] = codes.view(torch.uint8)
+
+
+def quantized(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of rows of any float. # [..., D] -> float8_e4m3fn [..., D], float32 [...]"""
+    largest = rows.float().abs().amax(-1).clamp_(min=SMALLEST_MAXIMUM)
+    codes = (rows.float() * (LARGEST_CODE / largest)[..., None]).to(torch.float8_e4m3fn)
+    return codes, largest / LARGEST_CODE
 
 
 def decode_attention(
@@ -56,9 +73,10 @@ def decode_attention(
     num_positions: torch.Tensor,
     partial: torch.Tensor,  # noqa: ARG001 - kernels use it
     attended: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     for row, first, end in zip(first_row.tolist(), first_block.tolist(), num_positions.tolist(), strict=True):
-        _attend(heads, pool, layer, block_ids[first:], row, end - 1, 1, attended)
+        _attend(heads, pool, layer, block_ids[first:], row, end - 1, 1, attended, scales)
 
 
 def prefill_attention(
@@ -73,10 +91,11 @@ def prefill_attention(
     tile_chunk: torch.Tensor,  # noqa: ARG001 - kernels use tiles
     tile_first: torch.Tensor,  # noqa: ARG001
     attended: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> None:
     chunks = torch.stack((first_row, first_block, start, num_tokens), 1).tolist()
     for row, first, begin, count in chunks:
-        _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended)
+        _attend(heads, pool, layer, block_ids[first:], row, begin, count, attended, scales)
 
 
 def _attend(
@@ -88,18 +107,23 @@ def _attend(
     start: int,
     num_tokens: int,
     attended: torch.Tensor,
+    scales: torch.Tensor | None,
 ) -> None:
     """Causal attention of rows [row, row + num_tokens), which are the positions from `start` on."""
     num_kv_heads, block_size = pool.shape[3], pool.shape[4]
     num_heads, end = heads.shape[1] - 2 * num_kv_heads, start + num_tokens
     blocks = block_ids[: -(-end // block_size)].long()
-    cached = pool[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end].float()  # [2, Hkv, end, D]
+    codes = pool if scales is None else pool.view(torch.uint8)
+    found = codes[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end]
+    cached = found.view(pool.dtype).float()  # [2, Hkv, end, D]
+    if scales is not None:
+        cached *= scales[blocks, layer].permute(1, 2, 0, 3).flatten(2, 3)[:, :, :end, None]
     query = heads[row : row + num_tokens, :num_heads].float().transpose(0, 1)  # [Hq, n, D]
     positions = torch.arange(start, end, device=heads.device)
     seen = positions[:, None] >= torch.arange(end, device=heads.device)
     keys, values = cached.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    found = F.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=seen)[0]
-    attended[row : row + num_tokens] = found.transpose(0, 1).to(attended.dtype)
+    result = F.scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=seen)[0]
+    attended[row : row + num_tokens] = result.transpose(0, 1).to(attended.dtype)
 
 
 def copy_runs(runs: torch.Tensor, access_bytes: int) -> None:  # noqa: ARG001 - kernels use it

@@ -1,7 +1,8 @@
 """The kernel of `rope_and_cache`: rotate queries and keys, and write keys and values into their slots.
 
 One program takes one token and up to 16 of its heads, so the row of angles is read once for many heads. Heads are
-queries, keys and values in this order. A half of a head is contiguous, and each thread moves 16 bytes of it.
+queries, keys and values in this order. A half of a head is contiguous, and each thread moves 16 bytes of it. In a pool
+with scales, a head's scale is its largest size / 448.
 """
 
 from __future__ import annotations
@@ -10,9 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.attention_tiles import padded, pool_strides
+from engine.fp8 import LARGEST_CODE
+from engine.gpu.attention_tiles import INTERPRETED, padded, pool_strides, scale_strides
+from engine.gpu.tile_sizes import SMALLEST_MAXIMUM
 
 HEADS_PER_PROGRAM = 16
+
+
+@triton.jit
+def _rounded_to_codes(values):
+    """Round float32 to the values of e4m3. The interpreter's conversion loses carries, and cuts off small values."""
+    bits = values.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    is_small = tl.abs(values) < 0.015625  # 2^-6: the codes below are multiples of 2^-9, as float32 is near 1.5 * 2^14
+    return tl.where(is_small, (values + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit(
@@ -26,6 +38,7 @@ def rope_and_cache_kernel(
     positions,
     slots,
     pool,
+    scales,
     layer,
     stride_token,
     stride_block,
@@ -33,12 +46,20 @@ def rope_and_cache_kernel(
     stride_kind,
     stride_kv_head,
     stride_place,
+    scales_block,
+    scales_layer,
+    scales_kind,
+    scales_kv_head,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    SMALLEST_MAXIMUM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -65,10 +86,22 @@ def rope_and_cache_kernel(
     slot = tl.load(slots + token)
     cached = tl.maximum(head - NUM_HEADS, 0)
     kind, kv_head = cached // NUM_KV_HEADS, cached % NUM_KV_HEADS
-    place = (slot // BLOCK_SIZE).to(tl.int64) * stride_block + (slot % BLOCK_SIZE) * stride_place
+    block, place_in_block = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+    place = block * stride_block + place_in_block * stride_place
     place += layer.to(tl.int64) * stride_layer
     target = pool + place + (kind * stride_kind + kv_head * stride_kv_head)[:, None] + element[None, :]
     is_cached = exists & (head >= NUM_HEADS)[:, None]
+    if HAS_SCALES:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1), SMALLEST_MAXIMUM)
+        inverse = (LARGEST_CODE / largest)[:, None]
+        first, second = first * inverse, second * inverse
+        if INTERPRETED:
+            first, second = _rounded_to_codes(first), _rounded_to_codes(second)
+        scale = scales + block * scales_block + layer.to(tl.int64) * scales_layer + place_in_block
+        scale += kind * scales_kind + kv_head * scales_kv_head
+        is_head = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+        tl.store(scale, largest / LARGEST_CODE, mask=is_head)
     tl.store(target, first.to(pool.dtype.element_ty), mask=is_cached)
     tl.store(target + HALF, second.to(pool.dtype.element_ty), mask=is_cached)
 
@@ -81,6 +114,7 @@ def rope_and_cache(
     slots: torch.Tensor,
     pool: torch.Tensor,
     layer: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     num_tokens, num_all_heads, head_dim = heads.shape
     if num_tokens == 0:
@@ -97,14 +131,20 @@ def rope_and_cache(
         positions,
         slots,
         pool,
+        scales,
         layer,
         heads.stride(0),
         *pool_strides(pool),
+        *scale_strides(scales),
         NUM_HEADS=num_all_heads - 2 * num_kv_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
         HALF_PADDED=padded(head_dim // 2),
         BLOCK_SIZE=pool.shape[4],
         HEADS=heads_per_program,
+        HAS_SCALES=scales is not None,
+        INTERPRETED=INTERPRETED,
+        LARGEST_CODE=LARGEST_CODE,
+        SMALLEST_MAXIMUM=SMALLEST_MAXIMUM,
         num_warps=4,
     )

@@ -29,6 +29,7 @@ from core.errors import ConfigError, OutOfDeviceMemory, TandemError
 from core.kv_layout import KVLayout
 from core.model_work import ModelSizes
 from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
+from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.errors import sort_error
 from engine.gpu.graphs import buckets_up_to
@@ -47,6 +48,8 @@ from engine.quantization import head_weight_bytes
 from engine.runner import StepLimits
 from engine.step_queue import Computed, PromisedTokens, StepQueue
 from engine.weights import Progress
+
+_FLOAT8_CAPABILITY = (8, 9)  # Ada and Hopper
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +91,7 @@ class GpuRunner:
         setup = ModelSetup.of(config, cache_dir)
         limits = limits or StepLimits()
         device = setup.device
+        _refuse_kv_dtype(config, device)
         self.info = setup.info
         self.layout: KVLayout = setup.layout
         self.sizes: ModelSizes | None = setup.sizes
@@ -140,7 +144,7 @@ class GpuRunner:
             return None
         from engine.gpu.device_memory import CudaDeviceMemory
 
-        return CudaDeviceMemory(self._pool.tensor[: self.num_blocks])
+        return CudaDeviceMemory(self._pool.blocks())
 
     def start_background_work(self) -> None:
         self._pool.touch_rest()
@@ -297,6 +301,19 @@ def _sorted(error: Exception) -> Exception:
     return sort_error(error) or error
 
 
+def _refuse_kv_dtype(config: EngineConfig, device: torch.device) -> None:
+    """Raises `ConfigError` for a GPU without conversions from and to 8 bits."""
+    if (
+        config.kv_dtype == FP8
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY
+    ):
+        raise ConfigError(
+            f"kv_dtype = {FP8} needs a GPU of compute capability {_FLOAT8_CAPABILITY[0]}.{_FLOAT8_CAPABILITY[1]}: "
+            f"{torch.cuda.get_device_name(device)} has less, set kv_dtype to auto"
+        )
+
+
 def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Model:
     """Raises `ConfigError` if the weights do not fit."""
     ops = OperatorOps()
@@ -305,7 +322,7 @@ def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Mode
     config, sizes, allocator = setup.config, setup.sizes, CudaAllocator(setup.device)
     num_bytes = int((sizes.num_layer_weights + sizes.num_head_weights) * sizes.weight_bytes)
     if not setup.model_config.tie_embeddings:  # the embedding is another matrix of the head's size
-        num_bytes += int(sizes.num_head_weights * head_weight_bytes(setup.layout.dtype, config.quantization))
+        num_bytes += int(sizes.num_head_weights * head_weight_bytes(setup.dtype_name, config.quantization))
     refuse_large_weights(num_bytes, allocator, config.model, config.gpu_memory_margin_mb, share)
     try:
         return load_model(setup, DeviceLinear(ops), ops, None, on_progress)

@@ -50,8 +50,10 @@ class OperatorAttention:
         step: StepTensors,
         max_context: int,
         num_splits: NumSplits,
+        scales: torch.Tensor | None = None,  # of the pool: float32 [num_blocks, num_layers, 2, Hkv, block_size]
     ) -> None:
         self._pool = pool
+        self._scales = scales
         self._table = rotary_table
         self._step = step
         self._num_decodes = len(step.decode_row)
@@ -60,18 +62,18 @@ class OperatorAttention:
         self._partial: torch.Tensor | None = None  # float32 [Cd, Hq, splits, D + 2]
 
     def attend(self, heads: torch.Tensor, layer: int) -> torch.Tensor:
-        step, pool = self._step, self._pool
+        step, pool, scales = self._step, self._pool, self._scales
         attended, partial = self._memory(heads)
-        ops.rope_and_cache(heads, self._table.cosine, self._table.sine, step.positions, step.slots, pool, layer)
+        ops.rope_and_cache(heads, self._table.cosine, self._table.sine, step.positions, step.slots, pool, layer, scales)
         if self._num_decodes:
             ops.decode_attention(
                 heads, pool, layer, step.block_ids, step.decode_row, step.decode_block, step.decode_positions,
-                partial, attended,
+                partial, attended, scales,
             )  # fmt: skip
         if len(step.prefill_row):
             ops.prefill_attention(
                 heads, pool, layer, step.block_ids, step.prefill_row, step.prefill_block, step.prefill_start,
-                step.prefill_tokens, step.tile_chunk, step.tile_first, attended,
+                step.prefill_tokens, step.tile_chunk, step.tile_first, attended, scales,
             )  # fmt: skip
         return attended
 

@@ -39,6 +39,7 @@ class StepComputer:
         self.queue = queue
         self._model = model
         self._pool = pool
+        self._dtype = setup.dtype
         self._splits = splits
         self._rotary_table = setup.rotary_table(pool.num_blocks)
         self.arranger = StepArranger(pool.num_blocks, pool.layout.block_size)
@@ -80,13 +81,15 @@ class StepComputer:
 
     def warm_up(self) -> None:
         """Run decode attention with every kind of split, so that no step waits for a compiler."""
-        config, pool = self._model.config, self._pool.tensor
+        config, pool = self._model.config, self._pool
         step = self._set_apart.stage(self.arranger.only_padding(1))
         self.queue.follow(step.uploaded)
         shape = (1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         for count in _WARM_UP_SPLITS:
-            attention = OperatorAttention(pool, self._rotary_table, step.tensors(), 1, fixed_splits(count))
-            attention.attend(torch.zeros(shape, dtype=pool.dtype, device=pool.device), layer=0)
+            attention = OperatorAttention(
+                pool.tensor, self._rotary_table, step.tensors(), 1, fixed_splits(count), pool.scales
+            )
+            attention.attend(torch.zeros(shape, dtype=self._dtype, device=pool.tensor.device), layer=0)
 
     def keep_ids(self, rows: SampledRows) -> None:
         """Let the step behind take its promised tokens from these rows."""
@@ -113,7 +116,8 @@ class StepComputer:
         return GraphResult(logits, highest)
 
     def _attention(self, step: StepTensors, max_context: int) -> OperatorAttention:
-        return OperatorAttention(self._pool.tensor, self._rotary_table, step, max_context, self._splits)
+        pool = self._pool
+        return OperatorAttention(pool.tensor, self._rotary_table, step, max_context, self._splits, pool.scales)
 
     def _token_ids(self, step: StepTensors, has_promised: bool) -> torch.Tensor:
         """# int32 [T]"""

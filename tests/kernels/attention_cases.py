@@ -1,10 +1,14 @@
-"""Random pools and steps for the attention kernels. Every slot that no sequence holds is NaN."""
+"""Random pools and steps for the attention kernels. Every slot that no sequence holds is NaN, and so is its scale."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+from core.kv_layout import FLOAT8, KVLayout
+from engine.gpu.reference import quantized
+from engine.kv_pool import KVPool, PoolOrder
 
 NUM_LAYERS, LAYER = 2, 1
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -19,6 +23,7 @@ class Shape:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     layer_major: bool = False
+    has_scales: bool = False  # a pool of 8 bits
 
     @property
     def num_all_heads(self) -> int:
@@ -32,6 +37,17 @@ class Context:
     pool: torch.Tensor
     block_ids: torch.Tensor
     first_block: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+def poisoned_pool_with_scales(shape: Shape, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """# float8_e4m3fn [blocks, layers, 2, Hkv, block size, D], float32 [blocks, layers, 2, Hkv, block size]"""
+    layout = KVLayout("m", FLOAT8, NUM_LAYERS, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    order = PoolOrder.LAYER_MAJOR if shape.layer_major else PoolOrder.BLOCK_MAJOR
+    pool = KVPool(layout, num_blocks, torch.device("cpu"), order=order)
+    pool._bytes.fill_(0xFF)
+    assert pool.scales is not None
+    return pool.tensor, pool.scales
 
 
 def poisoned_pool(shape: Shape, num_blocks: int) -> torch.Tensor:
@@ -46,7 +62,9 @@ def poisoned_pool(shape: Shape, num_blocks: int) -> torch.Tensor:
 def random_context(shape: Shape, num_positions: list[int], generator: torch.Generator) -> Context:
     """A pool with sequences of these lengths. Their blocks are shuffled, and other blocks lie between them."""
     counts = [-(-n // shape.block_size) for n in num_positions]
-    pool = poisoned_pool(shape, sum(counts) + 2)
+    pool, scales = poisoned_pool(shape, sum(counts) + 2), None
+    if shape.has_scales:
+        pool, scales = poisoned_pool_with_scales(shape, sum(counts) + 2)
     order = torch.randperm(len(pool), generator=generator, dtype=torch.int32)[: sum(counts)]
     # The first id belongs to no sequence: a kernel that ignores first_block reads another block.
     block_ids = torch.cat((torch.zeros(1, dtype=torch.int32), order))
@@ -55,8 +73,13 @@ def random_context(shape: Shape, num_positions: list[int], generator: torch.Gene
         positions = torch.arange(length)
         blocks, places = block_ids[first + positions // shape.block_size].long(), positions % shape.block_size
         cached = torch.randn(length, 2, shape.num_kv_heads, shape.head_dim, generator=generator)
-        pool[blocks, LAYER, :, :, places] = cached.to(shape.dtype)
-    return Context(pool, block_ids, first_block)
+        if scales is None:
+            pool[blocks, LAYER, :, :, places] = cached.to(shape.dtype)
+        else:  # each row has a size of its own, so that a wrong scale changes the result
+            sizes = 2 ** (-4 * torch.rand(length, 2, shape.num_kv_heads, 1, generator=generator))
+            codes, scales[blocks, LAYER, :, :, places] = quantized(cached * sizes)
+            pool.view(torch.uint8)[blocks, LAYER, :, :, places] = codes.view(torch.uint8)
+    return Context(pool, block_ids, first_block, scales)
 
 
 def random_heads(shape: Shape, num_tokens: int, generator: torch.Generator) -> torch.Tensor:

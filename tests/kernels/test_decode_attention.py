@@ -32,8 +32,9 @@ def compare_rows(
         attended = torch.full((len(heads), shape.num_heads, shape.head_dim), 7.0, dtype=shape.dtype)
         partial = torch.full((len(rows), shape.num_heads, num_splits, shape.head_dim + 2), torch.nan)
         attend(
-            heads, context.pool, LAYER, context.block_ids, rows, context.first_block, num_positions, partial, attended
-        )
+            heads, context.pool, LAYER, context.block_ids, rows, context.first_block, num_positions, partial, attended,
+            context.scales,
+        )  # fmt: skip
         results.append(attended)
     expected, found = results
     assert_near(found, expected)
@@ -46,6 +47,13 @@ def compare_rows(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_head_size_and_dtype(head_dim: int, dtype: torch.dtype) -> None:
     compare(Shape(4, 2, head_dim, dtype=dtype), [1, 270], num_splits=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "num_splits", "layer_major"), [(64, 2, False), (80, 1, True), (128, 2, False)])
+def test_a_pool_with_scales(dtype: torch.dtype, head_dim: int, num_splits: int, layer_major: bool) -> None:
+    shape = Shape(6, 2, head_dim, dtype=dtype, layer_major=layer_major, has_scales=True)
+    compare(shape, [1, 270, 33], num_splits, seed=head_dim)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 17])

@@ -8,7 +8,15 @@ import torch
 from engine.gpu import reference
 from engine.gpu.ops import ops
 from engine.rotary import RotaryTable
-from tests.kernels.attention_cases import LAYER, NUM_LAYERS, Shape, int32, poisoned_pool, random_heads
+from tests.kernels.attention_cases import (
+    LAYER,
+    NUM_LAYERS,
+    Shape,
+    int32,
+    poisoned_pool,
+    poisoned_pool_with_scales,
+    random_heads,
+)
 
 
 def compare(shape: Shape, positions: list[int], slots: list[int]) -> None:
@@ -49,6 +57,29 @@ def test_every_number_of_heads(num_heads: int, num_kv_heads: int) -> None:
 def test_block_sizes_in_both_layouts(block_size: int, layer_major: bool) -> None:
     slots = [0, block_size - 1, block_size, 5 * block_size + 3]
     compare(Shape(3, 1, 64, block_size, torch.bfloat16, layer_major), [1, 2, 3, 4], slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "layer_major"), [(64, False), (80, True), (128, False)])
+def test_a_pool_with_scales(dtype: torch.dtype, head_dim: int, layer_major: bool) -> None:
+    shape = Shape(9, 3, head_dim, dtype=dtype, layer_major=layer_major)
+    heads = random_heads(shape, 3, torch.Generator().manual_seed(0))
+    heads[1, -1] = 0.0
+    heads[2, -2] *= 1000.0
+    table = RotaryTable(torch.rand(head_dim // 2), 100)
+    results = []
+    for rope_and_cache in (reference.rope_and_cache, ops.rope_and_cache):
+        pool, scales = poisoned_pool_with_scales(shape, 6)
+        rope_and_cache(heads.clone(), table.cosine, table.sine, int32(0, 3, 99), int32(95, 17, 0), pool, LAYER, scales)
+        results.append((pool.float(), scales))
+    (expected_codes, expected), (found_codes, found) = results
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0, equal_nan=True)
+    # A key may be rotated to a neighbour in its dtype, and a value near the middle between two codes rounds to either.
+    torch.testing.assert_close(found_codes, expected_codes, rtol=0.13, atol=2.0**-9, equal_nan=True)
+    written = ~expected_codes.isnan()
+    assert (found_codes != expected_codes)[written].sum() < 0.05 * written.sum()
+    assert written.sum() == 3 * 3 * 2 * head_dim
+    assert (~found.isnan()).sum() == 3 * 3 * 2
 
 
 def test_the_bfloat16_dot_of_the_interpreter_is_still_wrong() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
@@ -34,6 +36,17 @@ def generate(runner: Runner) -> dict[str, list[int]]:
             tokens[name].append(token.token_id)
             views[name].token_ids.append(token.token_id)  # type: ignore[attr-defined]
     return tokens
+
+
+def test_a_pool_of_8_bits_keeps_the_logits_near_those_of_the_torch_runner() -> None:
+    plain = TorchRunner(CONFIG)
+    runner = GpuRunner(replace(CONFIG, kv_dtype="fp8"), limits=StepLimits(2, 16), with_graphs=False)
+    runner._pool._bytes.fill_(0xFF)
+    view = SequenceView("a", PROMPTS["a"], 18, [3, 1], SAMPLING["a"])
+    for start, count in ((0, 17), (17, 1)):
+        chunks = [ScheduledChunk(view, start, count, True, False)]
+        found, expected = runner.logits(chunks), plain.logits(chunks)
+        assert 0 < (found - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
 
 
 def test_the_kernels_give_the_tokens_of_the_torch_runner() -> None:

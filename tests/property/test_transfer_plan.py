@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import LayoutMismatch
-from core.kv_layout import KVLayout
+from core.kv_layout import FLOAT8, KVLayout
 from kv_transfer.plan import Run, TransferPlan, runs_of_blocks
 
 POOL_BLOCKS = 10
@@ -160,3 +160,46 @@ def test_an_error_names_the_fields_that_cannot_be_translated(changes: dict[str, 
     with pytest.raises(LayoutMismatch) as caught:
         TransferPlan(LAYOUT, replace(LAYOUT, **changes))  # type: ignore[arg-type]
     assert caught.value.differences.keys() == named
+
+
+def arrays_of(memory: np.ndarray, layout: KVLayout) -> list[np.ndarray]:
+    """The arrays of all blocks, as views of [blocks, layers, 2, heads, tokens, bytes]. # memory: uint8"""
+    blocks, shape = memory.reshape(POOL_BLOCKS, layout.block_bytes), layout.block_shape[:-1]
+    num_tokens = layout.num_layers * 2 * layout.num_kv_heads * layout.block_size
+    return [
+        blocks[:, first : first + num_tokens * size].reshape(POOL_BLOCKS, *shape, size) for first, size in layout.arrays
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), source=layouts((1, 2, 4)), target=layouts((2, 4, 8)))
+def test_scales_move_with_their_values(data: st.DataObject, source: KVLayout, target: KVLayout) -> None:
+    source, target = replace(source, dtype=FLOAT8), replace(target, dtype=FLOAT8)
+    if not overlap(source, target):
+        return
+    plan = TransferPlan(source, target)
+    maps = (data.draw(block_maps(8)), data.draw(block_maps(8)))
+    random = np.random.default_rng(3)
+    ours, theirs = (random.integers(0, 256, POOL_BLOCKS * at.block_bytes, np.uint8) for at in (source, target))
+    runs = runs_of(plan, *maps)
+    expected = theirs.copy()
+    for from_array, to_array in zip(arrays_of(ours, source), arrays_of(expected, target), strict=True):
+        assert np.shares_memory(to_array, expected)
+        to_array[:] = copy_by_element(plan, maps, from_array, to_array)
+    found = theirs.copy()
+    for run in runs:
+        found[run.target : run.target + run.num_bytes] = ours[run.source : run.source + run.num_bytes]
+    assert np.array_equal(found, expected)
+    if not plan.moves_whole_blocks:
+        shared = [
+            piece
+            for piece in range(8 * plan.source_parts)
+            if piece // plan.source_parts in maps[0] and piece // plan.target_parts in maps[1]
+        ]
+        assert sum(run.num_bytes for run in runs) == len(shared) * plan.piece_bytes
+
+
+def test_pools_with_and_without_scales_are_kept_apart() -> None:
+    with pytest.raises(LayoutMismatch) as caught:
+        TransferPlan(LAYOUT, replace(LAYOUT, dtype=FLOAT8))
+    assert caught.value.differences == {"dtype": ("float16", FLOAT8)}

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from core.kv_layout import KVLayout
+from core.kv_layout import FLOAT8, KVLayout
 
 SMOLLM2 = KVLayout("smollm2", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
 LLAMA_8B = KVLayout("llama-3.1-8b", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)
@@ -36,6 +36,21 @@ def test_a_block_of_llama_8b_is_2_mib() -> None:
 def test_float32_takes_twice_the_bytes_of_bfloat16_and_float16() -> None:
     assert replace(SMOLLM2, dtype="float32").block_bytes == 2 * SMOLLM2.block_bytes
     assert replace(SMOLLM2, dtype="float16").block_bytes == SMOLLM2.block_bytes
+
+
+def test_a_block_of_8_bits_ends_with_a_scale_for_each_head_of_a_token() -> None:
+    layout = replace(LLAMA_8B, dtype=FLOAT8)
+    assert layout.has_scales
+    assert layout.values_bytes == LLAMA_8B.block_bytes // 2
+    assert layout.block_bytes == LLAMA_8B.block_bytes // 2 + 32 * 2 * 8 * 16 * 4
+    assert layout.block_bytes == layout.token_bytes * 16
+    assert layout.arrays == ((0, 128), (layout.values_bytes, 4))
+    assert LLAMA_8B.arrays == ((0, 256),)
+
+
+def test_scales_behind_an_odd_number_of_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim must be even"):
+        replace(SMOLLM2, dtype=FLOAT8, head_dim=3)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from model_files.model_source import load_model_info
 from tests.unit.engine.driving import Engine, request
 
 MODELS = ["fake:tiny", "random:llama-tiny", "random:llama3-tiny", "random:qwen2-tiny", "random:qwen3-tiny"]
-ON_GPU = ["gpu random:llama-tiny", "gpu random:qwen3-tiny"]  # the runner of a GPU, with its references on the CPU
+# The runner of a GPU, with its references on the CPU; fp8 is its KV pool
+ON_GPU = ["gpu random:llama-tiny", "gpu random:qwen3-tiny", "gpu-fp8 random:llama-tiny"]
 PROMPT = [(7 * index + 3) % 250 for index in range(45)]
 
 
@@ -29,7 +31,8 @@ PROMPT = [(7 * index + 3) % 250 for index in range(45)]
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     kind, _, model = request.param.rpartition(" ")
     config = EngineConfig(model=model, dtype="float32", kv_memory_mb=4, num_threads=1, device="cpu")
-    built = GpuRunner(config, limits=StepLimits(16, 512)) if kind == "gpu" else build_runner(config)
+    config = replace(config, kv_dtype="fp8" if kind == "gpu-fp8" else "auto")
+    built = GpuRunner(config, limits=StepLimits(16, 512)) if kind else build_runner(config)
     yield built
     built.close()
 
@@ -87,8 +90,8 @@ def test_a_sequence_continues_from_copied_blocks_under_another_block_table(runne
 @pytest.mark.parametrize("leftover", [0, 7, 255])
 def test_old_bytes_in_later_slots_change_no_token(runner: Runner, one_shot: list[int], leftover: int) -> None:
     run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]), _chunk(PROMPT, 0, 5, [3], name="b"))))
-    slots = _slots(runner)
-    slots[2, :, 13:] = slots[3, :, 5:] = leftover  # floats with every byte 255 are NaN
+    for slots in _slots(runner):
+        slots[2, :, 13:] = slots[3, :, 5:] = leftover  # floats with every byte 255 are NaN
     chunks = (_chunk([*PROMPT, one_shot[0]], 45, 1, [0, 1, 2]), _chunk(PROMPT[:6], 5, 1, [3], name="b"))
     assert run_step(runner, StepPlan(1, chunks)).sampled["a"].token_id == one_shot[1]
 
@@ -99,19 +102,22 @@ def test_wrong_bytes_in_one_slot_change_the_next_token(runner: Runner, position:
     run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 45, [0, 1, 2]),)))
     before = run_step(runner, StepPlan(1, (chunk,))).sampled["a"]
     assert run_step(runner, StepPlan(2, (chunk,))).sampled["a"] == before
-    _slots(runner)[position // 16, :, position % 16] = 60
+    for slots in _slots(runner):
+        slots[position // 16, :, position % 16] = 60
     assert run_step(runner, StepPlan(3, (chunk,))).sampled["a"].top_logprobs != before.top_logprobs
 
 
 def test_a_step_writes_its_own_slots_and_nothing_else(runner: Runner) -> None:
-    slots = _slots(runner)
-    slots[:] = 7
+    arrays = _slots(runner)
+    for slots in arrays:
+        slots[:] = 7
     run_step(runner, StepPlan(0, (_chunk(PROMPT, 0, 20, [3, 1]), _chunk(PROMPT, 0, 10, [6], name="b"))))
-    before = slots.copy()
+    before = [slots.copy() for slots in arrays]
     run_step(runner, StepPlan(1, (_chunk(PROMPT, 20, 15, [3, 1, 4]), _chunk(PROMPT, 10, 1, [6], name="b"))))
-    changed = {(block, offset) for block, _, offset, _ in np.argwhere(slots != before).tolist()}
     first = {(1, offset) for offset in range(4, 16)} | {(4, offset) for offset in range(3)}
-    assert changed == first | {(6, 10)}
+    for slots, old in zip(arrays, before, strict=True):
+        changed = {(block, offset) for block, _, offset, _ in np.argwhere(slots != old).tolist()}
+        assert changed == first | {(6, 10)}
 
 
 def test_each_sampling_chunk_and_no_other_chunk_gets_one_token(runner: Runner) -> None:
@@ -203,11 +209,15 @@ def pool_bytes(runner: Runner) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
-def _slots(runner: Runner) -> np.ndarray:
-    """The pool's bytes by slot. # [num_blocks, layers * 2 * heads, block_size, bytes]"""
+def _slots(runner: Runner) -> list[np.ndarray]:
+    """Values, and scales if there are any, by slot. # views of [num_blocks, layers * 2 * heads, block_size, bytes]"""
     layout = runner.layout
     rows = layout.num_layers * 2 * layout.num_kv_heads
-    return pool_bytes(runner).reshape(runner.num_blocks, rows, layout.block_size, -1)
+    blocks = pool_bytes(runner).reshape(runner.num_blocks, layout.block_bytes)
+    return [
+        blocks[:, first : first + rows * layout.block_size * size].reshape(len(blocks), rows, layout.block_size, size)
+        for first, size in layout.arrays
+    ]
 
 
 def _chunk(

@@ -1,0 +1,101 @@
+"""A KV pool of 8 bits with scales: the runner of a GPU on the CPU, near the runner with an exact pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from core.errors import ConfigError
+from core.kv_layout import FLOAT8
+from core.request import SamplingParams
+from core.step import ScheduledChunk, SequenceView
+from engine.factory import build_runner
+from engine.gpu.reference import quantized
+from engine.gpu.runner import GpuRunner
+from engine.kv_pool import PoolOrder
+from engine.runner import StepLimits
+from tests.unit.engine.driving import Engine, request
+
+PROMPT = [(7 * index + 3) % 250 for index in range(90)]
+EXACT = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
+CONFIG = replace(EXACT, kv_dtype="fp8")
+LIMITS = StepLimits(max_running=8, max_batched_tokens=64)
+REQUESTS = [request("greedy", PROMPT[:40]), request("drawn", PROMPT[3:20], temperature=0.9, seed=4)]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[GpuRunner]:
+    built = GpuRunner(CONFIG, limits=LIMITS)
+    yield built
+    built.close()
+
+
+def chunk(name: str, start: int, count: int, blocks: list[int]) -> ScheduledChunk:
+    view = SequenceView(name, PROMPT, len(PROMPT), blocks, SamplingParams(max_tokens=9, temperature=0.0))
+    return ScheduledChunk(view, start, count, samples=True, promised=False)
+
+
+def test_a_row_keeps_its_values_within_a_sixteenth() -> None:
+    """3 bits of mantissa round by at most 1/16; below 2^-6 of the largest code, by at most half of 2^-9."""
+    rows = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 1000)[:, None]
+    codes, scales = quantized(rows)
+    bound = torch.maximum(rows.abs() / 16, scales[:, None] * 2.0**-10)
+    assert ((codes.float() * scales[:, None] - rows).abs() <= bound * 1.0001).all()
+    zeros, scale = quantized(torch.zeros(2, 8))
+    assert (zeros.float() * scale[:, None] == 0).all()
+
+
+def test_logits_stay_near_those_of_an_exact_pool(runner: GpuRunner) -> None:
+    """Within a tenth of their spread, after a prompt, behind a cached prefix, and in decoding."""
+    exact = GpuRunner(EXACT, limits=LIMITS)
+    plans = [
+        [chunk("a", 0, 60, [0, 1, 2, 3])],
+        [chunk("a", 60, 20, [0, 1, 2, 3, 4]), chunk("b", 0, 9, [5])],
+        [chunk("a", 80, 1, [0, 1, 2, 3, 4, 6]), chunk("b", 9, 1, [5])],
+    ]
+    for chunks in plans:
+        found, expected = runner.logits(chunks), exact.logits(chunks)
+        difference = (found - expected).pow(2).mean().sqrt() / expected.std()
+        assert 0 < difference < 0.1, "zero would mean that the pool is exact"
+
+
+def test_the_layout_tells_the_pools_apart_and_counts_the_scales(runner: GpuRunner) -> None:
+    exact = replace(runner.layout, dtype="float32")
+    assert runner.layout.dtype == FLOAT8
+    assert runner.layout.block_bytes == exact.block_bytes // 4 + exact.block_bytes // exact.head_dim
+    assert runner.sizes is not None
+    assert runner.sizes.kv_bytes == runner.layout.token_bytes
+    memory = runner.pool_memory()
+    assert memory is not None
+    assert len(memory) == runner.num_blocks * runner.layout.block_bytes
+
+
+@pytest.mark.parametrize("order", PoolOrder)
+def test_a_poisoned_pool_and_graphs_change_no_token(order: PoolOrder, runner: GpuRunner) -> None:
+    expected = Engine(runner, budget=30).generate(*REQUESTS)
+    poisoned = GpuRunner(CONFIG, limits=LIMITS, pool_order=order, with_graphs=order is PoolOrder.BLOCK_MAJOR)
+    poisoned._pool._bytes.fill_(0xFF)
+    assert poisoned._pool.scales is not None
+    assert bool(poisoned._pool.scales.isnan().all())
+    assert bool(poisoned._pool.tensor.float().isnan().all())
+    assert Engine(poisoned, budget=30).generate(*REQUESTS) == expected
+
+
+def test_a_warm_up_writes_only_the_padding_block() -> None:
+    runner = GpuRunner(CONFIG, limits=LIMITS, with_graphs=False)
+    runner._pool._bytes.fill_(0xFF)
+    assert runner._computer is not None
+    with torch.inference_mode():
+        runner._computer.warm_up()
+    assert bool((runner._pool.blocks() == 0xFF).all())
+    assert not bool((runner._pool._bytes == 0xFF).all())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_runner_of_a_cpu_refuses_it_by_name(kernels: str) -> None:
+    with pytest.raises(ConfigError, match="kv_dtype = fp8 needs a GPU and kernels = auto"):
+        build_runner(replace(CONFIG, kernels=kernels))
