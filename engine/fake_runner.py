@@ -43,14 +43,8 @@ class FakeRunner:
         self.num_blocks = num_blocks
         self.sizes: ModelSizes | None = None
         self._mapping = mmap.mmap(-1, num_blocks * layout.block_bytes)  # page-aligned, like the real pool
-        num_layers, _, num_kv_heads, block_size, _ = layout.block_shape
-        num_rows = num_layers * 2 * num_kv_heads
-        self._pool = np.frombuffer(self._mapping, np.uint8).reshape(num_blocks, layout.block_bytes)
+        self._use_memory(np.frombuffer(self._mapping, np.uint8))
         self._pool[:] = 0
-        self._arrays = [  # values, and scales if there are any: views of [num_blocks, rows, block_size, bytes]
-            self._pool[:, first : first + num_rows * block_size * size].reshape(num_blocks, num_rows, block_size, size)
-            for first, size in layout.arrays
-        ]
         self._closed = False
         self._steps = StepQueue(self._prepare, self._compute)
 
@@ -73,6 +67,18 @@ class FakeRunner:
         if num_blocks < 1:
             raise ConfigError(f"kv_memory_mb = {config.kv_memory_mb} holds no KV block of {layout.block_bytes} bytes")
         return cls(info, layout, num_blocks)
+
+    def _use_memory(self, memory: np.ndarray) -> None:
+        """Keep the pool in these bytes. # uint8 [num_blocks * block_bytes]"""
+        layout, num_blocks = self.layout, self.num_blocks
+        num_rows = layout.num_layers * 2 * layout.num_kv_heads
+        self._pool = memory.reshape(num_blocks, layout.block_bytes)
+        self._arrays = [  # values, and scales if there are any: views of [num_blocks, rows, block_size, bytes]
+            self._pool[:, first : first + num_rows * layout.block_size * size].reshape(
+                num_blocks, num_rows, layout.block_size, size
+            )
+            for first, size in layout.arrays
+        ]
 
     def pool_address(self) -> int:
         return int(self._pool.ctypes.data)

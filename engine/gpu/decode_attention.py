@@ -145,7 +145,7 @@ def decode_attention_kernel(
         weight_sums = weight_sums * decay + weights
         if HAS_SCALES:
             weights *= value_scale[None, :]
-        sum_of_values = products(weights.to(value.dtype), value, sum_of_values * decay, UPCAST)
+        sum_of_values = products(weights.to(query.dtype), value, sum_of_values * decay, UPCAST)
         highest = new_highest
 
     weight_sum = tl.sum(weight_sums, 1)
@@ -198,9 +198,10 @@ TILE_BYTES = 16 << 10
 """Keys of one tile. Of keys and values, two tiles are in flight: three programs fit the memory of a processor."""
 
 
-def _tile(head_dim: int, element_size: int) -> int:
-    """Positions of a tile."""
-    return min(TILE_BYTES // (padded(head_dim) * element_size), POSITIONS_PER_SPLIT)
+def _tile(head_dim: int, element_size: int, has_scales: bool) -> int:
+    """Positions of a tile. `element_size` is that of the products."""
+    tile_bytes = TILE_BYTES // 2 if has_scales and element_size == 4 else TILE_BYTES
+    return max(16, min(tile_bytes // (padded(head_dim) * element_size), POSITIONS_PER_SPLIT))
 
 
 def decode_attention(
@@ -228,7 +229,7 @@ def decode_attention(
     constants = {
         "D": head_dim,
         "D_PADDED": padded(head_dim, 16),
-        "TILE": _tile(head_dim, heads.element_size()),
+        "TILE": _tile(head_dim, heads.element_size(), scales is not None),
         "POSITIONS_PER_SPLIT": POSITIONS_PER_SPLIT,
     }
     decode_attention_kernel[num_kv_heads, num_splits, num_chunks](

@@ -60,7 +60,7 @@ def _attend_tile(
     if HAS_SCALES:
         key_scale = tl.load(key_scales + scale_offsets, mask=seen, other=0.0)
         value_scale = tl.load(key_scales + scales_kind + scale_offsets, mask=seen, other=0.0)
-        key, value = key.to(query.dtype), value.to(query.dtype)
+        key = key.to(query.dtype)
     rows: tl.constexpr = query.shape[0]
     scores = products(query, tl.trans(key), tl.zeros([rows, key.shape[0]], tl.float32), UPCAST)
     if HAS_SCALES:
@@ -73,7 +73,8 @@ def _attend_tile(
     weight_sum = weight_sum * decay + tl.sum(weights, 1)
     if HAS_SCALES:
         weights *= value_scale[None, :]
-    sum_of_values = products(weights.to(value.dtype), value, sum_of_values * decay[:, None], UPCAST)
+        value = value.to(query.dtype)
+    sum_of_values = products(weights.to(query.dtype), value, sum_of_values * decay[:, None], UPCAST)
     return new_highest, weight_sum, sum_of_values
 
 
@@ -191,7 +192,7 @@ def prefill_attention_kernel(
     tl.store(target, (sum_of_values / weight_sum[:, None]).to(attended.dtype.element_ty), mask=exists)
 
 
-def _shape(head_dim: int, group: int, element_size: int) -> dict[str, int]:
+def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> dict[str, int]:
     """Tokens and heads of a program, positions of a tile of the context, warps and stages of loads.
 
     The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
@@ -209,10 +210,13 @@ def _shape(head_dim: int, group: int, element_size: int) -> dict[str, int]:
             "num_stages": 2,
         }
     heads = 2 if group % 2 == 0 else 1
+    tile = 32 if head_dim > 128 else 64 * heads
+    if has_scales:  # converted codes take registers, too
+        tile = min(tile, 64) if head_dim <= 128 or heads == 2 else 16
     return {
         "TOKENS": PREFILL_TILE_TOKENS,
         "HEADS": heads,
-        "TILE": 32 if head_dim > 128 else 64 * heads,
+        "TILE": tile,
         "UNMASKED": True,
         "MASKED_STAGES": 1,
         "num_warps": 8 if head_dim > 128 else 4 * heads,
@@ -240,7 +244,7 @@ def prefill_attention(
         return
     assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
     group = num_heads // num_kv_heads
-    shape = _shape(head_dim, group, heads.element_size())
+    shape = _shape(head_dim, group, heads.element_size(), scales is not None)
     parts = PREFILL_TILE_TOKENS // shape["TOKENS"]
     prefill_attention_kernel[num_heads // shape["HEADS"], len(tile_chunk) * parts](
         heads,

@@ -10,6 +10,7 @@ on demand: `python -m tests.support.compile_kernels --all`.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -43,6 +44,7 @@ def variants() -> Iterator[Variant]:
     yield from _digests()
     yield from _sampling()
     yield from _attention()
+    yield from _attention_with_scales()
     yield from _fp8_linear()
 
 
@@ -141,27 +143,47 @@ def _attention() -> Iterator[Variant]:
             )
 
 
+def _attention_with_scales() -> Iterator[Variant]:
+    """A pool of 8 bits: the codes pass the registers, where they become the dtype of the heads."""
+    for dtype, head_dim, group in itertools.product(DTYPES, (64, 80, 128, 256), (1, 3, 4, 8)):
+        step = AttentionStep(dtype, head_dim, group, has_scales=True)
+        for name in ATTENTION_IN_CI:
+            matrices = name == "prefill_attention" and dtype is not torch.float32
+            yield Variant(
+                f"{name} {dtype} with scales head size {head_dim} group {group}",
+                getattr(step, name),
+                in_ci=(dtype, head_dim, group) == (torch.bfloat16, 128, 4),
+                instructions=("HGMMA",) if matrices else ("LDGSTS.E",) if name == "decode_attention" else (),
+            )
+
+
 class AttentionStep:
     """The tensors of one step of a model with 8 KV heads."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int, has_scales: bool = False) -> None:
         num_heads, num_kv_heads, num_tokens = 8 * group, 8, 512
         self.heads = meta(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
         self.attended = meta(num_tokens, num_heads, head_dim, dtype=dtype)
-        self.pool = meta(20_000, 32, 2, num_kv_heads, 16, head_dim, dtype=dtype)
+        shape = (32, 2, num_kv_heads, 16)
+        self.pool, self.scales = meta(20_000, *shape, head_dim, dtype=dtype), None
+        if has_scales:
+            memory = meta(20_000, math.prod(shape) * (head_dim + 4), dtype=CODES)
+            values, scales = memory.split([math.prod(shape) * head_dim, math.prod(shape) * 4], dim=1)
+            self.pool = values.unflatten(1, (*shape, head_dim))
+            self.scales = scales.view(torch.float32).unflatten(1, shape)
         self.angles = meta(4096, head_dim // 2, dtype=torch.float32)
         self.ints = meta(64, dtype=torch.int32)
 
     def rope_and_cache(self) -> None:
-        KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3)
+        KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3, self.scales)
 
     def decode_attention(self) -> None:
         num_chunks, (_, num_heads, head_dim) = len(self.ints), self.attended.shape
         partials = meta(num_chunks, num_heads, 8, head_dim + 2, dtype=torch.float32)
-        KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended)
+        KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended, self.scales)
 
     def prefill_attention(self) -> None:
-        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended)
+        KERNELS["prefill_attention"](self.heads, self.pool, 3, *[self.ints] * 7, self.attended, self.scales)
 
 
 def _fp8_linear() -> Iterator[Variant]:

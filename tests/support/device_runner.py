@@ -18,7 +18,7 @@ class DeviceRunner(FakeRunner):
     def __init__(self, runner: FakeRunner, device: int) -> None:
         super().__init__(runner.info, runner.layout, runner.num_blocks)
         self.memory = FakeDeviceMemory(runner.num_blocks * runner.layout.block_bytes, device, "GPU-0", 1e6)
-        self._pool = self.memory.bytes.reshape(self._pool.shape)
+        self._use_memory(self.memory.bytes)
 
     def pool_memory(self) -> None:  # type: ignore[override]
         return None
