@@ -10,7 +10,7 @@ from engine.runner import Runner, StepLimits, run_step
 from engine.torch_runner import TorchRunner
 
 CONFIG = EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1, device="cpu")
-PROMPTS = {"a": [5, 17, 200, 3, 9, 41] * 3, "b": [7, 7, 1]}
+PROMPTS = {"a": [5, 17, 200, 3, 9, 41] * 3, "b": [7, 7]}
 SAMPLING = {
     "a": SamplingParams(max_tokens=4, temperature=0.0),
     "b": SamplingParams(max_tokens=4, temperature=0.9, top_p=0.9, seed=3),
@@ -18,14 +18,14 @@ SAMPLING = {
 
 
 def generate(runner: Runner) -> dict[str, list[int]]:
-    """A mixed step with the end of a prompt, a chunked prompt and two decodes."""
+    """A prompt, its end beside a single token, and a graph of two decodes."""
     views = {
         name: SequenceView(name, list(prompt), len(prompt), blocks, SAMPLING[name])
         for (name, prompt), blocks in zip(PROMPTS.items(), ([3, 1], [4]), strict=True)
     }
     tokens: dict[str, list[int]] = {name: [] for name in views}
-    parts = [{"a": (0, 7, False), "b": (0, 3, True)}, {"a": (7, 11, True), "b": (3, 1, True)}]
-    parts += [{"a": (18 + step, 1, True), "b": (4 + step, 1, True)} for step in range(2)]
+    parts = [{"a": (0, 15, False)}, {"a": (15, 3, True), "b": (0, 1, False)}]
+    parts += [{"a": (18, 1, True), "b": (1, 1, True)}]
     for step_id, part in enumerate(parts):
         chunks = [
             ScheduledChunk(views[name], start, count, samples, False) for name, (start, count, samples) in part.items()
