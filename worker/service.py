@@ -35,6 +35,9 @@ from worker.executor import StepExecutor
 from worker.reports import ReportFeed
 
 STOP_TIMEOUT_S = 5.0
+# Failed steps in a row that end the worker. One may be the fault of a request. A worker that fails every step has no
+# work, so it would attract every request.
+MAX_FAILED_STEPS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +145,7 @@ class WorkerService:
         self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._num_failed_steps = 0  # in a row, without an error that is sorted; for the executor's thread
         self._tracker = ChangeTracker()
 
     async def start(self) -> Endpoint:
@@ -235,13 +239,16 @@ class WorkerService:
 
     def _on_step_done(self, result: StepOutput | Exception) -> None:
         """On the executor's thread."""
-        if isinstance(result, DeviceLost):
-            self._fail_threadsafe(result)  # every later step would fail, too
-        elif isinstance(result, Exception):
-            logger.error("a step failed", exc_info=result)
-            self._post_threadsafe(StepFailed(_step_error(result)))
-        else:
+        if isinstance(result, StepOutput):
+            self._num_failed_steps = 0
             self._post_threadsafe(StepFinished(result))
+            return
+        logger.error("a step failed", exc_info=result)
+        self._num_failed_steps += not isinstance(result, TandemError)
+        if isinstance(result, DeviceLost) or self._num_failed_steps >= MAX_FAILED_STEPS:
+            self._fail_threadsafe(result)
+        else:
+            self._post_threadsafe(StepFailed(_step_error(result)))
 
     def _watch_step(self) -> None:
         """Check the oldest step when it is overdue. One timer serves all steps: thousands of timers would cost time."""

@@ -6,16 +6,18 @@ import asyncio
 from dataclasses import replace
 
 import grpc
+import pytest
 
 from core.config import WorkerConfig
 from core.errors import DeviceLost
 from core.step import ScheduledChunk
 from protos import inference_pb2
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
+from tests.support.device_runner import put_pools_on_devices
 from tests.support.faults import Stream, expected, prompt_of, serves_on
-from tests.support.steps import DeviceFaults, slow_down
+from tests.support.steps import DeviceFaults, runner_of, slow_down
 from tests.support.waiting import until
-from worker.service import WorkerService
+from worker.service import MAX_FAILED_STEPS, WorkerService
 
 NUM_OUTPUT = 40
 
@@ -100,6 +102,69 @@ async def test_a_worker_that_fails_each_step_attracts_no_more_requests() -> None
         assert sum(attempts) <= len(attempts) + 1, f"later requests went to the lost worker: {attempts}"
         for stream in busy:
             await stream.right()
+        await victim.stop()
+        deployment.decode.remove(victim)
+        await deployment.settle()
+
+
+async def test_a_worker_that_fails_each_step_for_an_unknown_reason_ends_after_a_few() -> None:
+    async with deploy(tiny_config(), num_decode=2) as deployment:
+        victim = deployment.decode[0]
+        faults = DeviceFaults(victim)
+        faults.broken = True
+        codes: list[grpc.StatusCode | None] = []
+        for seed in range(1, 13):
+            stream = await Stream(deployment.inference, prompt_of(seed), 3).end()
+            codes.append(stream.code)
+            if stream.code is None:
+                assert stream.answer.token_ids == expected(prompt_of(seed), 3)
+            if faults.num_broken < MAX_FAILED_STEPS:
+                assert not victim._failure.done(), "one failed step may be the fault of its request"
+        assert faults.num_broken == MAX_FAILED_STEPS
+        assert codes.count(grpc.StatusCode.INTERNAL) == MAX_FAILED_STEPS - 1, "the last one is tried elsewhere"
+        assert codes.count(None) == len(codes) - MAX_FAILED_STEPS + 1
+        assert "a kernel has a bug" in str(await asyncio.wait_for(victim.failed(), 10))
+        await victim.stop()
+        deployment.decode.remove(victim)
+        await deployment.settle()
+
+
+async def test_failed_steps_with_others_between_end_no_worker() -> None:
+    async with deploy(tiny_config()) as deployment:
+        (worker,) = deployment.decode
+        faults = DeviceFaults(worker)
+        for seed in range(1, 2 * MAX_FAILED_STEPS + 1):
+            faults.broken = True
+            failed = await Stream(deployment.inference, prompt_of(seed), 3).end()
+            assert failed.code is grpc.StatusCode.INTERNAL
+            faults.broken = False
+            await serves_on(deployment.inference)
+        assert faults.num_broken == 2 * MAX_FAILED_STEPS
+        assert not worker._failure.done()
+        await deployment.settle()
+
+
+async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker runs no step for a prompt that it cannot pull, so no step would tell it of the loss."""
+    put_pools_on_devices(monkeypatch)
+    num_lost = 0
+
+    def lose(_: object) -> int:
+        nonlocal num_lost
+        num_lost += 1
+        raise DeviceLost("start copies: an illegal memory access was encountered")
+
+    async with deploy(tiny_config(transport="nixl"), num_decode=2) as deployment:
+        victim, other = deployment.decode
+        monkeypatch.setattr(runner_of(victim).memory, "start_copies", lose)
+        streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]
+        for stream in streams:
+            finished = (await stream.right()).answer.finished
+            assert finished is not None
+            assert finished.decode_worker == id_of(deployment, other)
+        assert num_lost == 1, "no copy failed, or the agent went on after the loss"
+        assert "illegal memory access" in str(await asyncio.wait_for(victim.failed(), 10))
+        await until(lambda: not is_known(deployment, victim), "the router has lost the worker")
         await victim.stop()
         deployment.decode.remove(victim)
         await deployment.settle()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
-import engine.factory
-from core.config import EngineConfig
 from core.paths import Lane, PathState
 from core.request import Request, SamplingParams
-from engine.fake_runner import FakeRunner
 from kv_transfer.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from protos import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config, transfers
+from tests.support.device_runner import put_pools_on_devices
 from tests.support.reference import CoLocatedEngine
 from tests.support.waiting import until
 
@@ -24,32 +21,9 @@ PROMPT = tuple(range(1, 120))
 NUM_OUTPUT = 12
 
 
-class DeviceRunner(FakeRunner):
-    """The fake runner over the memory of a pretended device."""
-
-    def __init__(self, runner: FakeRunner, device: int) -> None:
-        super().__init__(runner.info, runner.layout, runner.num_blocks)
-        self.memory = FakeDeviceMemory(runner.num_blocks * runner.layout.block_bytes, device, "GPU-0", 1e6)
-        self._pool = self.memory.bytes.reshape(self._pool.shape)
-
-    def pool_memory(self) -> None:  # type: ignore[override]
-        return None
-
-    def pool_device(self) -> int:
-        return self.memory.device
-
-    def device_memory(self) -> FakeDeviceMemory:  # type: ignore[override]
-        return self.memory
-
-
 @pytest.fixture(params=["auto", "staged"])
 async def deployment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
-    devices = itertools.count()
-
-    def build(config: EngineConfig, *_: object, gpu_share: float) -> DeviceRunner:  # noqa: ARG001
-        return DeviceRunner(FakeRunner.from_config(config), next(devices))
-
-    monkeypatch.setattr(engine.factory, "build_runner", build)
+    put_pools_on_devices(monkeypatch)
     config = tiny_config(transport="nixl")
     transfer = replace(config.transfer, device_path=request.param, staging_mb=1)
     async with deploy(replace(config, transfer=transfer)) as deployed:

@@ -1,0 +1,40 @@
+"""Workers whose pools are on pretended devices."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import engine.factory
+from core.config import EngineConfig
+from engine.fake_runner import FakeRunner
+from kv_transfer.fake_device_memory import FakeDeviceMemory
+
+
+class DeviceRunner(FakeRunner):
+    """The fake runner over the memory of a pretended device."""
+
+    def __init__(self, runner: FakeRunner, device: int) -> None:
+        super().__init__(runner.info, runner.layout, runner.num_blocks)
+        self.memory = FakeDeviceMemory(runner.num_blocks * runner.layout.block_bytes, device, "GPU-0", 1e6)
+        self._pool = self.memory.bytes.reshape(self._pool.shape)
+
+    def pool_memory(self) -> None:  # type: ignore[override]
+        return None
+
+    def pool_device(self) -> int:
+        return self.memory.device
+
+    def device_memory(self) -> FakeDeviceMemory:  # type: ignore[override]
+        return self.memory
+
+
+def put_pools_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker that starts from now on has the next device."""
+    devices = itertools.count()
+
+    def build(config: EngineConfig, *_: object, **__: object) -> DeviceRunner:
+        return DeviceRunner(FakeRunner.from_config(config), next(devices))
+
+    monkeypatch.setattr(engine.factory, "build_runner", build)
