@@ -182,7 +182,8 @@ def _worker_parts(
             warm_up(executor, costs, runner.layout.block_size, runner.num_blocks, max_tokens)
         # The identity includes an incarnation, so peers treat a restarted worker as a new worker.
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
-        num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout)
+        on_device = runner.pool_device() is not None
+        num_blocks, probe_bytes = keep_for_probes(runner.num_blocks, runner.layout, on_device)
         memory = PoolMemory(
             runner.pool_address(), num_blocks, runner.layout, runner.pool_memory(), runner.pool_device(), probe_bytes,
             runner.device_memory(),
@@ -197,7 +198,6 @@ def _worker_parts(
                 else:
                     post(event)
 
-        on_device = memory.device is not None
         open_ours = functools.partial(open_transport, transfer, on_device=on_device)
         agent = TransferAgent(transfer, identity, memory, open_ours, on_events)
         address = agent.start()

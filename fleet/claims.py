@@ -65,23 +65,27 @@ class Claims:
 
     def of(self, role: ServiceRole, machines: Collection[Resources]) -> Claim:
         """The claim of a member that starts now, while these machines are alive."""
-        config = self.config
         if role is ServiceRole.ROUTER:
-            return Claim(config.router_resource)
-        prefill = role is ServiceRole.PREFILL
-        resource = config.prefill_resource if prefill else config.decode_resource
-        gpus = config.prefill_gpus if prefill else config.decode_gpus
-        accelerator = config.prefill_accelerator if prefill else config.decode_accelerator
-        present = any(machine.get(GPU, 0) > 0 for machine in machines if machine.get(resource, 0) > 0)
-        if self.gpu_use is GpuUse.NEVER or (self.gpu_use is GpuUse.IF_PRESENT and not (present or accelerator)):
-            return Claim(resource)
-        return Claim(resource, gpus, accelerator if gpus else "")
+            return Claim(self.config.router_resource)
+        claim = self._on_gpu(role)
+        present = any(machine.get(GPU, 0) > 0 for machine in machines if machine.get(claim.resource, 0) > 0)
+        if self.gpu_use is GpuUse.ALWAYS or (self.gpu_use is GpuUse.IF_PRESENT and (present or claim.accelerator)):
+            return claim
+        return Claim(claim.resource)
+
+    def _on_gpu(self, role: ServiceRole) -> Claim:
+        """The claim of a worker that uses a GPU if its pool may."""
+        config = self.config
+        if role is ServiceRole.PREFILL:
+            return Claim(config.prefill_resource, config.prefill_gpus, config.prefill_accelerator)
+        return Claim(config.decode_resource, config.decode_gpus, config.decode_accelerator)
 
     def settled(self, machine: Resources) -> Claims:
         """The claims of a fleet that has only this machine."""
         use = self.gpu_use
         if use is GpuUse.IF_PRESENT:
-            use = GpuUse.ALWAYS if machine.get(GPU, 0) > 0 else GpuUse.NEVER
+            wanted = self.config.prefill_accelerator or self.config.decode_accelerator
+            use = GpuUse.ALWAYS if wanted or machine.get(GPU, 0) > 0 else GpuUse.NEVER
         return Claims(self.config, use)
 
     def wait_hint(self, role: ServiceRole) -> str:
@@ -91,8 +95,8 @@ class Claims:
             return " (no free GPU?)" if claim.gpus else ""
         if not claim.resource:
             return ""
-        uncertain = role is not ServiceRole.ROUTER and self.gpu_use is GpuUse.IF_PRESENT and not claim.gpus
-        return f" (no machine with a free {claim}{', and a free GPU if it has any' if uncertain else ''}?)"
+        may = role is not ServiceRole.ROUTER and self.gpu_use is GpuUse.IF_PRESENT and self._on_gpu(role).gpus
+        return f" (no machine with a free {claim}{', and a free GPU if it has any' if may and not claim.gpus else ''}?)"
 
 
 def check_accelerators(claims: Claims, known: Collection[str], machines: Collection[Resources]) -> None:

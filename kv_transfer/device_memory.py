@@ -18,13 +18,6 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
-class PinnedBuffer(NamedTuple):
-    """Page-locked host memory that the device can reach."""
-
-    address: int
-    view: memoryview
-
-
 class DeviceMemory(Protocol):
     device: int  # the CUDA device of the pool
     uuid: str  # of the GPU; equal for two pools if and only if they share it; empty = not known
@@ -42,8 +35,8 @@ class DeviceMemory(Protocol):
         """No copy from the peer's pool may be in flight."""
         ...
 
-    def pinned(self, num_bytes: int) -> PinnedBuffer:
-        """Allocate a buffer that lives until the process ends."""
+    def pinned(self, num_bytes: int) -> tuple[int, memoryview]:
+        """Allocate page-locked host memory that lives until the process ends. Returns its address and its bytes."""
         ...
 
     def start_copies(self, copies: Sequence[Copy]) -> int:

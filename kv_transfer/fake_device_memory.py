@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.errors import TransportError
-from kv_transfer.device_memory import Copy, PinnedBuffer
+from kv_transfer.device_memory import Copy
 from kv_transfer.digests import of_blocks
 
 
@@ -79,9 +79,9 @@ class FakeDeviceMemory:
         self._mapped.remove(address)
         del self._regions[address]
 
-    def pinned(self, num_bytes: int) -> PinnedBuffer:
+    def pinned(self, num_bytes: int) -> tuple[int, memoryview]:
         array = self._region(mmap.mmap(-1, num_bytes))
-        return PinnedBuffer(int(array.ctypes.data), memoryview(array.data))
+        return int(array.ctypes.data), memoryview(array.data)
 
     def start_copies(self, copies: Sequence[Copy]) -> int:
         self._fail()

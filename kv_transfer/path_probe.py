@@ -22,6 +22,7 @@ from kv_transfer.plan import Run
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
 MAX_PROBE_BYTES = 4_194_304
+MAX_DEVICE_PROBE_BYTES = 134_217_728  # a GPU copies 4 MiB faster than its copy is started and noticed
 MAX_POOL_SHARE = 1 / 64
 SEEN_SHARE = 0.9  # of a probe's bytes; devices also count other traffic
 NET_DEVICES = Path("/proc/self/net/dev")
@@ -32,9 +33,10 @@ logger = logging.getLogger(__name__)
 Traffic = dict[Lane, int]
 
 
-def keep_for_probes(num_blocks: int, layout: KVLayout) -> tuple[int, int]:
+def keep_for_probes(num_blocks: int, layout: KVLayout, on_device: bool = False) -> tuple[int, int]:
     """(usable blocks, bytes behind them for probes) of a pool; a very small pool keeps no bytes for probes."""
-    kept = min(max(1, MAX_PROBE_BYTES // layout.block_bytes), int(MAX_POOL_SHARE * num_blocks))
+    most = MAX_DEVICE_PROBE_BYTES if on_device else MAX_PROBE_BYTES
+    kept = min(max(1, most // layout.block_bytes), int(MAX_POOL_SHARE * num_blocks))
     return num_blocks - kept, kept * layout.block_bytes
 
 

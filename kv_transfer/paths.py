@@ -36,6 +36,7 @@ PROBE_GROWTH = 4
 MIN_PROBE_S = 0.005  # shorter probes are followed by larger ones
 NUM_SPEEDS = 3  # probes of the last size, and the number of speeds that are kept
 MIN_HAND_OFF_BYTES = 8_388_608  # smaller hand-offs tell more of latency than of speed
+MIN_HAND_OFF_S = 1e-4  # and so do those that the expected speed would move in less time
 RETRY_S = 10.0
 BUSY_RETRY_S = 0.5
 REPORTED_CHANGE = 0.25  # a speed that differs by less from the reported one is not reported
@@ -155,7 +156,7 @@ class Paths:
             if path is None:
                 return []
         self._paths[owner.name] = path  # the most recently used
-        if num_bytes >= MIN_HAND_OFF_BYTES:
+        if num_bytes >= max(MIN_HAND_OFF_BYTES, MIN_HAND_OFF_S * path.expected_bytes_per_s):
             path.speeds.append(num_bytes / max(seconds, 1e-9))
         if path.step in (_Step.PINGING, _Step.PROBING):
             return []

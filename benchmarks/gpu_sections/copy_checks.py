@@ -7,6 +7,7 @@ import random
 import torch
 import xxhash
 
+from benchmarks.gpu_sections.measure import finish
 from benchmarks.gpu_sections.pool_end import copy_and_wait, random_bytes
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
@@ -51,6 +52,7 @@ def check_copies(section: Section, pool: torch.Tensor, memory: CudaDeviceMemory)
         source, target = draw.randrange(half - length), half + number * room + draw.randrange(16)
         copies.append(Copy(pool.data_ptr() + source, pool.data_ptr() + target, length))
         expected[target : target + length] = expected[source : source + length]
+    finish(pool.device)
     copy_and_wait(memory, copies)
     differing = int((pool != expected).sum())
     section.add(Line(f"copies of {num_runs:,} runs: bytes that differ", differing, "", most=0))

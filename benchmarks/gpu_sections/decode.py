@@ -7,6 +7,7 @@ time from one token of a sequence to its next: planning, preparing, computing, s
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from benchmarks.gpu_sections.driver import Driver, build, fill_with_noise, random_prompt, request
 from benchmarks.gpu_sections.measure import copy_rate
@@ -18,29 +19,41 @@ from engine.runner import StepLimits
 CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]  # (batch, context)
 TINY_CASES = [(1, 20), (3, 40), (3, 10_000_000)]
 STEPS, WARM_UP_STEPS = 40, 8
-CASE_S = 10.0
+LEAST_SHARES = (0.8, 0.7)  # of the floor: on the device, served
+CASE_S, FP8_S = 10.0, 30.0
+
+Case = tuple[int, int, dict[str, float]]  # (batch, context, sampling)
+
 NO_SAMPLING: dict[str, float] = {}
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
 def run(section: Section) -> None:
-    cases = TINY_CASES if section.rehearse else CASES
-    copied = copy_rate(section.device, 1 << 16 if section.rehearse else 1 << 31)
-    limits = StepLimits(max_running=max(batch for batch, _ in cases), max_batched_tokens=2048)
-    runner = build(section, limits)
-    section.note(f"{runner.num_blocks:,} KV blocks; copies move {copied / 1e12:.3g} TB/s")
+    cases, tiny = TINY_CASES if section.rehearse else CASES, section.rehearse
+    copied = copy_rate(section.device, 1 << 16 if tiny else 1 << 31)
+    section.note(f"copies on the device move {copied / 1e12:.3g} TB/s")
+    wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
+    measure_model(section, wanted, copied, "")
+    if section.has_time_for(FP8_S if not tiny else 0, "fp8 weights"):
+        measure_model(section, [(*case, NO_SAMPLING) for case in cases[:2]], copied, "fp8")
+
+
+def measure_model(section: Section, wanted: Sequence[Case], bytes_per_s: float, quantization: str) -> None:
+    limits = StepLimits(max_running=max(batch for batch, _, _ in wanted), max_batched_tokens=2048)
+    runner = build(section, limits, **({"quantization": quantization} if quantization else {}))
+    section.note(f"{runner.num_blocks:,} KV blocks{' beside fp8 weights' if quantization else ''}")
     fill_with_noise(runner)
     driver = Driver(runner, limits)
-    wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
     for batch, context, sampling in wanted:
-        with section.case(f"{batch} x {context:,}"):
-            measure_case(section, driver, batch, context, copied, sampling)
+        name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}{', fp8 weights' if quantization else ''}"
+        with section.case(name):
+            measure_case(section, driver, name, (batch, context, sampling), bytes_per_s, bool(quantization))
+    runner.close()
 
 
-def measure_case(
-    section: Section, driver: Driver, batch: int, context: int, bytes_per_s: float, sampling: dict[str, float]
-) -> None:
-    runner, name = driver.runner, f"{batch} x {context:,} tokens{', sampled' if sampling else ''}"
+def measure_case(section: Section, driver: Driver, name: str, case: Case, bytes_per_s: float, quantized: bool) -> None:
+    """Goals are for plain weights. The floor of fp8 weights counts one byte for each weight, the head's too."""
+    (batch, context, sampling), runner = case, driver.runner
     needed = batch * runner.layout.num_blocks_for(context + WARM_UP_STEPS + STEPS + 2)
     if needed > runner.num_blocks:
         section.note(f"{name}: needs {needed:,} KV blocks and does not fit")
@@ -60,5 +73,6 @@ def measure_case(
     floor_ms = runner.sizes.memory_bytes(work) / bytes_per_s * 1e3
     on_device = statistics.median(step.device_seconds for step in steps) * 1e3
     served = statistics.median(step.seconds for step in steps) * 1e3
-    section.add(Line(f"{name}: step on the device", on_device, "ms", floor=floor_ms, least_share=0.8))
-    section.add(Line(f"{name}: served step", served, "ms", floor=floor_ms, least_share=0.7))
+    shares = (None, None) if quantized else LEAST_SHARES
+    section.add(Line(f"{name}: step on the device", on_device, "ms", floor=floor_ms, least_share=shares[0]))
+    section.add(Line(f"{name}: served step", served, "ms", floor=floor_ms, least_share=shares[1]))

@@ -8,6 +8,7 @@ The KV of a sequence that is added with computed tokens is whatever the pool hol
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu_sections.measure import finish
 from benchmarks.gpu_sections.section import Section
 from core.block_pool import BlockPool
 from core.config import EngineConfig, SchedulerConfig
@@ -43,6 +45,9 @@ def build(section: Section, limits: StepLimits, with_graphs: bool = True, **opti
     if section.rehearse:
         defaults = {"model": TINY_MODEL, "dtype": "float32", "device": "cpu", "num_threads": 1}
         options["kv_memory_mb"] = 8
+    else:
+        gc.collect()  # an earlier runner is a cycle of objects
+        torch.cuda.empty_cache()  # the pool takes what is free
     return GpuRunner(EngineConfig(**(defaults | options)), limits=limits, with_graphs=with_graphs)
 
 
@@ -50,11 +55,13 @@ def fill_with_noise(runner: GpuRunner) -> None:
     """Zeros are read and multiplied faster than real keys and values."""
     with torch.inference_mode():  # as the pool was allocated
         runner._pool.tensor.normal_()
+    finish(runner._pool.tensor.device)
 
 
 def fill_with_nan(runner: GpuRunner) -> None:
     with torch.inference_mode():
         runner._pool.tensor.fill_(float("nan"))
+    finish(runner._pool.tensor.device)
 
 
 def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu_sections import copy_checks, runner_checks, sampling_checks
+from benchmarks.gpu_sections import copy_checks, fp8_checks, runner_checks, sampling_checks
 from benchmarks.gpu_sections.paged import (
     LAYOUTS,
     Shape,
@@ -31,12 +32,15 @@ from benchmarks.gpu_sections.paged import (
 )
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
+from engine.fp8 import Fp8Matrix, dequantized
 from engine.gpu import reference
 from engine.gpu.ops import ops
 
 # Largest relative error of a result, as a whole: norm(found - expected) / norm(expected).
 MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}
 MAX_PROCESSES = 6
+THREADS_OF_A_PROCESS = 2  # for the references
+SHARE_OF_TIME = 0.6  # of the section; the other checks follow
 SHAPES = [
     Shape(num_kv_heads=8, group=4, head_dim=128),
     Shape(num_kv_heads=3, group=3, head_dim=64),
@@ -77,6 +81,8 @@ def cases(tiny: bool) -> Iterator[Case]:
         yield Case("attention", "float16", LAYOUTS[0], shapes[0])
     for hidden, dtype in itertools.product(TINY_HIDDEN_SIZES if tiny else HIDDEN_SIZES, DTYPES):
         yield Case("elementwise", dtype, "", shapes[0], hidden)
+    for hidden in TINY_HIDDEN_SIZES if tiny else HIDDEN_SIZES:
+        yield Case("fp8", "bfloat16", "", shapes[0], hidden)
 
 
 def run(section: Section) -> None:
@@ -88,23 +94,29 @@ def run(section: Section) -> None:
     sampling_checks.run(section)
     copy_checks.run(section)
     runner_checks.run(section)
+    fp8_checks.run(section)
 
 
 def check_all(section: Section) -> Iterator[Found]:
     wanted = list(cases(section.rehearse))
+    until = time.monotonic() + SHARE_OF_TIME * section.time_left()
     num_processes = 1 if section.rehearse else min(MAX_PROCESSES, os.cpu_count() or 1)
     # A forked process could not use the device.
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as processes:
         futures = {case: processes.submit(check_in_process, case, str(section.device)) for case in wanted}
         for case, future in futures.items():
             try:
-                yield from future.result(max(section.time_left(), 0.1))
+                yield from future.result(max(until - time.monotonic(), 0.0))
+            except TimeoutError:
+                section.note(f"{case}: not measured, for lack of time")
+                future.cancel()
             except Exception as error:  # noqa: BLE001 (the other cases go on)
                 section.note(f"{case}: {type(error).__name__}: {error}")
                 yield Found(case.operator, case.dtype, float("inf"))
 
 
 def check_in_process(case: Case, device_name: str) -> list[Found]:
+    torch.set_num_threads(THREADS_OF_A_PROCESS)
     return list(check(case, torch.device(device_name)))
 
 
@@ -115,6 +127,8 @@ def check(case: Case, device: torch.device) -> Iterator[Found]:
         ("add_rms_norm", check_add_rms_norm),
         ("silu_and_multiply", check_silu_and_multiply),
     ]
+    if case.operator == "fp8":
+        checks = [("fp8_linear", check_fp8_linear)]
     if case.operator == "attention":
         checks = [
             ("rope_and_cache", check_rope_and_cache),
@@ -145,6 +159,21 @@ def check_silu_and_multiply(case: Case, dtype: torch.dtype, device: torch.device
     reference.silu_and_multiply(on_cpu(gate_up), expected)
     ops.silu_and_multiply(gate_up, activated)
     return error_of(activated, expected)
+
+
+def check_fp8_linear(case: Case, dtype: torch.dtype, device: torch.device) -> float:
+    errors = []
+    matrix = Fp8Matrix(case.hidden[1], case.hidden[0], dtype, device)
+    matrix.put(0, torch.randn(case.hidden[1], case.hidden[0], device=device) * case.hidden[0] ** -0.5)
+    for num_rows, biased in ((1, False), (17, True), (200, False)):
+        inputs = torch.randn(num_rows, case.hidden[0], device=device).to(dtype)
+        bias = torch.randn(case.hidden[1], device=device).to(dtype) if biased else None
+        outputs = torch.full((num_rows, case.hidden[1]), float("nan"), dtype=dtype, device=device)
+        weight = dequantized(matrix.codes.cpu(), matrix.scales.cpu(), torch.float32)
+        expected = torch.nn.functional.linear(on_cpu(inputs), weight, None if bias is None else on_cpu(bias))
+        ops.fp8_linear(inputs, matrix.codes, matrix.scales, bias, outputs)
+        errors.append(error_of(outputs, expected))
+    return max(errors)
 
 
 def check_rope_and_cache(case: Case, dtype: torch.dtype, device: torch.device) -> float:

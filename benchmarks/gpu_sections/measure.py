@@ -15,13 +15,19 @@ Work = Callable[[], object]
 WARM_UP_CALLS = 3
 
 
+def finish(device: torch.device) -> None:
+    """Wait for all work of the device. Runners and transfers have streams that do not wait for torch's own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def median_seconds(work: Work, device: torch.device, least_s: float = 0.3, most_calls: int = 100) -> float:
     """The median of calls that take `least_s` in all, after a warm-up."""
     for _ in range(WARM_UP_CALLS):
         work()
     if device.type != "cuda":
         return _median_on_host(work, most_calls=3)
-    torch.cuda.synchronize(device)
+    finish(device)
     times: list[float] = []
     while len(times) < most_calls and sum(times) < least_s:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -47,7 +53,7 @@ def captured(work: Work, device: torch.device) -> Work:
     if device.type != "cuda":
         return work
     work()  # compiles kernels, and allocates what the libraries keep
-    torch.cuda.synchronize(device)
+    finish(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_sections.measure import finish
 from core.errors import TransportError
 from core.handoff import AgentAddress, DevicePath
 from core.kv_layout import KVLayout
@@ -27,6 +28,7 @@ TINY = KVLayout("bench", "float32", num_layers=2, num_kv_heads=2, block_size=16,
 READ_TIMEOUT_S = 20.0
 STAGING_BYTES = 1 << 27
 SEED = 7
+BUSY_CYCLES = 100_000_000  # about 50 ms
 
 
 class PoolEnd:
@@ -47,6 +49,7 @@ class PoolEnd:
 
             self.bytes = random_bytes(num_bytes, torch.device("cuda", 0), seed)
             shape = (num_blocks, *self.layout.block_shape)
+            finish(self.bytes.device)  # a peer that maps the pool does not wait for our streams
             self.memory = CudaDeviceMemory(self.bytes.view(torch.bfloat16).view(shape))
         self.transport: Transport | None = None
 
@@ -58,6 +61,27 @@ class PoolEnd:
         size = self.layout.block_bytes
         copies = [Copy(base + s * size, self.address() + t * size, count * size) for s, t, count in pairs]
         copy_and_wait(self.memory, copies)
+
+    def seconds_on_device(self, base: int, pairs: Sequence[tuple[int, int, int]]) -> float:
+        """Of the copies alone: the stream is kept busy while the host prepares them."""
+        if self.rehearse:
+            start = time.perf_counter()
+            self.copy(base, pairs)
+            return time.perf_counter() - start
+        queue = self.memory._copying
+        with queue.computing():
+            torch.cuda._sleep(BUSY_CYCLES)
+            begun = queue.mark()
+        size = self.layout.block_bytes
+        handle = self.memory.start_copies(
+            [Copy(base + s * size, self.address() + t * size, count * size) for s, t, count in pairs]
+        )
+        assert not begun.has_ended(), "the host was slower than the pause"
+        ended = self.memory._in_flight[handle]
+        while not self.memory.has_ended(handle):
+            pass
+        found: float = ended.seconds_since(begun)
+        return found
 
     # ---- the transport
 

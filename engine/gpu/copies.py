@@ -1,8 +1,12 @@
 """Copies of many runs by one kernel: between the own pool, a mapped pool of a peer, and pinned host memory.
 
 The kernel works on raw addresses, because a mapped pool is no tensor. One copy per run through the driver is bound by
-its submission when a KV block is 2 MiB; one launch is not. A run is cut into pieces of one tile; a program takes every
-n-th piece, moves it with 16-byte accesses, and has the next piece's addresses before it needs them.
+its submission when a KV block is 2 MiB; one launch is not. A run is cut into pieces of one tile. A program moves a few
+pieces with 16-byte accesses, and has the next piece's addresses before it needs them.
+
+A program lives for microseconds. Programs that stayed until the last piece would hold registers of every processor, and
+the large programs of prefill and of the matrix products would wait for the whole hand-off. The stream of copies has the
+lower priority, so programs of a step start first wherever a processor has room.
 """
 
 from __future__ import annotations
@@ -15,10 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.gpu.launch import num_processors
-
 PIECE_BYTES = 32 << 10
-PROGRAMS_PER_PROCESSOR = 2  # each has a whole piece in flight: 8 MB on a Hopper GPU
+PIECES_PER_PROGRAM = 2
 _ACCESSES = (16, 8, 4, 2, 1)  # bytes of one access, the preferred first
 _NUM_WARPS = 8
 
@@ -54,7 +56,7 @@ def copy_runs(runs: torch.Tensor, access_bytes: int) -> None:
         return
     assert runs.dtype == torch.int64
     assert runs.is_contiguous()
-    grid = (min(num_runs, PROGRAMS_PER_PROCESSOR * num_processors(runs.device)),)
+    grid = (triton.cdiv(num_runs, PIECES_PER_PROGRAM),)
     unit = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[access_bytes]
     unit_bytes = min(access_bytes, 8)
     _copy_runs[grid](

@@ -27,7 +27,7 @@ from engine.gpu.attention_tiles import (
     softmax_scale,
 )
 
-MAX_SPLITS = 64
+MAX_SPLITS = 64  # the join is compiled for as many, once
 PROGRAMS_PER_PROCESSOR = 8
 """Contexts differ in length. Several programs for each place on a processor even them out."""
 POSITIONS_PER_SPLIT = 128
@@ -82,19 +82,16 @@ def decode_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     POSITIONS_PER_SPLIT: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     kv_head, split, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(num_positions + chunk)
     num_tiles = _num_tiles(context, TILE)
-    first_tile, last_tile = 0, num_tiles
-    if not ONE_SPLIT:
-        used_splits = _num_used_splits(num_tiles, num_splits, TILE, POSITIONS_PER_SPLIT)
-        if split >= used_splits:
-            return
-        first_tile = split * num_tiles // used_splits
-        last_tile = (split + 1) * num_tiles // used_splits
+    used_splits = _num_used_splits(num_tiles, num_splits, TILE, POSITIONS_PER_SPLIT)
+    if split >= used_splits:
+        return
+    first_tile = split * num_tiles // used_splits
+    last_tile = (split + 1) * num_tiles // used_splits
 
     row = tl.load(first_row + chunk).to(tl.int64)
     table = block_ids + tl.load(first_block + chunk)
@@ -130,7 +127,7 @@ def decode_attention_kernel(
         highest = new_highest
 
     weight_sum = tl.sum(weight_sums, 1)
-    if ONE_SPLIT:
+    if num_splits == 1:
         target = attended + row * stride_attended + head[:, None] * D + element[None, :]
         tl.store(target, (sum_of_values / weight_sum[:, None]).to(attended.dtype.element_ty), mask=exists)
     else:
@@ -230,7 +227,6 @@ def decode_attention(
         G=num_heads // num_kv_heads,
         G_PADDED=padded(num_heads // num_kv_heads, 16),
         BLOCK_SIZE=block_size,
-        ONE_SPLIT=num_splits == 1,
         UPCAST=INTERPRETED,
         **constants,
         num_warps=8 if pool.element_size() == 4 else 4,  # float32 has no matrix units: 4 warps spill
@@ -245,7 +241,7 @@ def decode_attention(
             attended,
             num_splits,
             attended.stride(0),
-            SPLITS_PADDED=padded(num_splits),
+            SPLITS_PADDED=padded(num_splits, MAX_SPLITS),
             num_warps=4,
             **constants,
         )

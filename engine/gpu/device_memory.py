@@ -14,7 +14,7 @@ import contextlib
 import struct
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,6 @@ _THIS_PROCESS = uuid.uuid4().bytes  # two containers may have equal process ids
 _exported: dict[bytes, int] = {}  # addresses of this process's pools, by handle: the driver maps no own allocation
 
 
-class PinnedBuffer(NamedTuple):
-    address: int
-    view: memoryview
-
-
 class Driver(Protocol):
     """`CudaDriver`."""
 
@@ -66,8 +61,8 @@ class CudaDeviceMemory:
         self.uuid = _uuid_of(pool.device)
         self._pool = pool.view(torch.uint8).view(len(pool), -1)
         self._driver = driver
-        self._copying = open_queue(pool.device)
-        self._digesting = open_queue(pool.device)
+        self._copying = open_queue(pool.device, background=True)
+        self._digesting = open_queue(pool.device, background=True)
         self._in_flight: dict[int, Mark] = {}
         self._last_handle = 0
         self._mapped: dict[int, list[int]] = {}  # bases of a mapped allocation, one a map, by the pool's address
@@ -105,11 +100,11 @@ class CudaDeviceMemory:
         if bases:
             self._enter_driver().close(bases.pop())
 
-    def pinned(self, num_bytes: int) -> PinnedBuffer:
+    def pinned(self, num_bytes: int) -> tuple[int, memoryview]:
         with _as_transport_error(f"allocate {num_bytes} bytes of page-locked memory"), self._copying.computing():
             buffer = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda())
         self._pinned.append(buffer)
-        return PinnedBuffer(buffer.data_ptr(), memoryview(buffer.numpy().data))
+        return buffer.data_ptr(), memoryview(buffer.numpy().data)
 
     def start_copies(self, copies: Sequence[tuple[int, int, int]]) -> int:
         with _as_transport_error("start copies"), self._copying.computing():

@@ -74,9 +74,10 @@ class CudaMark:
 class CudaQueue:
     launches_ahead = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, background: bool = False) -> None:
+        """`background`: programs of a step start before those of this queue wherever both wait for a processor."""
         self.device = device
-        self._compute_stream = torch.cuda.Stream(device)
+        self._compute_stream = torch.cuda.Stream(device, priority=0 if background else -1)
         self._upload_stream = torch.cuda.Stream(device)
 
     def computing(self) -> contextlib.AbstractContextManager[object]:
@@ -139,5 +140,5 @@ class HostQueue:
         """The host's allocator keeps no memory of a device."""
 
 
-def open_queue(device: torch.device) -> DeviceQueue:
-    return CudaQueue(device) if device.type == "cuda" else HostQueue(device)
+def open_queue(device: torch.device, background: bool = False) -> DeviceQueue:
+    return CudaQueue(device, background) if device.type == "cuda" else HostQueue(device)

@@ -70,6 +70,7 @@ def run_apart(computer: StepComputer, chunks: list[ScheduledChunk]) -> None:
 
 
 def _chunk(name: str, num_tokens: int, blocks: list[int]) -> ScheduledChunk:
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+    """A chunk that needs every kernel of sampling, because the first use of a kernel compiles it."""
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=1)
     view = SequenceView(name, [1] * num_tokens, num_tokens, blocks, sampling)
     return ScheduledChunk(view, 0, num_tokens, samples=True, promised=False)

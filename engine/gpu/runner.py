@@ -1,11 +1,12 @@
 """The runner of a GPU. Its host prepares and launches steps, and waits for the device once a step.
 
     submit(k + 1)    arrange, start the upload; launch if a graph computes the step and step k is launched
-    collect(k)       launch if step k is not launched; wait; the tokens of step k
+    collect(k)       launch step k, and a submitted step k + 1 behind it, if they are not; wait; the tokens of step k
 
-So a graph of decodes begins on the device as soon as the step before has ended, while the host still handles the tokens
-of that step. Promised tokens stay on the device. With device "cpu" the same code runs on the references of the
-operators, and `Rehearsal` takes the place of CUDA graphs.
+So a step begins on the device as soon as the step before has ended, while the host still handles the tokens of that
+step. A step without a graph takes the host long to launch: it is launched ahead only behind another such step, which
+takes the device as long. Promised tokens stay on the device. With device "cpu" the same code runs on the references of
+the operators, and `Rehearsal` takes the place of CUDA graphs.
 
 A step that needs more memory than there is begins again in parts: all chunks of one token, then every prompt chunk
 alone. A chunk that fails alone is in `StepOutput.failed`; the others are computed.
@@ -36,7 +37,7 @@ from engine.gpu.memory import CudaAllocator, refuse_large_weights, weights_do_no
 from engine.gpu.pool_size import NUM_PADDING_BLOCKS, PoolSizer
 from engine.gpu.sampling import SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
-from engine.gpu.step_attention import NumSplits, OperatorOps, one_split
+from engine.gpu.step_attention import NumSplits, OperatorOps, fixed_splits
 from engine.gpu.step_buffers import StagedStep
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
@@ -115,6 +116,8 @@ class GpuRunner:
             self._queue.free_cached()
             self._pool = make_pool(self.num_blocks)
             self._computer: StepComputer | None = make_computer(self._pool)
+            if device.type == "cuda":
+                self._computer.warm_up()
             if with_graphs:
                 self._computer.graphs.capture(buckets_up_to(limits.max_running))
         self._queue.free_cached()
@@ -177,7 +180,8 @@ class GpuRunner:
         self._submitted.append(step)
         if self._launch_lock.acquire(blocking=False):  # else the engine's thread launches
             try:
-                self._launch_ahead(before, step)
+                if step.bucket is not None:  # this thread also answers requests
+                    self._launch_ahead(before, step)
             finally:
                 self._launch_lock.release()
         return step
@@ -201,14 +205,14 @@ class GpuRunner:
             if step.error is not None:
                 return self._compute_after(step, step.error)
             newest = self._submitted[-1]
-            if newest is not step:
+            if newest is not step and (newest.bucket is not None or step.bucket is None):
                 self._launch_ahead(step, newest)
         return self._collect(step)
 
     def _launch_ahead(self, before: _Step | None, step: _Step) -> None:
-        """Launch a step behind the step before, if that costs the host little."""
+        """Launch a step behind the step before."""
         is_ready = before is None or (before.launched and before.error is None)
-        if self._queue.launches_ahead and step.bucket is not None and not step.launched and is_ready:
+        if self._queue.launches_ahead and step.staged is not None and not step.launched and is_ready:
             self._launch(step)
 
     def _launch(self, step: _Step) -> None:
@@ -245,6 +249,7 @@ class GpuRunner:
         # The exception holds the frames of the launch, and so its tensors.
         step.error = error = error.with_traceback(None)
         error.__context__ = error.__cause__ = None
+        begun = self._marked()
         sampled: dict[str, SampledToken] = {}
         failed: dict[str, TandemError] = {}
         decodes = [chunk for chunk in step.chunks if chunk.num_tokens == 1]
@@ -261,9 +266,15 @@ class GpuRunner:
                     parts.extendleft([chunk] for chunk in reversed(part))
         with torch.inference_mode(), self._queue.computing():
             self._open().keep_ids_apart(step.row_of, sampled)
-            self._queue.mark().wait()
+        ended = self._marked()
+        ended.wait()
+        self.device_seconds = ended.seconds_since(begun)
         step.error = None
         return Computed(sampled, failed)
+
+    def _marked(self) -> Mark:
+        with self._queue.computing():
+            return self._queue.mark()
 
     def _compute_part(
         self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]
@@ -308,7 +319,7 @@ def _do_not_fit(setup: ModelSetup, num_bytes: int, allocator: CudaAllocator) -> 
 
 def _choose_splits(device: torch.device) -> NumSplits:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return one_split
+        return fixed_splits(1)
     from engine.gpu.decode_attention import num_decode_splits
 
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -18,7 +18,7 @@ from engine.gpu.ops import ops
 from engine.gpu.sampling import DeviceSampler, SampledRows
 from engine.gpu.sampling_plan import SamplingPlan
 from engine.gpu.step_arrays import StepArranger
-from engine.gpu.step_attention import NumSplits, OperatorAttention
+from engine.gpu.step_attention import NumSplits, OperatorAttention, fixed_splits
 from engine.gpu.step_buffers import NUM_SETS, StagedStep, StagingSet, StepTensors
 from engine.kv_pool import KVPool
 from engine.loading import ModelSetup
@@ -26,6 +26,7 @@ from engine.model import Model, ModelInputs
 from engine.runner import StepLimits
 
 _MIN_ROWS = 8  # that sample; a new worker measures steps of so many sequences
+_WARM_UP_SPLITS = (1, 2)  # more splits need no other kernels
 _FIRST_BLOCK_IDS = 4096  # of a staging set; it grows with the steps
 
 
@@ -76,6 +77,16 @@ class StepComputer:
         if plan.num_rows == 0:
             return None
         return self.sampler.sample(logits, plan, self._ids, highest)
+
+    def warm_up(self) -> None:
+        """Run decode attention with every kind of split, so that no step waits for a compiler."""
+        config, pool = self._model.config, self._pool.tensor
+        step = self._set_apart.stage(self.arranger.only_padding(1))
+        self.queue.follow(step.uploaded)
+        shape = (1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        for count in _WARM_UP_SPLITS:
+            attention = OperatorAttention(pool, self._rotary_table, step.tensors(), 1, fixed_splits(count))
+            attention.attend(torch.zeros(shape, dtype=pool.dtype, device=pool.device), layer=0)
 
     def keep_ids(self, rows: SampledRows) -> None:
         """Let the step behind take its promised tokens from these rows."""

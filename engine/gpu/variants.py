@@ -9,6 +9,7 @@ on demand: `python -m tests.support.compile_kernels --all`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -112,28 +113,32 @@ def _sampling() -> Iterator[Variant]:
         yield Variant(f"find_logprobs {vocab}", partial(KERNELS["find_logprobs"], *asked), in_ci, ("LDG.E.128",))
 
 
-ATTENTION_IN_CI = [
-    (torch.bfloat16, 128, 4),  # Llama 8B
-    (torch.bfloat16, 64, 3),  # SmolLM2-135M: an odd group
-    (torch.bfloat16, 256, 4),  # the most registers
-    (torch.float32, 64, 3),  # products without the matrix units
-]
+ATTENTION_IN_CI = {
+    "rope_and_cache": [(torch.bfloat16, 128, 4)],  # Llama 8B
+    # The served shape; an odd group, and float32, which has no matrix units
+    "decode_attention": [(torch.bfloat16, 128, 4), (torch.float32, 64, 3)],
+    # ... and the most registers
+    "prefill_attention": [(torch.bfloat16, 128, 4), (torch.bfloat16, 256, 3), (torch.float32, 64, 3)],
+}
 
 
 def _attention() -> Iterator[Variant]:
     """The dtype, the head size and the group change the tiles. Kernels read all lengths and counts at run time."""
-    for dtype in DTYPES:
-        for head_dim in (64, 80, 96, 128, 256):
-            for group in (1, 3, 4, 8):
-                step = AttentionStep(dtype, head_dim, group)
-                in_ci = (dtype, head_dim, group) in ATTENTION_IN_CI
-                shape = f"{dtype} head size {head_dim} group {group}"
-                copies = ("LDGSTS.E.BYPASS.128",)  # 16 bytes past the registers, while earlier tiles are computed
-                products = () if dtype is torch.float32 else ("HGMMA",)
-                yield Variant(f"rope_and_cache {shape}", step.rope_and_cache, in_ci, ("LDG.E.128", "STG.E.128"))
-                yield Variant(f"decode_attention {shape}", partial(step.decode_attention, 8), in_ci, copies)
-                yield Variant(f"decode_attention {shape} unsplit", partial(step.decode_attention, 1), False, copies)
-                yield Variant(f"prefill_attention {shape}", step.prefill_attention, in_ci, (*copies, *products))
+    copies = ("LDGSTS.E.BYPASS.128",)  # 16 bytes past the registers, while an earlier tile is computed
+    for dtype, head_dim, group in itertools.product(DTYPES, (64, 80, 96, 128, 256), (1, 3, 4, 8)):
+        step = AttentionStep(dtype, head_dim, group)
+        instructions = {
+            "rope_and_cache": ("LDG.E.128", "STG.E.128"),
+            "decode_attention": copies,
+            "prefill_attention": copies if dtype is torch.float32 else (*copies, "HGMMA"),
+        }
+        for name, in_ci in ATTENTION_IN_CI.items():
+            yield Variant(
+                f"{name} {dtype} head size {head_dim} group {group}",
+                getattr(step, name),
+                in_ci=(dtype, head_dim, group) in in_ci,
+                instructions=instructions[name],
+            )
 
 
 class AttentionStep:
@@ -150,9 +155,9 @@ class AttentionStep:
     def rope_and_cache(self) -> None:
         KERNELS["rope_and_cache"](self.heads, self.angles, self.angles, self.ints, self.ints, self.pool, 3)
 
-    def decode_attention(self, num_splits: int) -> None:
+    def decode_attention(self) -> None:
         num_chunks, (_, num_heads, head_dim) = len(self.ints), self.attended.shape
-        partials = meta(num_chunks, num_heads, num_splits, head_dim + 2, dtype=torch.float32)
+        partials = meta(num_chunks, num_heads, 8, head_dim + 2, dtype=torch.float32)
         KERNELS["decode_attention"](self.heads, self.pool, 3, *[self.ints] * 4, partials, self.attended)
 
     def prefill_attention(self) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from core.errors import TransportError
+from core.errors import MemoryMismatch, TransportError
 from core.handoff import AgentAddress, DevicePath, PoolAccess
 from core.paths import Lane, device_path
 from kv_transfer.device_memory import DeviceMemory
@@ -82,8 +82,8 @@ class DeviceTransport:
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
         memory, on_device = pool.memory, pool.device is not None
-        if on_device and memory is None:  # no code of ours reaches the device
-            self._paths &= {DevicePath.DIRECT}
+        if on_device and memory is None:  # no code of ours reaches the device: the transport beneath must
+            self._paths = frozenset({DevicePath.DIRECT})
         ring = self._register_beneath(pool)
         fields: dict[str, object] = {}
         if on_device and memory is not None and DevicePath.MAPPED in self._paths:
@@ -147,7 +147,10 @@ class DeviceTransport:
         self._peers[peer.name] = (peer, path)
 
     def _path_to(self, peer: AgentAddress, access: PoolAccess) -> DevicePath | None:
-        return device_path(access, peer.access, peer.location.machine == self._machine)
+        try:
+            return device_path(access, peer.access, peer.location.machine == self._machine)
+        except MemoryMismatch as error:
+            raise TransportError(f"{peer.name}: {error}") from error
 
     def _connect_reads(self, peer: AgentAddress, path: DevicePath | None) -> DevicePath | None:
         try:
@@ -156,9 +159,10 @@ class DeviceTransport:
             if path is not DevicePath.MAPPED:
                 raise
             others = replace(self._access, paths=self._access.paths - {path})
-            if not others.paths & peer.access.paths:
-                raise
-            second = self._path_to(peer, others)
+            try:
+                second = self._path_to(peer, others)
+            except TransportError:
+                raise error from None
             logger.warning("the pool of %s cannot be mapped (%s); its path is %s", peer.name, error, second)
             return self._connect_reads(peer, second)
         return path

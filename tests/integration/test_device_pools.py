@@ -6,17 +6,22 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 
 from core.config import TransferConfig
 from core.errors import MemoryMismatch, TransportError
 from core.handoff import AbortReason, AgentAddress, DevicePath, OwnerState, PoolAccess
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PeerJoined
+from engine.gpu.device_memory import CudaDeviceMemory
 from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
 from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.transports import staged_reads
 from kv_transfer.transports.device_transport import DeviceTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
@@ -59,6 +64,16 @@ class Kind:
 
 HOST = Kind(NixlTransport, host_pool)
 STAGING_HOST = Kind(opener(STAGED), host_pool)
+
+
+def engine_pool(layout: KVLayout, num_blocks: int) -> tuple[np.ndarray, PoolMemory]:
+    """A pool over the memory that the engine's runner gives a worker, here with its operators for the CPU."""
+    tensor = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
+    memory: Any = CudaDeviceMemory(tensor, probe_bytes=1 << 20)
+    return tensor.numpy(), PoolMemory(tensor.data_ptr(), num_blocks, layout, None, 0, 0, memory)
+
+
+ENGINE = Kind(opener(STAGED), engine_pool)
 
 
 def on_device(*paths: DevicePath, device: int = 0) -> Kind:
@@ -114,6 +129,7 @@ class HandOff:
         pytest.param(on_device(MAPPED, STAGED), on_device(MAPPED, STAGED, device=1), id="mapped"),
         pytest.param(on_device(STAGED), on_device(MAPPED, STAGED, device=1), id="staged"),
         pytest.param(on_device(DIRECT, STAGED), on_device(DIRECT), id="direct"),
+        pytest.param(ENGINE, ENGINE, id="the engine's memory, staged"),
         pytest.param(HOST, on_device(MAPPED, STAGED), id="host to device"),
         pytest.param(on_device(MAPPED, STAGED), STAGING_HOST, id="device to host"),
         pytest.param(HOST, STAGING_HOST, id="host to host that may stage"),
@@ -270,6 +286,26 @@ def test_a_pool_that_cannot_be_mapped_and_has_no_other_path_is_not_connected(sid
     sides[1].transport.connect(sides[0].address)
 
 
+def test_a_peer_without_a_common_path_is_not_connected_and_the_agent_lives(sides: list[Side]) -> None:
+    sides += [Side("a", on_device(MAPPED)), Side("b", HOST)]
+    with pytest.raises(TransportError, match="no path leads"):
+        sides[0].transport.connect(sides[1].address)
+
+
+def test_a_pool_on_a_device_that_no_code_of_ours_reaches_is_read_directly() -> None:
+    """As for an engine without kernels of its own."""
+    direct = Mock(metadata=lambda: b"keys", poll=list, busy=False)
+    transport = DeviceTransport(
+        "a", lambda name, on_gpu: direct if on_gpu else NixlTransport(name), frozenset({MAPPED})
+    )
+    pool = PoolMemory(4096, 4, LAYOUT, None, device=1)
+    transport.register(pool)
+    direct.register.assert_called_once_with(pool)
+    access = transport.access()
+    assert (access.device, access.paths, access.direct_metadata) == (1, {DIRECT}, b"keys")
+    transport.close()
+
+
 def test_many_that_read_from_each_other_at_once_all_get_their_bytes(sides: list[Side]) -> None:
     """Each agent has slots for 8 blocks of its own reads and 8 for its readers: nobody may wait in a circle."""
     sides += [Side(name, on_device(STAGED), content=True) for name in "abc"]
@@ -315,6 +351,20 @@ def test_after_every_kind_of_end_all_slots_are_free_again(sides: list[Side]) -> 
     ring = reader._staged._ring  # type: ignore[attr-defined]
     assert sorted(ring.for_reads) == list(range(8, 16))
     owner._owner.check()  # type: ignore[attr-defined]
+
+
+def test_a_slice_that_was_read_after_the_lease_of_its_slot_is_not_trusted(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_reads, "LEASE_S", -PATIENCE_S)
+    sides += [Side("a", on_device(STAGED), content=True), Side("b", on_device(STAGED))]
+    connect(sides)
+    handle = sides[1].transport.start_block_read("a", (1,), (1,))
+    (event,) = poll_all(sides, 1)["b"]
+    assert isinstance(event, ReadBroken)
+    assert event.handle == handle
+    assert "after the lease of its slot" in str(event.error)
+    assert not sides[1].bytes[1].any(), "the slice was not copied up"
 
 
 def test_a_notification_that_only_looks_like_staging_is_dropped_and_harms_nothing(

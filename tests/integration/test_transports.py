@@ -148,7 +148,7 @@ class TestContract:
         ends.read(blocks([(7, 8)]))
 
 
-@pytest.mark.parametrize("kind", ["nixl", "ucxx"])
+@pytest.mark.parametrize("kind", ["nixl", "ucxx", "staged"])
 def test_the_contract_holds_over_tcp(kind: str) -> None:
     """UCX reads UCX_TLS once per process, so this takes another one."""
     real_transport(kind)

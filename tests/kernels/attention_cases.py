@@ -52,10 +52,10 @@ def random_context(shape: Shape, num_positions: list[int], generator: torch.Gene
     block_ids = torch.cat((torch.zeros(1, dtype=torch.int32), order))
     first_block = (torch.tensor(counts).cumsum(0) - torch.tensor(counts) + 1).int()
     for first, length in zip(first_block.tolist(), num_positions, strict=True):
-        for position in range(length):
-            block, place = block_ids[first + position // shape.block_size], position % shape.block_size
-            cached = torch.randn(2, shape.num_kv_heads, shape.head_dim, generator=generator)
-            pool[block, LAYER, :, :, place] = cached.to(shape.dtype)
+        positions = torch.arange(length)
+        blocks, places = block_ids[first + positions // shape.block_size].long(), positions % shape.block_size
+        cached = torch.randn(length, 2, shape.num_kv_heads, shape.head_dim, generator=generator)
+        pool[blocks, LAYER, :, :, places] = cached.to(shape.dtype)
     return Context(pool, block_ids, first_block)
 
 

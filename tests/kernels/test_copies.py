@@ -32,7 +32,7 @@ def test_runs_of_several_pieces_arrive_and_nothing_else_changes() -> None:
     assert found == {16: 5}
 
 
-def test_more_pieces_than_programs_all_arrive() -> None:
+def test_shuffled_blocks_arrive() -> None:
     source = torch.randint(0, 256, (40, 64), dtype=torch.uint8)
     target = torch.zeros_like(source)
     order = torch.randperm(40).tolist()

@@ -141,7 +141,7 @@ def test_a_batch_that_does_not_fit_is_noted_and_the_others_are_measured() -> Non
     found = SectionResult("decode")
     for line in messages.getvalue().splitlines():
         found.take(json.loads(line))
-    assert len(found.lines) == 6
+    assert len(found.lines) == 10
     assert all(line.value > 0 and line.floor for line in found.lines)
     assert any("does not fit" in note for note in found.notes)
 

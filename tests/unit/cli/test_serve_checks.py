@@ -131,6 +131,11 @@ def test_the_error_for_a_slow_start_names_the_logs_or_the_ray_command(address: s
     assert says_not not in hint
 
 
+def test_the_error_for_a_slow_start_of_gpu_workers_names_the_gpu() -> None:
+    hint = slow_start_hint(ClusterConfig(address="head:6379"), "", GpuUse.ALWAYS)
+    assert "a free 'prefill' or 'decode', and each worker its GPU; `RAY" in hint
+
+
 def test_a_missing_collector_only_causes_a_warning() -> None:
     console = Console(file=io.StringIO())
     with socket.socket() as free:

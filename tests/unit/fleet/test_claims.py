@@ -58,6 +58,12 @@ def test_a_single_machine_settles_whether_its_workers_use_gpus(machine: dict[str
     assert Claims(ClusterConfig(), GpuUse.IF_PRESENT).settled(machine).gpu_use is use
 
 
+def test_a_wanted_type_is_not_forgotten_on_a_machine_without_gpus() -> None:
+    claims = Claims(ClusterConfig(decode_accelerator="H200"), GpuUse.IF_PRESENT).settled(CPU_MACHINE)
+    with pytest.raises(ConfigError, match="this machine has no GPU"):
+        check_room(claims, {P: 0, D: 1}, CPU_MACHINE)
+
+
 @pytest.mark.parametrize(
     "shares", [[1, 1], [0.5, 0.5, 1], [0.1] * 20, [0.25, 0.75, 0.25, 0.75], [0.6, 0.4, 0, 0.6, 0.4]]
 )
@@ -131,6 +137,7 @@ HINTS = [
         {"address": "head:6379"},
         " (no machine with a free 'decode', and a free GPU if it has any?)",
     ),
+    (GpuUse.IF_PRESENT, {"address": "head:6379", "decode_gpus": 0.0}, " (no machine with a free 'decode'?)"),
 ]
 
 

@@ -14,7 +14,16 @@ from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PathStatus
 from kv_transfer.events import PathProbed, ProbeFailed, ProbePath
 from kv_transfer.location import COPIED_BYTES, locate
-from kv_transfer.path_probe import MAX_PROBE_BYTES, PathProber, Traffic, keep_for_probes, log_path, seen, traffic
+from kv_transfer.path_probe import (
+    MAX_DEVICE_PROBE_BYTES,
+    MAX_PROBE_BYTES,
+    PathProber,
+    Traffic,
+    keep_for_probes,
+    log_path,
+    seen,
+    traffic,
+)
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone
 
@@ -79,6 +88,17 @@ def test_bytes_that_a_network_device_has_counted_went_over_tcp(pair: Pair) -> No
     assert probed.seen is Lane.TCP
 
 
+def test_a_lane_that_the_transport_names_is_not_guessed_from_counters(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryTransport, "lane", lambda *_: Lane.STAGED)
+    pair.counted = iter([QUIET])  # asked once, at the start
+    pair.start()
+    (probed,) = pair.ends()
+    assert isinstance(probed, PathProbed)
+    assert probed.seen is Lane.STAGED
+
+
 def test_a_probe_without_end_is_cancelled_and_says_so(pair: Pair) -> None:
     pair.fabric.stall_reads = True
     pair.start(timeout_s=0.0)
@@ -106,11 +126,12 @@ def test_rdma_counters_count_words_of_four_bytes(tmp_path: Path) -> None:
     assert seen(QUIET, {Lane.TCP: 89, Lane.RDMA: 89}, 100) is Lane.UNKNOWN
 
 
-@pytest.mark.parametrize("num_blocks", [1, 63, 64, 1_000, 100_000])
-def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: int) -> None:
-    left, kept = keep_for_probes(num_blocks, LAYOUT)
+@pytest.mark.parametrize(("on_device", "most"), [(False, MAX_PROBE_BYTES), (True, MAX_DEVICE_PROBE_BYTES)])
+@pytest.mark.parametrize("num_blocks", [1, 63, 64, 1_000, 100_000, 10_000_000])
+def test_no_more_is_kept_for_probes_than_a_small_share_of_the_pool(num_blocks: int, on_device: bool, most: int) -> None:
+    left, kept = keep_for_probes(num_blocks, LAYOUT, on_device)
     assert left * LAYOUT.block_bytes + kept == num_blocks * LAYOUT.block_bytes
-    assert kept <= min(MAX_PROBE_BYTES, num_blocks * LAYOUT.block_bytes / 64)
+    assert kept <= min(most, num_blocks * LAYOUT.block_bytes / 64)
 
 
 def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() -> None:

@@ -209,6 +209,18 @@ def test_one_slow_hand_off_does_not_make_a_path_slow_and_three_do() -> None:
     assert reader.logged() == [PathState.FINE]
 
 
+def test_a_hand_off_within_a_gpu_counts_if_its_copy_takes_long_enough_to_be_measured() -> None:
+    gpu = Location("one machine", on_gpu=True, memory_bytes_per_s=5e11, gpu="GPU-1")
+    reader = measured(4e11, location=gpu)
+    reader.logged()
+    for _ in range(3):
+        reader.hand_off(1e11, num_blocks=16)  # 32 MiB: mostly the start of the copy
+    assert reader.path().state is PathState.FINE
+    for _ in range(3):
+        reader.hand_off(1e11, num_blocks=32)
+    assert reader.logged() == [PathState.SLOW]
+
+
 def test_a_small_hand_off_says_nothing_about_the_speed() -> None:
     reader = measured(6e9)
     for _ in range(3):

@@ -125,15 +125,15 @@ def test_a_pool_that_cannot_be_exported_names_the_setting(driver: FakeDriver) ->
 
 def test_copies_reach_pinned_memory_and_come_back(driver: FakeDriver) -> None:
     pool, memory = memory_of(driver)
-    buffer = memory.pinned(2 * BLOCK_BYTES)
+    address, view = memory.pinned(2 * BLOCK_BYTES)
     expected = pool[3].clone()
 
-    down = memory.start_copies([(pool[3].data_ptr(), buffer.address + BLOCK_BYTES, BLOCK_BYTES)])
-    up = memory.start_copies([(buffer.address + BLOCK_BYTES, pool[0].data_ptr(), BLOCK_BYTES)])
+    down = memory.start_copies([(pool[3].data_ptr(), address + BLOCK_BYTES, BLOCK_BYTES)])
+    up = memory.start_copies([(address + BLOCK_BYTES, pool[0].data_ptr(), BLOCK_BYTES)])
 
     assert memory.has_ended(down)
     assert memory.has_ended(up)
-    assert bytes(buffer.view[BLOCK_BYTES:]) == expected.numpy().tobytes()
+    assert bytes(view[BLOCK_BYTES:]) == expected.numpy().tobytes()
     assert torch.equal(pool[0], expected)
 
 

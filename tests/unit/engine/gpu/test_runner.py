@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from engine.gpu.device_queue import HostQueue
 from engine.gpu.memory import MB, FakeAllocator
 from engine.gpu.pool_size import PoolSizer
 from engine.gpu.runner import GpuRunner
-from engine.gpu.step_attention import one_split
+from engine.gpu.step_attention import OperatorAttention, fixed_splits
 from engine.gpu.step_computer import StepComputer
 from engine.kv_pool import KVPool, PoolOrder
 from engine.loading import ModelSetup
@@ -26,6 +27,7 @@ from engine.model import Model, ModelInputs
 from engine.runner import StepLimits, run_step
 from engine.torch_runner import TorchRunner
 from tests.unit.engine.driving import Engine, request
+from tests.unit.engine.one_ahead import OneAhead
 
 PROMPT = [(7 * index + 3) % 250 for index in range(90)]
 CONFIG = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
@@ -107,6 +109,15 @@ def test_a_step_of_padding_writes_only_the_padding_block(runner: GpuRunner) -> N
     assert written.nonzero().flatten().tolist() == [0, 1, 2, runner.num_blocks]
 
 
+def test_a_warm_up_writes_only_the_padding_block(runner: GpuRunner) -> None:
+    poison(runner)
+    assert runner._computer is not None
+    with torch.inference_mode():
+        runner._computer.warm_up()
+    assert runner._pool.tensor[:-1].isnan().all()
+    assert not runner._pool.tensor[-1].isnan().all()
+
+
 def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> None:
     ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
     view = SequenceView("a", [*PROMPT[:20]], 20, [0, 1], SamplingParams(max_tokens=9, temperature=0.0))
@@ -119,6 +130,28 @@ def test_a_step_is_launched_behind_the_step_before_if_a_graph_computes_it() -> N
     assert decode.launched
     ahead.submit(StepPlan(2, (ScheduledChunk(view, 21, 1, samples=True, promised=True),)))
     assert ahead._submitted[-1].launched
+
+
+def test_a_prompt_is_launched_ahead_behind_a_prompt_alone() -> None:
+    """Its launch takes long, so it would delay the tokens of a short step."""
+    ahead = gpu_runner(queue=HostQueue(torch.device("cpu"), launches_ahead=True))
+    ahead.submit(StepPlan(0, (chunk("a", 0, 20, [0, 1]),)))
+    ahead.submit(StepPlan(1, (chunk("b", 0, 30, [2, 3]),)))
+    ahead.collect()
+    assert ahead._submitted[-1].launched
+    ahead.submit(StepPlan(2, (chunk("a", 20, 1, [0, 1]),)))
+    ahead.collect()
+    ahead.submit(StepPlan(3, (chunk("c", 0, 20, [4, 5]),)))
+    ahead.collect()
+    assert not ahead._submitted[-1].launched
+
+
+def test_bfloat16_stays_near_float32(runner: GpuRunner) -> None:
+    rounded = GpuRunner(replace(CONFIG, dtype="bfloat16"), limits=LIMITS)
+    assert rounded.layout.dtype == "bfloat16"
+    plans = [[chunk("a", 0, 60, [0, 1, 2, 3])], [chunk("a", 60, 1, [0, 1, 2, 3]), chunk("b", 0, 9, [5])]]
+    for chunks in plans:
+        torch.testing.assert_close(rounded.logits(chunks), runner.logits(chunks), atol=0.15, rtol=0.0)
 
 
 # ---- out of memory
@@ -145,6 +178,13 @@ class Scarce:
 def chunk(name: str, start: int, count: int, blocks: list[int], token_ids: list[int] = PROMPT) -> ScheduledChunk:
     view = SequenceView(name, token_ids, len(token_ids), blocks, SamplingParams(max_tokens=9, temperature=0.0))
     return ScheduledChunk(view, start, count, samples=True, promised=False)
+
+
+def is_mixed(inputs: ModelInputs) -> bool:
+    """Two prompt chunks, or one beside decodes."""
+    assert isinstance(inputs.attention, OperatorAttention)
+    step = inputs.attention._step
+    return len(step.prefill_row) + (len(step.decode_row) > 0) > 1
 
 
 def test_a_step_without_memory_is_computed_in_parts_with_the_same_tokens(
@@ -205,6 +245,19 @@ def test_the_step_behind_one_in_parts_gets_its_promised_tokens(
     assert first.failed.keys() == second.failed.keys() == {"greedy"}
     for name in ("drawn", "least"):
         assert [first.sampled[name].token_id, second.sampled[name].token_id] == expected[name][:2]
+
+
+@pytest.mark.parametrize("launches_ahead", [False, True])
+def test_random_plans_one_step_ahead_with_little_memory_give_the_same_tokens(
+    launches_ahead: bool, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = HostQueue(torch.device("cpu"), launches_ahead=launches_ahead)
+    scarce_runner = gpu_runner(queue=queue)
+    scarce = Scarce(monkeypatch, is_mixed)
+    for seed in range(6):
+        driver = OneAhead(scarce_runner, random.Random(seed))
+        assert driver.generate(REQUESTS) == expected
+    assert scarce.num_refused > 20, "the memory was hardly ever scarce"
 
 
 def test_a_lost_device_ends_the_step_with_its_own_error(runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +323,7 @@ def sizer(config: EngineConfig, runner: GpuRunner, share: float = 1.0) -> tuple[
         return pool
 
     def make_computer(pool: KVPool) -> StepComputer:
-        return StepComputer(setup, model, pool, LIMITS, queue, one_split)
+        return StepComputer(setup, model, pool, LIMITS, queue, fixed_splits(1))
 
     return PoolSizer(setup, LIMITS, MeasuredAllocator(), share, make_pool, make_computer), pools
 

@@ -1,0 +1,42 @@
+"""GpuRunner on a GPU: the tokens of the CPU in float32, with and without graphs. benchmarks/gpu.py checks more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.config import EngineConfig
+from engine.gpu.runner import GpuRunner
+from engine.runner import StepLimits
+from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=16, device="cuda", num_threads=1)
+LIMITS = StepLimits(max_running=8, max_batched_tokens=64)
+PROMPT = [(7 * index + 3) % 250 for index in range(90)]
+REQUESTS = [
+    request("greedy", PROMPT[:40], max_tokens=30),
+    request("drawn", PROMPT[3:20], temperature=0.9, top_p=0.9, top_k=30, seed=4),
+    request("penalized", PROMPT[5:70], repetition_penalty=1.5, frequency_penalty=0.4, num_logprobs=2),
+    request("short", PROMPT[:1]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _need_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
+@pytest.mark.parametrize("with_graphs", [True, False])
+def test_the_tokens_are_those_of_the_cpu(with_graphs: bool) -> None:
+    expected = Engine(TorchRunner(replace(CONFIG, device="cpu")), budget=30).generate(*REQUESTS)
+    runner = GpuRunner(CONFIG, limits=LIMITS, with_graphs=with_graphs)
+    runner._pool.tensor.fill_(float("nan"))
+    torch.cuda.synchronize()
+    assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    runner.close()
