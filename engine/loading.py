@@ -85,10 +85,11 @@ class ModelSetup:
 
 
 def _drawn_by(source: ModelSource, model_config: ModelConfig, device: torch.device) -> str:
-    """A part of the model's name in the layout: devices of different types draw different random weights."""
+    """A part of the model's name in the layout. The number of processors decides the order of a device's draws."""
     if not draws_on_device(source, model_config, device):
         return ""
-    return f" drawn by {torch.cuda.get_device_name(device)}"
+    properties = torch.cuda.get_device_properties(device)
+    return f" drawn by sm_{properties.major}{properties.minor} with {properties.multi_processor_count} processors"
 
 
 def load_model(

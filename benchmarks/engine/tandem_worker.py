@@ -60,20 +60,24 @@ class Probe:
         self.model_s = self.attention_s = 0.0
         self.steps: list[tuple[int, float, float]] = []  # (sequences, start, end) of the model in each step
         self.length = 0.0  # mean tokens of the last step's sequences
+        preparer: Any = runner._preparer
         model: Any = runner._model
-        self._prepare, self._forward = model.prepare, model.forward
-        model.prepare, model.forward = self.prepare, self.forward
-        if (kernels := getattr(model.attention, "kernels", None)) is not None:  # torch's attention is not timed
+        self._prepare, self._compute = preparer.prepare, model.compute
+        preparer.prepare, model.compute = self.prepare, self.compute
+        self._prepared: dict[int, tuple[int, float]] = {}  # (sequences, length) of steps, by id of their attention
+        if (kernels := getattr(preparer.attention, "kernels", None)) is not None:  # torch's attention is not timed
             kernels.attend = self.timed(kernels.attend)
 
     def prepare(self, chunks: Sequence[ScheduledChunk]) -> Any:
         length = sum(chunk.start + chunk.num_tokens for chunk in chunks) / len(chunks)
-        return len(chunks), length, self._prepare(chunks)
+        prepared = self._prepare(chunks)
+        self._prepared[id(prepared.attention)] = len(chunks), length
+        return prepared
 
-    def forward(self, prepared: Any, *arguments: Any) -> Any:
-        num_sequences, self.length, inputs = prepared
+    def compute(self, inputs: Any) -> Any:
+        num_sequences, self.length = self._prepared.pop(id(inputs.attention))
         start = time.perf_counter()
-        logits = self._forward(inputs, *arguments)
+        logits = self._compute(inputs)
         end = time.perf_counter()
         self.model_s += end - start
         self.steps.append((num_sequences, start, end))

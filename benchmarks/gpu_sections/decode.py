@@ -33,21 +33,21 @@ def run(section: Section) -> None:
     copied = copy_rate(section.device, 1 << 16 if tiny else 1 << 31)
     section.note(f"copies on the device move {copied / 1e12:.3g} TB/s")
     wanted = [(batch, context, NO_SAMPLING) for batch, context in cases] + [(*cases[1], SAMPLED)]
-    measure_model(section, wanted, copied, "")
+    measure_model(section, wanted, copied, "none")
     if section.has_time_for(FP8_S if not tiny else 0, "fp8 weights"):
         measure_model(section, [(*case, NO_SAMPLING) for case in cases[:2]], copied, "fp8")
 
 
 def measure_model(section: Section, wanted: Sequence[Case], bytes_per_s: float, quantization: str) -> None:
     limits = StepLimits(max_running=max(batch for batch, _, _ in wanted), max_batched_tokens=2048)
-    runner = build(section, limits, **({"quantization": quantization} if quantization else {}))
-    section.note(f"{runner.num_blocks:,} KV blocks{' beside fp8 weights' if quantization else ''}")
+    runner, quantized = build(section, limits, quantization=quantization), quantization != "none"
+    section.note(f"{runner.num_blocks:,} KV blocks{' beside fp8 weights' if quantized else ''}")
     fill_with_noise(runner)
     driver = Driver(runner, limits)
     for batch, context, sampling in wanted:
-        name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}{', fp8 weights' if quantization else ''}"
+        name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}{', fp8 weights' if quantized else ''}"
         with section.case(name):
-            measure_case(section, driver, name, (batch, context, sampling), bytes_per_s, bool(quantization))
+            measure_case(section, driver, name, (batch, context, sampling), bytes_per_s, quantized)
     runner.close()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def check_family(section: Section, family: str) -> None:
         reference = save_reference(family, Path(name), SIZES)
         with torch.inference_mode():
             expected = {key: greedy_tokens(reference, prompt, NUM_TOKENS) for key, prompt in PROMPTS.items()}
-        options = {"model": name, "dtype": "float32", "kv_memory_mb": 64, "num_threads": 1}
+        options: dict[str, Any] = {"model": name, "dtype": "float32", "kv_memory_mb": 64, "num_threads": 1}
         runner = build(section, LIMITS, **options)
         for way, function in WAYS.items():
             with section.case(f"{family}, {way}"):

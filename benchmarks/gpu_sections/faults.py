@@ -116,7 +116,7 @@ def ask_child(section: Section, fault: str) -> dict[str, Any]:
 
 def child_out_of_memory(section: Section) -> dict[str, Any]:
     limits = StepLimits(max_running=8, max_batched_tokens=64 if section.rehearse else 8192)
-    options = {} if section.rehearse else {"model": MODEL, "kv_memory_mb": 1024}
+    options: dict[str, Any] = {} if section.rehearse else {"model": MODEL, "kv_memory_mb": 1024}
     runner = build(section, limits, **options)
     big = random_prompt(50 if section.rehearse else BIG_PROMPT, runner.info.vocab_size, 0)
     expected = with_neighbours(Driver(runner, limits), [])
@@ -146,7 +146,7 @@ def with_neighbours(driver: Driver, big: list[int]) -> dict[str, list[int]]:
 def begin_shortage(runner: GpuRunner, section: Section) -> Any:
     """Leave too little memory for a large prompt. Returns a function that ends the shortage."""
     if section.rehearse:
-        computer = runner._open()
+        computer: Any = runner._open()
         launch = computer.launch
 
         def refuse(staged: Any, *others: Any) -> Any:
@@ -154,7 +154,7 @@ def begin_shortage(runner: GpuRunner, section: Section) -> Any:
                 raise torch.OutOfMemoryError("CUDA out of memory, injected")
             return launch(staged, *others)
 
-        computer.launch = refuse  # type: ignore[method-assign]
+        computer.launch = refuse
         return lambda: setattr(computer, "launch", launch)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -165,7 +165,7 @@ def begin_shortage(runner: GpuRunner, section: Section) -> Any:
 
 def child_illegal_access(section: Section) -> dict[str, Any]:
     limits = StepLimits(max_running=8, max_batched_tokens=64)
-    options = {} if section.rehearse else {"model": "random:llama3-tiny", "kv_memory_mb": 64}
+    options: dict[str, Any] = {} if section.rehearse else {"model": "random:llama3-tiny", "kv_memory_mb": 64}
     runner = build(section, limits, **options)
     driver = Driver(runner, limits)
     driver.add(request("a", random_prompt(20, runner.info.vocab_size, 0), max_tokens=1000))
@@ -175,7 +175,7 @@ def child_illegal_access(section: Section) -> dict[str, Any]:
         def fail(*_: Any) -> Any:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered, injected")
 
-        runner._open().launch = fail  # type: ignore[method-assign]
+        setattr(runner._open(), "launch", fail)  # noqa: B010 (mypy forbids the assignment)
     else:
         memory = runner.device_memory()
         with contextlib.suppress(TransportError):  # the error may appear here already

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ Tokens = dict[str, list[int]]
 def run(section: Section) -> None:
     if not section.has_time_for(CASE_S if not section.rehearse else 0, "checks of the runner"):
         return
-    options = {"model": TINY_MODEL, "dtype": "float32", "kv_memory_mb": 64, "num_threads": 1}
+    options: dict[str, Any] = {"model": TINY_MODEL, "dtype": "float32", "kv_memory_mb": 64, "num_threads": 1}
     with section.case("checks of the runner"):
         runner = build(section, LIMITS, **options)
         expected = generate(runner)

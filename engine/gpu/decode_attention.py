@@ -195,7 +195,7 @@ def join_splits_kernel(
 
 
 TILE_BYTES = 16 << 10
-"""Keys of one tile. Of keys and values, two tiles are in flight: three programs fit the memory of a processor."""
+"""Keys of one tile. A program holds keys and values of two tiles: three programs fit the memory of a processor."""
 
 
 def _tile(head_dim: int, element_size: int, has_scales: bool) -> int:

@@ -4,8 +4,8 @@
 
 Nothing is sorted. A filter keeps the tokens down to some place in the order of `engine/gpu/sampling_kernels.py`, and a
 search by halves finds the place: the lowest order from which on the tokens reach a count or a mass. A mass is a weight
-as an integer, so sums depend on no order. The weight of the likeliest token is 2 ^ MASS_BITS. A token below half a
-unit has no mass and is not drawn: less than 1e-13 of the likeliest.
+as an integer, so sums depend on no order. The mass of the likeliest token is 2 ^ MASS_BITS. A token below one unit,
+less than 1e-13 of the likeliest, has no mass and is not drawn.
 
 `_weigh_splits` copies the likely tokens of a row, which decide nearly all draws. `_draw` reads the whole row if these
 do not decide, or are too many.
@@ -304,6 +304,11 @@ def _draw(
     num_held = tl.where(held, num_held, 0)
     num_read = tl.where(held, 0, vocab_size)
     floor = top + tl.where(held, _LIKELY - 1.0, -40.0)  # tokens of less than exp(-40) have no mass
+    if num_read > 0:
+        # Compilers may round the weights of two kernels in two ways. Sums that are compared come from one kernel.
+        mass = _sum_from(
+            least, logits, candidates, num_held, num_read, temperature, top, 0.0, False, ID_BITS, MASS_BITS, TILE
+        )
 
     # 2. The filters, each on what the one before has kept.
     cut = least

@@ -198,6 +198,7 @@ def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> di
     The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
     matrix units of Hopper take 64 rows for 4 warps. They have no float32, so 16 rows of float32 are as good as more.
     With two loops, the compiler keeps the query of float32 in registers, and spills.
+    With three stages, the loads of a tile have a whole tile's time. With two, they are awaited as soon as they start.
     """
     if element_size == 4:
         return {
@@ -220,7 +221,7 @@ def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> di
         "UNMASKED": True,
         "MASKED_STAGES": 1,
         "num_warps": 8 if head_dim > 128 else 4 * heads,
-        "num_stages": 2,
+        "num_stages": 3,
     }
 
 

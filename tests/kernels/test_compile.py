@@ -17,6 +17,8 @@ import pytest
 from engine.gpu.kernels import KERNELS
 from engine.gpu.variants import variants
 
+pytestmark = pytest.mark.timeout(600)  # the first test compiles: 40 s of CPU, on two cores
+
 MAX_SHARED_BYTES = 227 << 10  # of a program on Hopper
 
 

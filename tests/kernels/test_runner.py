@@ -1,57 +1,44 @@
-"""A whole runner on the kernels, with rehearsed graphs and a poisoned pool: the tokens of the references."""
+"""A whole model on the interpreted kernels: `GpuRunner` gives the tokens of `TorchRunner`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+import torch
+
 from core.config import EngineConfig
 from core.request import SamplingParams
-from core.step import ScheduledChunk, SequenceView, StepPlan
+from core.step import ScheduledChunk, SequenceView
 from engine.gpu.runner import GpuRunner
-from engine.runner import Runner, StepLimits, run_step
+from engine.kv_pool import PoolOrder
+from engine.runner import StepLimits
 from engine.torch_runner import TorchRunner
+from tests.unit.engine.driving import Engine, request
 
-CONFIG = EngineConfig(model="random:qwen3-tiny", dtype="float32", kv_memory_mb=1, num_threads=1, device="cpu")
-PROMPTS = {"a": [5, 17, 200, 3, 9, 41] * 3, "b": [7, 7, 1]}
-SAMPLING = {
-    "a": SamplingParams(max_tokens=4, temperature=0.0),
-    "b": SamplingParams(max_tokens=4, temperature=0.9, top_p=0.9, seed=3),
-}
+PROMPT = [(7 * index + 3) % 250 for index in range(40)]
+CONFIG = EngineConfig(model="random:llama3-tiny", dtype="float32", kv_memory_mb=2, num_threads=1, device="cpu")
+REQUESTS = [request("long", PROMPT, max_tokens=3), request("short", PROMPT[:17], max_tokens=3)]
 
 
-def generate(runner: Runner) -> dict[str, list[int]]:
-    """A mixed step with the end of a prompt, a chunked prompt and two decodes."""
-    views = {
-        name: SequenceView(name, list(prompt), len(prompt), blocks, SAMPLING[name])
-        for (name, prompt), blocks in zip(PROMPTS.items(), ([3, 1], [4]), strict=True)
-    }
-    tokens: dict[str, list[int]] = {name: [] for name in views}
-    parts = [{"a": (0, 7, False), "b": (0, 3, True)}, {"a": (7, 11, True), "b": (3, 1, True)}]
-    parts += [{"a": (18 + step, 1, True), "b": (4 + step, 1, True)} for step in range(2)]
-    for step_id, part in enumerate(parts):
-        chunks = [
-            ScheduledChunk(views[name], start, count, samples, False) for name, (start, count, samples) in part.items()
-        ]
-        for name, token in run_step(runner, StepPlan(step_id, tuple(chunks))).sampled.items():
-            tokens[name].append(token.token_id)
-            views[name].token_ids.append(token.token_id)  # type: ignore[attr-defined]
-    return tokens
+@pytest.mark.parametrize("order", PoolOrder)
+def test_a_poisoned_pool_and_chunked_prompts_give_the_tokens_of_the_torch_runner(order: PoolOrder) -> None:
+    plain = TorchRunner(CONFIG)
+    expected = Engine(plain, budget=30).generate(*REQUESTS)
+    plain.close()
+    limits = StepLimits(max_running=2, max_batched_tokens=30)
+    runner = GpuRunner(CONFIG, limits=limits, pool_order=order, with_graphs=False)
+    runner._pool.tensor.fill_(torch.nan)
+    assert Engine(runner, budget=30).generate(*REQUESTS) == expected
+    runner.close()
 
 
 def test_a_pool_of_8_bits_keeps_the_logits_near_those_of_the_torch_runner() -> None:
     plain = TorchRunner(CONFIG)
     runner = GpuRunner(replace(CONFIG, kv_dtype="fp8"), limits=StepLimits(2, 16), with_graphs=False)
     runner._pool._bytes.fill_(0xFF)
-    view = SequenceView("a", PROMPTS["a"], 18, [3, 1], SAMPLING["a"])
+    view = SequenceView("a", PROMPT, 18, [3, 1], SamplingParams(max_tokens=3, temperature=0.0))
     for start, count in ((0, 17), (17, 1)):
         chunks = [ScheduledChunk(view, start, count, True, False)]
         found, expected = runner.logits(chunks), plain.logits(chunks)
         assert 0 < (found - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
-
-
-def test_the_kernels_give_the_tokens_of_the_torch_runner() -> None:
-    plain = TorchRunner(CONFIG)
-    expected = generate(plain)
-    runner = GpuRunner(CONFIG, limits=StepLimits(2, 16))
-    runner._pool.tensor.fill_(float("nan"))
-    assert generate(runner) == expected

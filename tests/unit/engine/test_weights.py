@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -18,15 +19,16 @@ from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.cpu.dequantize import dequantize_into
 from engine.cpu.kernels import load_kernels
+from engine.loading import ModelSetup
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner
-from engine.weights import fill_weights, load_weights
+from engine.weights import draws_on_device, fill_weights, load_weights
 from model_files.builtin_configs import RANDOM_CONFIGS
 from model_files.catalogue import default_cache_dir
 from model_files.gguf_file import GGUFFile
 from model_files.model_config import ModelConfig, config_from_gguf
-from model_files.model_source import load_model_info, resolve_model
+from model_files.model_source import load_config, load_model_info, resolve_model
 
 CPU = torch.device("cpu")
 HF_CONFIG = {
@@ -212,3 +214,20 @@ def test_progress_counts_every_tensor() -> None:
     weights = load_weights(source, config, torch.float32, CPU, lambda done, total: calls.append((done, total)))
     total = len(weights.slots())
     assert calls == [(count, total) for count in range(1, total + 1)]
+
+
+def test_a_device_draws_the_random_weights_of_large_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU would take a minute for them. All workers must draw the same weights of small models."""
+    large, small = resolve_model("random:llama-3.1-8b"), resolve_model("random:llama-tiny")
+    cuda = torch.device("cuda:0")
+    assert draws_on_device(large, load_config(large), cuda)
+    assert not draws_on_device(large, load_config(large), CPU)
+    assert not draws_on_device(small, load_config(small), cuda)
+    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: hopper)
+    on_device = ModelSetup.of(EngineConfig(model="random:llama-3.1-8b", device="cuda"), None)
+    on_cpu = ModelSetup.of(EngineConfig(model="random:llama-3.1-8b", device="cpu", dtype="bfloat16"), None)
+    assert on_device.layout.differences(on_cpu.layout).keys() == {"model"}
+    assert on_device.layout.model.endswith(" drawn by sm_90 with 132 processors")

@@ -30,6 +30,7 @@ LOST = [
 OTHER = [
     torch.AcceleratorError("CUDA error: invalid configuration argument"),
     torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"),
+    torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"),
     RuntimeError("Triton Error [CUDA]: invalid argument"),
     RuntimeError("CUDA error: too many resources requested for launch"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
