@@ -197,7 +197,7 @@ def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> di
 
     The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
     matrix units of Hopper take 64 rows for 4 warps. They have no float32, so 16 rows of float32 are as good as more.
-    With two loops, the compiler keeps the query of float32 in registers, and spills.
+    With two loops, or with two stages beside scales, the compiler keeps the query of float32 in registers, and spills.
     With three stages, the loads of a tile have a whole tile's time. With two, they are awaited as soon as they start.
     """
     if element_size == 4:
@@ -206,7 +206,7 @@ def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> di
             "HEADS": 1,
             "TILE": 16,
             "UNMASKED": False,
-            "MASKED_STAGES": 2,
+            "MASKED_STAGES": 1 if has_scales else 2,
             "num_warps": 4,
             "num_stages": 2,
         }

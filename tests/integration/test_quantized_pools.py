@@ -11,6 +11,8 @@ import pytest
 from core.config import EngineConfig
 from core.errors import LayoutMismatch
 from engine.fake_runner import FakeRunner
+from engine.gpu.runner import GpuRunner
+from engine.runner import StepLimits
 from kv_transfer.plan import TransferPlan
 from protos import inference_pb2
 from protos.codec import decode_layout, encode_layout
@@ -30,6 +32,46 @@ async def test_two_pools_say_what_one_engine_says(quantization: str, dtype: str)
     async with deploy(config) as deployment:
         answers = await asyncio.gather(*(deployment.generate(token_ids=prompt, max_tokens=12) for prompt in prompts))
         for answer, prompt in zip(answers, prompts, strict=True):
+            assert answer.token_ids == expected_tokens(engine, prompt, 12)
+            assert answer.finished is not None
+            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+        await deployment.settle()
+    engine.close()
+
+
+@pytest.mark.parametrize("prefill_block_size", [BLOCK, BLOCK * 2, BLOCK // 4])
+async def test_scales_of_8_bit_pools_move_with_their_blocks(prefill_block_size: int) -> None:
+    """The fake engine reads every byte of a slot, its scales too."""
+    config = tiny_config("fake:tiny", transport="nixl")
+    own = replace(config.engine, kv_dtype="fp8", block_size=BLOCK)
+    engine = CoLocatedEngine(own)
+    assert engine.runner.layout.has_scales
+    config = replace(config, engine=replace(own, prefill_block_size=prefill_block_size))
+    async with deploy(config) as deployment:
+        for prompt in (prompt_of(3 * BLOCK), prompt_of(5 * BLOCK + 3), prompt_of(7)):
+            answer = await deployment.generate(token_ids=prompt, max_tokens=12)
+            assert answer.token_ids == expected_tokens(engine, prompt, 12)
+            assert answer.finished is not None
+            assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
+            assert answer.finished.attempts == 1
+        await deployment.settle()
+    engine.close()
+
+
+async def test_two_pools_of_8_bits_on_the_runner_of_a_gpu_say_what_one_engine_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(config: EngineConfig, *_: object, **__: object) -> GpuRunner:
+        return GpuRunner(config, limits=StepLimits(32, 64), with_graphs=False)
+
+    config = tiny_config("random:llama-tiny", transport="nixl")
+    config = replace(config, engine=replace(config.engine, kv_dtype="fp8", device="cpu", prefill_block_size=2 * BLOCK))
+    engine = CoLocatedEngine(replace(config.engine, kv_dtype="auto"))
+    engine.runner = build(config.engine)
+    monkeypatch.setattr("engine.factory.build_runner", build)
+    async with deploy(config) as deployment:
+        for prompt in (prompt_of(3 * BLOCK), prompt_of(5 * BLOCK + 3)):
+            answer = await deployment.generate(token_ids=prompt, max_tokens=12)
             assert answer.token_ids == expected_tokens(engine, prompt, 12)
             assert answer.finished is not None
             assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
