@@ -1,11 +1,12 @@
-"""Measures the quality and the speed of int8, int4 and fp8 weights: `make bench-quantization TEXT=wiki.test.txt`.
+"""Measures int8, int4 and fp8 weights, and an fp8 KV pool: `make bench-quantization TEXT=wiki.test.txt`.
 
 Speed: all matrix products of a step of SmolLM2-135M, by number of rows, on one thread. Inputs and weights are random.
 SwiGLU's activation is included. The head multiplies at most 32 rows, as where 32 sequences sample.
 
 Quality: the perplexity of a text, exp of the mean negative log-probability of its tokens. The text is cut into windows,
 and the second half of each window is scored. The first half is one chunk, as a prompt is; each scored token is a chunk
-of its own, as in decoding. Kernels, KV cache and rounding are those of serving. Without a text quality is left out.
+of its own, as in decoding. Kernels, KV cache and rounding are those of serving. KV pools are compared on the references
+of the GPU's operators, which round as its kernels do. Without a text quality is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from core.config import EngineConfig
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.backend import choose_linear_method, find_kernels
+from engine.gpu.runner import GpuRunner
 from engine.linear import Linear, LinearMethod, Matrix
 from engine.model_weights import ModelWeights, allocate_weights
 from engine.quantization import QuantizedMatrix
@@ -39,6 +41,7 @@ FP8 = "fp8"  # kernels of GPUs alone: on a CPU its quality is measured, not its 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 MAX_HEAD_ROWS = 32
 MOST_PERPLEXITY = {"int8": 1.005, "int4": 1.04, FP8: 1.04}  # times bfloat16's
+MOST_KV_PERPLEXITY = 1.02  # times that of a bfloat16 pool on the same runner
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -100,7 +103,7 @@ def speed(report: Report, rows: Sequence[int], repeats: int) -> None:
 # ---- quality
 
 
-def window_loss(runner: TorchRunner, window: Sequence[int], block_size: int) -> float:
+def window_loss(runner: TorchRunner | GpuRunner, window: Sequence[int], block_size: int) -> float:
     """Sum of -log p over the second half of the window, in blocks 0 and up of the pool."""
     table = list(range(-(-len(window) // block_size)))
     known = len(window) // 2
@@ -115,8 +118,13 @@ def window_loss(runner: TorchRunner, window: Sequence[int], block_size: int) -> 
     return float(F.cross_entropy(logits, torch.tensor(window[known:]), reduction="sum"))
 
 
-def perplexity(config: EngineConfig, token_ids: Sequence[int], context: int) -> float:
-    runner = TorchRunner(config)
+def perplexity(
+    config: EngineConfig,
+    token_ids: Sequence[int],
+    context: int,
+    make_runner: Callable[[EngineConfig], TorchRunner | GpuRunner] = TorchRunner,
+) -> float:
+    runner = make_runner(config)
     windows = [token_ids[start : start + context] for start in range(0, len(token_ids) - context + 1, context)]
     loss = sum(window_loss(runner, window, config.block_size) for window in windows)
     runner.close()
@@ -135,6 +143,19 @@ def quality(report: Report, config: EngineConfig, token_ids: Sequence[int], cont
         report.add(times)
 
 
+def gpu_runner(config: EngineConfig) -> GpuRunner:
+    """The runner of a GPU: on a CPU, with the references of its operators."""
+    return GpuRunner(config, with_graphs=False)
+
+
+def kv_quality(report: Report, config: EngineConfig, token_ids: Sequence[int], context: int) -> None:
+    plain = perplexity(config, token_ids, context, gpu_runner)
+    report.add(Line("perplexity, bfloat16 KV", plain, ""))
+    found = perplexity(replace(config, kv_dtype=FP8), token_ids, context, gpu_runner)
+    report.add(Line("perplexity, fp8 KV", found, ""))
+    report.add(Line("perplexity, fp8 KV, beside bfloat16", found / plain, "x", most=MOST_KV_PERPLEXITY))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=11, help="of each product (default 11)")
@@ -143,6 +164,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="whose perplexity is computed")
     parser.add_argument("--context", type=int, default=512, help="tokens of a window")
     parser.add_argument("--tokens", type=int, default=65_536, help="of the text, from its start")
+    parser.add_argument("--kv-tokens", type=int, default=8192, help="... of it for the KV pools, which compute slowly")
     arguments = parser.parse_args()
     report = Report("quantization")
     speed(report, arguments.rows, arguments.repeats)
@@ -150,6 +172,7 @@ def main() -> None:
         token_ids = load_tokenizer(arguments.model).encode(arguments.text.read_text(encoding="utf-8"))
         config = EngineConfig(model=arguments.model, dtype="bfloat16", kv_memory_mb=64, num_threads=1)
         quality(report, config, token_ids[: arguments.tokens], arguments.context)
+        kv_quality(report, config, token_ids[: arguments.kv_tokens], arguments.context)
     report.write()
 
 

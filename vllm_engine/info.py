@@ -51,7 +51,7 @@ def server_info(
         kv_engine_id=parts.worker_id,
         data_parallel_size=1,
         kv_cache_dtype=layout.dtype,
-        model_dtype=f"torch.{layout.dtype}",
+        model_dtype="" if layout.has_scales else f"torch.{layout.dtype}",  # the dtype of a pool with scales is its own
         block_size=scheduler.block_size,
         max_num_seqs=scheduler.config.max_running,
     )
