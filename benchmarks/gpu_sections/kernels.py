@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu_sections import copy_checks, fp8_checks, runner_checks, sampling_checks
+from benchmarks.gpu_sections import copy_checks, fp8_checks, kv_checks, runner_checks, sampling_checks
 from benchmarks.gpu_sections.paged import (
     LAYOUTS,
     Shape,
@@ -95,6 +95,7 @@ def run(section: Section) -> None:
     copy_checks.run(section)
     runner_checks.run(section)
     fp8_checks.run(section)
+    kv_checks.run(section)
 
 
 def check_all(section: Section) -> Iterator[Found]:
@@ -206,7 +207,8 @@ def check_decode_attention(case: Case, dtype: torch.dtype, device: torch.device)
     arguments = (chunks.block_ids, chunks.first_row, chunks.first_block, chunks.num_positions)
     partial = scratch(shape, len(starts), max(starts) + 1, device)
     cpu_arguments = [tensor.cpu() for tensor in arguments]
-    reference.decode_attention(on_cpu(heads), on_cpu(pool), 0, *cpu_arguments, partial.cpu(), expected)
+    attend = reference.REFERENCES["decode_attention"]
+    attend(on_cpu(heads), on_cpu(pool), 0, *cpu_arguments, partial.cpu(), expected)
     ops.decode_attention(heads, pool, 0, *arguments, partial, attended)
     return error_of(attended, expected)
 
@@ -227,7 +229,8 @@ def check_prefill_attention(case: Case, dtype: torch.dtype, device: torch.device
         *chunks.tiles(),
     )
     cpu_arguments = [tensor.cpu() for tensor in arguments]
-    reference.prefill_attention(on_cpu(heads), on_cpu(pool), 0, *cpu_arguments, expected)
+    attend = reference.REFERENCES["prefill_attention"]
+    attend(on_cpu(heads), on_cpu(pool), 0, *cpu_arguments, expected)
     ops.prefill_attention(heads, pool, 0, *arguments, attended)
     return error_of(attended, expected)
 
