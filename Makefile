@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway vllm_engine simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-metrics bench-peers bench-quantization gpu-docs clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-metrics bench-peers bench-quantization gpu-docs clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -32,9 +32,13 @@ check: setup  ## Lint, format, types, and the floors of the house
 
 test: setup  ## Every test, with warnings as errors
 	$(BIN)/tandem pull
+	$(MAKE) --jobs=2 --no-print-directory test-main test-kernels
+
+test-main: setup  ## Every test but those of test-kernels
 	$(BIN)/python -m pytest -n 3 --dist loadfile
-	@# triton reads the variable when it is imported, so its interpreter needs a process of its own
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+
+test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
 
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo
