@@ -126,7 +126,7 @@ def _row(line: dict[str, Any]) -> str:
 
 
 def draw_pools() -> str:
-    """What each GPU allows by its datasheet, for prefill and for decode of an 8B model in bfloat16."""
+    """The limits of each GPU by its datasheet, for prefill and for decode of an 8B model in bfloat16."""
     config = RANDOM_CONFIGS[MODEL]
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
     sizes = config.sizes(2.0, token_bytes)

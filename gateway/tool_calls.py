@@ -88,7 +88,7 @@ class ToolCallParser:
         self.num_calls = 0
 
     def push(self, text: str) -> list[Delta]:
-        """What is new after `text`."""
+        """The part that is new after `text`."""
         position = 0
         while position < len(text):
             position = self._state(text, position)

@@ -43,7 +43,7 @@ class Point:
 
     @property
     def terms(self) -> tuple[float, float, float, float]:
-        """What multiplies `step_s`, `context_s`, `token_s` and `pair_s`."""
+        """The factors of `step_s`, `context_s`, `token_s` and `pair_s`."""
         prompts_per_gap = self.batch / self.num_output_tokens
         context = self.num_prompt_tokens + self.num_output_tokens / 2
         pairs = self.num_prompt_tokens**2 / 2

@@ -34,11 +34,11 @@ class Allocator(Protocol):
         ...
 
     def free(self) -> int:
-        """What allocations of this process may still take: free on the device, or kept by the allocator."""
+        """Bytes that this process may still allocate: free on the device, or kept by the allocator."""
         ...
 
     def own(self) -> int:
-        """What the allocator of this process has taken from the device."""
+        """Bytes that the allocator of this process has taken from the device."""
         ...
 
     def peak(self) -> int:

@@ -292,7 +292,7 @@ def _as_it_is(peer: AgentAddress) -> AgentAddress:
 
 
 def _address_beneath(peer: AgentAddress) -> AgentAddress:
-    """What the transport beneath reads: the peer's slots, or its pool where that is in host memory."""
+    """The address that the transport beneath reads: the peer's slots, or its pool where that is in host memory."""
     access = peer.access
     if access.device is None or not access.num_slots:
         return peer

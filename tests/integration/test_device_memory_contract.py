@@ -1,4 +1,4 @@
-"""What `DeviceMemory` promises, of the fake, of CudaDeviceMemory on the host, and of CudaDeviceMemory on a GPU."""
+"""The promises of `DeviceMemory`, kept by the fake and by CudaDeviceMemory on the host and on a GPU."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Ends:
         self.b.connect(self.address_a)
 
     def poll_until(self, enough: Callable[[list[TransportEvent]], bool], seconds: float = 20.0) -> list[TransportEvent]:
-        """What `b` reports, while both poll, until it is enough."""
+        """The reports of `b`, while both poll, until there are enough."""
         events: list[TransportEvent] = []
         deadline = time.monotonic() + seconds
         while not enough(events):
