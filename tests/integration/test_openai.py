@@ -91,7 +91,9 @@ async def test_a_stream_has_the_text_of_the_answer_and_the_cached_tokens(client:
 async def test_the_synchronous_client_streams(url: str) -> None:
     def ask() -> list[str]:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="no-key", max_retries=0) as client:
-            stream = client.completions.create(model=MODEL, prompt="abc", max_tokens=3, stream=True)
+            stream = client.completions.create(
+                model=MODEL, prompt="abc", max_tokens=3, stream=True, temperature=0, extra_body={"ignore_eos": True}
+            )
             return [chunk.choices[0].finish_reason or "" for chunk in stream]
 
     assert (await asyncio.to_thread(ask))[-1] == "length"
