@@ -132,7 +132,7 @@ SIDE_DOORS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("door", SIDE_DOORS)
 async def test_a_guardrail_sees_every_text_of_a_chat(deployment: Deployment, door: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     config = GatewayConfig(guardrail="examples.guardrail:build")
     async with (
         serving_gateway(Fleets(deployment.router_address), config) as url,

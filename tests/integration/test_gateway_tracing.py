@@ -17,7 +17,7 @@ from tests.support.deployment import deploy, tiny_config
 from tests.support.gateway import serving_gateway
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-BODY = {"model": "fake:tiny", "prompt": "hello over there", "max_tokens": 3}
+BODY = {"model": "fake:tiny", "prompt": "hello over there", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 TIMEOUT_S = 10.0
 
 

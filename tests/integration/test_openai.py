@@ -233,8 +233,9 @@ async def test_a_receipt_comes_on_request(scripted_client: openai.AsyncOpenAI) -
 
 async def test_a_receipt_of_a_fleet_has_its_figures(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=8, stream=True, extra_headers={"x-tandem-receipt": "1"}
-    )
+        model=MODEL, messages=HELLO, max_tokens=8, stream=True, temperature=0,
+        extra_body={"ignore_eos": True}, extra_headers={"x-tandem-receipt": "1"},
+    )  # fmt: skip
     usage = [chunk.usage async for chunk in stream][-1]
     assert usage is not None
     found = usage.model_dump()["tandem"]
