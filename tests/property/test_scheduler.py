@@ -187,10 +187,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # ---- hand-offs out
 
-    @precondition(lambda self: self.sequences)
+    def leasable(self) -> list[Sequence]:
+        """A sequence that has failed stays while a step ahead contains it, and nobody offers its blocks."""
+        return [sequence for name, sequence in self.sequences.items() if name not in self.failed_before]
+
+    @precondition(lambda self: self.leasable())
     @rule(pick=picks, share=picks)
     def lease_full_blocks(self, pick: int, share: int) -> None:
-        sequence = list(self.sequences.values())[pick % len(self.sequences)]
+        sequences = self.leasable()
+        sequence = sequences[pick % len(sequences)]
         num_full = sequence.num_computed_tokens // BLOCK_SIZE
         self.lease(sequence, share % (num_full + 1) * BLOCK_SIZE)
 
