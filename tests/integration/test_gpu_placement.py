@@ -1,7 +1,7 @@
 """A real Ray places workers on GPUs: one each, or a share of one. The GPUs are pretended; no CUDA call is made.
 
-RAY_OVERRIDE_RESOURCES makes Ray believe in GPUs. CUDA_VISIBLE_DEVICES gives them the numbers 4 and 5, so that a worker
-which merely inherits the variable is told from a worker that Ray gave a GPU.
+RAY_OVERRIDE_RESOURCES makes Ray believe in GPUs. CUDA_VISIBLE_DEVICES numbers them 4 and 5. A worker with a GPU of
+Ray's sees one number; a worker that inherits the variable sees both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked before a pool on a GPU takes part in transfers."""
+"""The checks before a pool on a GPU takes part in transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of memory and the device that nixl is told for each side of a read."""
+"""The kind of memory and the device in the nixl descriptors of each side of a read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, bloc
 
 
 class Agent:
-    """In place of nixl's: notes what it is told."""
+    """Replaces the agent of nixl, and records its arguments."""
 
     def __init__(self) -> None:
         self.registered: list[tuple[Any, str]] = []
