@@ -105,7 +105,7 @@ class TransferPlan:
             source, target = source_block * source_bytes, target_block * target_bytes
             within = _runs_of_piece(self, piece % source_parts, piece % target_parts)
             runs += [(source + a, target + b, num_bytes) for a, b, num_bytes in within]
-        return _merged(runs)
+        return merged(runs)
 
     def source_spans(self, piece: int, block: int) -> list[Span]:
         """Where the piece lies in a source block, by layer, K or V, and head."""
@@ -138,14 +138,14 @@ class TransferPlan:
 def _runs_of_piece(plan: TransferPlan, source_part: int, target_part: int) -> tuple[tuple[int, int, int], ...]:
     """Within source block 0 and target block 0."""
     rows = zip(plan._rows(plan.source, source_part), plan._rows(plan.target, target_part), strict=True)
-    return tuple(_merged((source, target, num_bytes) for (source, num_bytes), (target, _) in rows))
+    return tuple(merged((source, target, num_bytes) for (source, num_bytes), (target, _) in rows))
 
 
 @lru_cache(maxsize=256)
 def _spans(plan: TransferPlan, layout: KVLayout, part: int) -> tuple[Span, ...]:
     """Within block 0."""
     rows = ((first, first, num_bytes) for first, num_bytes in plan._rows(layout, part))
-    return tuple((first, num_bytes) for first, _, num_bytes in _merged(rows))
+    return tuple((first, num_bytes) for first, _, num_bytes in merged(rows))
 
 
 def plan_from(source: KVLayout, ours: KVLayout) -> TransferPlan:
@@ -158,7 +158,7 @@ def plan_from(source: KVLayout, ours: KVLayout) -> TransferPlan:
 
 def runs_of_blocks(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int, int]]:
     """Runs for (source block, target block) pairs of two equal layouts."""
-    return _merged((source * block_bytes, target * block_bytes, block_bytes) for source, target in pairs)
+    return merged((source * block_bytes, target * block_bytes, block_bytes) for source, target in pairs)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> range:
@@ -172,20 +172,20 @@ def _row(layout: KVLayout, layer: int, key_or_value: int, head: int) -> int:
     return row * layout.num_kv_heads + head - layout.first_kv_head
 
 
-def _merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def merged(runs: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Merge each run with the run before it where they touch on both sides.
 
     Plain Python: right after a copy the CPU's caches are cold, and numpy takes three times as long.
     """
-    merged: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int]] = []
     first_source = first_target = length = 0  # of the run that grows
     for source, target, num_bytes in runs:
         if length and source - first_source == length == target - first_target:
             length += num_bytes
             continue
         if length:
-            merged.append((first_source, first_target, length))
+            found.append((first_source, first_target, length))
         first_source, first_target, length = source, target, num_bytes
     if length:
-        merged.append((first_source, first_target, length))
-    return merged
+        found.append((first_source, first_target, length))
+    return found

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
 from kv_transfer.device_memory import Copy, DeviceMemory
-from kv_transfer.plan import Run, Runs, runs_of_blocks
+from kv_transfer.plan import Run, Runs, merged, runs_of_blocks
 from kv_transfer.transports.device_reads import ReadEnd
 from kv_transfer.transports.staging_messages import MAX_RUNS, Ask, Done, Hello, Refused, Staged, StagingMessage, packed
 from kv_transfer.transports.staging_owner import LEASE_S
@@ -210,12 +210,12 @@ class StagedReads:
         """`sources`: (first byte in our pool, first byte in what the owner has registered, bytes), in order."""
         peer = part.read.peer.address.name
         if part.slot is None:
-            runs = [Run(source, target, size) for target, source, size in sources]
+            runs: Runs = [(source, target, size) for target, source, size in sources]
         else:
             assert self._ring is not None
             sizes = [(source, size) for _, source, size in sources]
             placed = packed(sizes, part.slot * self._ring.slot_bytes)
-            runs = _joined([Run(source, at, size) for source, at, size in placed])
+            runs = merged(placed)
         try:
             part.reading = self._beneath.start_read(peer, runs)
         except TransportError as error:
@@ -308,15 +308,3 @@ def _slices(runs: Runs, slot_bytes: int) -> list[list[Run]]:
             slices[-1].append(Run(source, target, size))
             source, target, num_bytes, room = source + size, target + size, num_bytes - size, room - size
     return slices
-
-
-def _joined(runs: list[Run]) -> list[Run]:
-    """Runs that touch on both sides become one."""
-    joined: list[Run] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if last and last.source + last.num_bytes == run.source and last.target + last.num_bytes == run.target:
-            joined[-1] = Run(last.source, last.target, last.num_bytes + run.num_bytes)
-        else:
-            joined.append(run)
-    return joined
