@@ -49,7 +49,7 @@ FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", 
 TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
 STREAM_KEY = "tandem-token-stream-ended"  # so has an ended token stream
 MEMORY_KEY = "tandem-out-of-device-memory"  # has the same status as a full queue
-_ERROR_OF_KEY: dict[str, Callable[[str], TandemError]] = {
+_ERROR_OF_KEY: dict[str, type[TandemError]] = {
     TRANSFER_KEY: TransferFailed,
     STREAM_KEY: TokenStreamEnded,
     MEMORY_KEY: OutOfDeviceMemory,
@@ -247,12 +247,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
     metadata: list[tuple[str, str]] = [(RETRYABLE_KEY, "true" if error.retryable else "false")]
     if error.field:
         metadata.append((FIELD_KEY, error.field))
-    if isinstance(error, TransferFailed):
-        metadata.append((TRANSFER_KEY, "true"))
-    if isinstance(error, TokenStreamEnded):
-        metadata.append((STREAM_KEY, "true"))
-    if isinstance(error, OutOfDeviceMemory):
-        metadata.append((MEMORY_KEY, "true"))
+    metadata += [(key, "true") for key, kind in _ERROR_OF_KEY.items() if isinstance(error, kind)]
     if isinstance(error, QueueFull):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
     try:
