@@ -1,6 +1,6 @@
 """The chunks of a step as arrays.
 
-    C chunks    T tokens of all chunks, in order: the rows of the step
+    C chunks    T tokens of all chunks, in order: the rows of the step    S rows that sample
 
 Made once per step, for the model and its attention.
 """
@@ -23,16 +23,28 @@ class Batch:
     first_row: np.ndarray  # int32 [C]
     chunk_of_token: np.ndarray  # [T]
     positions: np.ndarray  # int32 [T]
+    sampling_rows: np.ndarray  # int32 [S] the last row of each chunk that samples
+    promised_rows: np.ndarray  # int32 [promised chunks]
 
     @classmethod
     def of(cls, chunks: Sequence[ScheduledChunk]) -> Batch:
-        views, starts, counts, _, _ = zip(*chunks, strict=True)
+        views, starts, counts, samples, promised = zip(*chunks, strict=True)
         start, num_tokens = np.array(starts, np.int32), np.array(counts, np.int32)
         first_row = np.cumsum(num_tokens, dtype=np.int32) - num_tokens
         chunk_of_token = np.repeat(np.arange(len(start)), num_tokens)
         positions = np.arange(len(chunk_of_token), dtype=np.int32) + (start - first_row)[chunk_of_token]
-        return cls(views, start, num_tokens, first_row, chunk_of_token, positions)
+        sampling_rows = (first_row + num_tokens - 1)[np.array(samples, bool)]
+        promised_rows = first_row[np.array(promised, bool)]
+        return cls(views, start, num_tokens, first_row, chunk_of_token, positions, sampling_rows, promised_rows)
 
     def num_blocks(self, block_size: int) -> np.ndarray:
         """The blocks that hold a chunk's sequence after this step. # int32 [C]"""
         return -(-(self.start + self.num_tokens) // block_size)
+
+
+def known_token_ids(chunks: Sequence[ScheduledChunk]) -> list[int]:
+    """The tokens of the step; 0 for the promised tokens. # [T]"""
+    token_ids: list[int] = []
+    for view, start, num_tokens, _, promised in chunks:
+        token_ids += (0,) if promised else view.token_ids[start : start + num_tokens]
+    return token_ids

@@ -48,6 +48,9 @@ class Fp8Matrix:
             self.codes[place] = (some * inverse[:, None]).clamp_(-LARGEST_CODE, LARGEST_CODE).to(CODES)
             self.scales[place] = scales
 
+    def slot(self, first_row: int, num_rows: int) -> Fp8Slot:
+        return Fp8Slot(self, first_row, num_rows)
+
     def dequantized(self) -> torch.Tensor:
         """# -> self.dtype [num_rows, num_columns]"""
         return dequantized(self.codes, self.scales, self.dtype)

@@ -107,9 +107,7 @@ def _row_slots(matrix: Matrix, sizes: Sequence[int]) -> Sequence[Slot]:
     if isinstance(matrix, torch.Tensor):
         return torch.split(matrix, list(sizes))
     starts = [0, *itertools.accumulate(sizes)]
-    if isinstance(matrix, Fp8Matrix):
-        return [Fp8Slot(matrix, start, size) for start, size in zip(starts, sizes, strict=False)]
-    return [MatrixSlot(matrix, start, size) for start, size in zip(starts, sizes, strict=False)]
+    return [matrix.slot(start, size) for start, size in zip(starts, sizes, strict=False)]
 
 
 def _layer_slots(config: ModelConfig, layer: LayerWeights) -> dict[str, Slot]:

@@ -163,6 +163,9 @@ class QuantizedMatrix:
             assert rows.minimums is not None
             self.minimums[tile, :, lane] = rows.minimums
 
+    def slot(self, first_row: int, num_rows: int) -> MatrixSlot:
+        return MatrixSlot(self, first_row, num_rows)
+
     def grouped(self, row_ids: torch.Tensor) -> GroupedRows:
         """# row_ids: int64 [n] -> n rows"""
         tile, lane = row_ids // TILE_ROWS, row_ids % TILE_ROWS

@@ -16,7 +16,7 @@ import torch
 
 from core.step import ScheduledChunk
 from engine.attention import AttentionBackend, StepAttention
-from engine.batch import Batch
+from engine.batch import Batch, known_token_ids
 from engine.model import ModelInputs
 from engine.rotary import RotaryTable
 
@@ -24,7 +24,7 @@ from engine.rotary import RotaryTable
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
     token_ids: np.ndarray  # int64 [T]; 0 for the promised tokens
-    promised_rows: np.ndarray  # int64: the rows of the promised tokens, in order
+    promised_rows: np.ndarray  # int32: the rows of the promised tokens, in order
     sampling_rows: torch.Tensor | None  # int64 [S]; None: all rows
     attention: StepAttention
     device: torch.device
@@ -45,20 +45,15 @@ class InputPreparer:
 
     def prepare(self, chunks: Sequence[ScheduledChunk]) -> PreparedStep:
         batch = Batch.of(chunks)
-        token_ids: list[int] = []
-        sampling_rows: list[int] = []
-        for view, start, num_tokens, samples, promised in chunks:
-            token_ids += (0,) if promised else view.token_ids[start : start + num_tokens]
-            if samples:
-                sampling_rows.append(len(token_ids) - 1)
+        token_ids = np.array(known_token_ids(chunks), np.int64)
         return PreparedStep(
-            token_ids=np.array(token_ids, np.int64),
-            promised_rows=batch.first_row[[chunk.promised for chunk in chunks]],
-            sampling_rows=self._rows(sampling_rows) if len(sampling_rows) < len(token_ids) else None,
+            token_ids=token_ids,
+            promised_rows=batch.promised_rows,
+            sampling_rows=self._rows(batch.sampling_rows) if len(batch.sampling_rows) < len(token_ids) else None,
             attention=self.attention.begin_step(batch, self.rotary_table.rows(batch.positions)),
             device=self.device,
         )
 
-    def _rows(self, rows: list[int]) -> torch.Tensor:
+    def _rows(self, rows: np.ndarray) -> torch.Tensor:
         """# int64"""
-        return torch.from_numpy(np.array(rows, np.int64)).to(self.device)
+        return torch.from_numpy(rows.astype(np.int64)).to(self.device)

@@ -141,8 +141,7 @@ def _weigh_splits(
     token_ids = split * TILE + tl.arange(0, TILE)
     inside = token_ids < vocab_size
     scaled = _scaled(tl.load(logits + token_ids, mask=inside, other=float("-inf")), temperature)
-    mass = (_weight(scaled, top) * (1 << MASS_BITS)).to(tl.int64)
-    tl.atomic_add(masses + 2 * index, tl.sum(tl.where(inside, mass, 0), axis=0))
+    tl.atomic_add(masses + 2 * index, tl.sum(_amounts(inside, _weight(scaled, top), False, MASS_BITS), axis=0))
     likely = inside & (scaled >= top + _LIKELY)
     count = tl.sum(likely.to(tl.int64), axis=0)
     first = tl.atomic_add(masses + 2 * index + 1, count)
@@ -180,6 +179,13 @@ def _tokens_at(
 
 
 @triton.jit
+def _amounts(counted, weights, COUNT: tl.constexpr, MASS_BITS: tl.constexpr):
+    """1 for each counted token, or without COUNT its mass. -> int64"""
+    amounts = counted.to(tl.int64) if COUNT else tl.where(counted, (weights * (1 << MASS_BITS)).to(tl.int64), 0)
+    return amounts
+
+
+@triton.jit
 def _sum_from(
     order,
     logits,
@@ -199,11 +205,7 @@ def _sum_from(
     for start in range(0, num_held + num_read, TILE):
         orders, scaled, inside = _tokens_at(start, logits, candidates, num_held, num_read, temperature, ID_BITS, TILE)
         weights = _weight(scaled, top)
-        inside = inside & (orders >= order) & (weights >= least_weight)
-        if COUNT:
-            found += inside.to(tl.int64)
-        else:
-            found += tl.where(inside, (weights * (1 << MASS_BITS)).to(tl.int64), 0)
+        found += _amounts(inside & (orders >= order) & (weights >= least_weight), weights, COUNT, MASS_BITS)
     return tl.sum(found, axis=0)
 
 
@@ -242,10 +244,7 @@ def _first_above(
             weights = _weight(scaled, top)
             inside = inside & (weights >= least_weight)
             is_above = inside & (orders >= middle)
-            if COUNT:
-                sums += is_above.to(tl.int64)
-            else:
-                sums += tl.where(is_above, (weights * (1 << MASS_BITS)).to(tl.int64), 0)
+            sums += _amounts(is_above, weights, COUNT, MASS_BITS)
             above = tl.minimum(above, tl.where(is_above, orders, 1 << 62))
             below = tl.maximum(below, tl.where(inside & (orders < middle), orders, -(1 << 62)))
         found = tl.sum(sums, axis=0)

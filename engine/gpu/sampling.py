@@ -20,6 +20,7 @@ import torch
 
 from core.request import MAX_LOGPROBS, SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
+from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
 from engine.gpu.ops import MAX_CANDIDATES, SAMPLING_SPLIT, ops
 from engine.gpu.sampling_plan import NO_ROWS, Planner, SamplingPlan
 
@@ -31,19 +32,25 @@ class SampledRows:
     plan: SamplingPlan
     token_ids: torch.Tensor  # int32 [S] on the device; the next step's `sampled_before`
     on_host: torch.Tensor  # int32 [S + L * (1 + 2 * MAX_LOGPROBS)], complete after `copied`
-    copied: torch.cuda.Event | None
+    copied: Mark
 
 
 class DeviceSampler:
     """Samples the rows of a step on a device. Steps run in order on one stream."""
 
     def __init__(
-        self, vocab_size: int, max_rows: int, device: torch.device, eos_token_ids: frozenset[int] = frozenset()
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device,
+        eos_token_ids: frozenset[int] = frozenset(),
+        queue: DeviceQueue | None = None,  # of the steps; None: a queue of its own
     ) -> None:
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._device = device
-        self._planner = Planner(max_rows, device, eos_token_ids)
+        self._queue = queue or open_queue(device)
+        self._planner = Planner(max_rows, self._queue, eos_token_ids)
         num_splits = -(-vocab_size // SAMPLING_SPLIT)
 
         def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -128,8 +135,7 @@ class DeviceSampler:
 
     def collect(self, rows: SampledRows) -> dict[str, SampledToken]:
         """The tokens by sequence id, after the step's small copy to the host. Raises the device's errors."""
-        if rows.copied is not None:
-            rows.copied.synchronize()
+        rows.copied.wait()
         plan = rows.plan
         token_ids = rows.on_host[: plan.num_rows].tolist()
         sampled = dict(zip(plan.row_of, map(SampledToken, token_ids), strict=True))
@@ -142,11 +148,11 @@ class DeviceSampler:
         return sampled
 
     def _wait_for_upload(self, plan: SamplingPlan) -> None:
-        if plan.uploaded is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(plan.uploaded)
-            if plan.memory is not None:
-                plan.memory.record_stream(stream)  # the memory is free after this stream has read it
+        if plan.uploaded is None:
+            return
+        self._queue.follow(plan.uploaded)
+        if plan.memory is not None and plan.memory.is_cuda:
+            plan.memory.record_stream(torch.cuda.current_stream(self._device))  # free after this stream has read it
 
     def _adjust(
         self, logits: torch.Tensor, plan: SamplingPlan, sampled_before: torch.Tensor | None
@@ -181,10 +187,6 @@ class DeviceSampler:
 
     def _to_host(self, plan: SamplingPlan, result: torch.Tensor) -> SampledRows:
         token_ids = result[: plan.num_rows]
-        if self._device.type != "cuda":
-            return SampledRows(plan, token_ids, result, None)
-        on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        on_host = self._queue.host_buffer(len(result))
         on_host.copy_(result, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self._device))
-        return SampledRows(plan, token_ids, on_host, copied)
+        return SampledRows(plan, token_ids, on_host, self._queue.mark())

@@ -19,6 +19,7 @@ import torch
 
 from core.request import uniform_draw
 from core.step import ScheduledChunk, SequenceView
+from engine.gpu.device_queue import DeviceQueue, Mark
 from engine.sampling import barred_tokens, is_plain
 
 NO_ROWS: Mapping[str, int] = MappingProxyType({})
@@ -59,7 +60,7 @@ class SamplingPlan:
     num_logprobs: Sequence[int]  # [L] most likely tokens of each of these rows
     logprob_names: Sequence[str]  # [L]
     reads_promised: bool  # whether a penalty counts a promised token
-    uploaded: torch.cuda.Event | None = None  # the tensors are on the device when this event has happened
+    uploaded: Mark | None = None  # the tensors are on the device from here on
 
     @property
     def num_rows(self) -> int:
@@ -77,11 +78,10 @@ class SamplingPlan:
 class Planner:
     """Makes the plans of a sampler. Calls must not overlap."""
 
-    def __init__(self, max_rows: int, device: torch.device, eos_token_ids: frozenset[int]) -> None:
-        self._device = device
+    def __init__(self, max_rows: int, queue: DeviceQueue, eos_token_ids: frozenset[int]) -> None:
+        self._queue = queue
         self._eos_token_ids = eos_token_ids
         self._histories = Histories(2 * max_rows)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def plan(self, chunks: Sequence[ScheduledChunk], rows_before: Mapping[str, int]) -> SamplingPlan:
         """`rows_before` has the rows of the step before. Raises `KeyError` if it lacks a promised sequence."""
@@ -132,7 +132,7 @@ class Planner:
         ids, counts = self._histories.counts(chunk.sequence, end, first)
         return ids, counts, np.array([biased.get(token_id, 0.0) for token_id in first], np.float64)
 
-    def _upload(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, torch.Tensor], torch.cuda.Event | None]:
+    def _upload(self, arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, torch.Tensor], Mark | None]:
         """All arrays in one copy. The host does not wait for the copy."""
         if not arrays:
             return {}, None
@@ -140,17 +140,13 @@ class Planner:
         for name, array in arrays.items():
             places[name] = size
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        staging = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        staging = self._queue.host_buffer(size // 4).view(torch.uint8)
         memory = staging.numpy()
         for name, array in arrays.items():
             memory[places[name] : places[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
-        uploaded = None
-        on_device = staging
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                on_device = staging.to(self._device, non_blocking=True)  # torch keeps `staging` until the copy ends
-                uploaded = torch.cuda.Event()
-                uploaded.record(self._stream)
+        with self._queue.uploading():
+            on_device = staging.to(self._queue.device, non_blocking=True)  # torch keeps `staging` until the copy ends
+            uploaded = self._queue.mark()
         tensors = {}
         for name, array in arrays.items():
             part = on_device[places[name] : places[name] + array.nbytes]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.step import ScheduledChunk
-from engine.batch import Batch
+from engine.batch import Batch, known_token_ids
 from engine.block_tables import BlockTables, StepTables
 from engine.gpu.ops import PREFILL_TILE_TOKENS
 
@@ -103,32 +103,19 @@ class StepArranger:
         tables: StepTables,
         rows_before: Mapping[str, int],
     ) -> StepArrays:
-        token_ids: list[int] = []
-        sources: list[tuple[int, int]] = []  # (row, row in the step before)
-        sampling_rows: list[int] = []
-        for view, start, num_tokens, samples, promised in chunks:
-            if promised:
-                sources.append((len(token_ids), rows_before[view.sequence_id]))
-                token_ids.append(0)
-            else:
-                token_ids += view.token_ids[start : start + num_tokens]
-            if samples:
-                sampling_rows.append(len(token_ids) - 1)
-        source_of_row = np.full(len(token_ids), NOT_PROMISED, np.int32)
-        if sources:
-            rows, before = zip(*sources, strict=True)
-            source_of_row[list(rows)] = before
+        sources = np.full(len(batch.positions), NOT_PROMISED, np.int32)
+        sources[batch.promised_rows] = [rows_before[chunk.sequence.sequence_id] for chunk in chunks if chunk.promised]
         blocks = tables.block_of_each_token(batch, self.block_size)
         first_block = np.cumsum(tables.num_blocks, dtype=np.int32) - tables.num_blocks
         runs = zip(tables.rows.tolist(), tables.num_blocks.tolist(), strict=True)
         decodes, prefills = np.flatnonzero(batch.num_tokens == 1), np.flatnonzero(batch.num_tokens > 1)
         tile_chunk, tile_first = tiles(batch.num_tokens[prefills])
         return StepArrays(
-            token_ids=np.array(token_ids, np.int32),
-            sources=source_of_row,
+            token_ids=np.array(known_token_ids(chunks), np.int32),
+            sources=sources,
             positions=batch.positions,
             slots=(blocks * self.block_size + batch.positions % self.block_size).astype(np.int32),
-            sampling_rows=np.array(sampling_rows, np.int32),
+            sampling_rows=batch.sampling_rows,
             decode_row=batch.first_row[decodes],
             decode_block=first_block[decodes],
             decode_positions=batch.start[decodes] + 1,

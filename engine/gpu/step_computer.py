@@ -44,7 +44,7 @@ class StepComputer:
         self._rotary_table = setup.rotary_table(pool.num_blocks)
         self.arranger = StepArranger(pool.num_blocks, pool.layout.block_size)
         num_rows = max(limits.max_running, _MIN_ROWS)
-        self.sampler = DeviceSampler(setup.info.vocab_size, num_rows, setup.device, setup.info.eos_token_ids)
+        self.sampler = DeviceSampler(setup.info.vocab_size, num_rows, setup.device, setup.info.eos_token_ids, queue)
         capacity = 8 * limits.max_batched_tokens + 8 * num_rows + _FIRST_BLOCK_IDS
         self._sets = [StagingSet(queue, capacity) for _ in range(NUM_SETS)]
         self._next_set = 0
