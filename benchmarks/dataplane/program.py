@@ -103,7 +103,7 @@ async def serve() -> None:
     if role.core is not None:
         os.sched_setaffinity(0, {role.core})
     if (step_s := role.step_s) is not None:
-        factory.build_runner = lambda *_: build_sleeping_runner(step_s)
+        factory.build_runner = lambda *_, **__: build_sleeping_runner(step_s)
     host = ServiceHost()
     endpoint = await (start_bare(role) if role.name == "bare" else start_service(host, role))
     print(json.dumps({"id": endpoint.service_id, "address": endpoint.address}), flush=True)
