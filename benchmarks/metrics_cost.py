@@ -11,7 +11,6 @@ are timed alone, in CPU time. Each figure is the least of several runs: other wo
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -86,7 +85,7 @@ def worker_seconds() -> float:
 def _stream(number: int) -> ChoiceStream:
     request = Request(f"r{number}", (1,), 1, SamplingParams(max_tokens=OUTPUT_TOKENS), tenant=f"tenant-{number}")
     absent = cast(Any, None)
-    return ChoiceStream(0, "model", "chat", request, "r", 0.0, absent, absent, asyncio.Event(), absent)
+    return ChoiceStream(0, "model", "chat", request, "r", 0.0, absent, absent, lambda: None, absent)
 
 
 def router_seconds() -> tuple[float, float]:

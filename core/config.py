@@ -22,6 +22,7 @@ MAX_KEY_NAME_CHARS = 128
 MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
 HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
+MIN_MESSAGE_BYTES = 512 * 1024  # clients put calls of half as many bytes into a shared stream
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 
@@ -228,6 +229,10 @@ class RouterConfig:
             "drain_timeout_s", "slo_ttft_ms",
         )  # fmt: skip
         _require_finite_floats(self)
+        _require(
+            self.max_message_bytes >= MIN_MESSAGE_BYTES,
+            f"max_message_bytes must be at least {MIN_MESSAGE_BYTES}, is {self.max_message_bytes}",
+        )
         _require(self.admission in ("queue", "shed"), f"admission must be queue or shed: {self.admission}")
         _require(self.local_prefill in ("auto", "never"), f"local_prefill must be auto or never: {self.local_prefill}")
 

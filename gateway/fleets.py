@@ -31,7 +31,7 @@ Connect = Callable[[str], AsyncClient]
 
 def connect_once(address: str) -> AsyncClient:
     """A client without retries: an HTTP client retries by itself, and this file asks again anyway."""
-    return AsyncClient(address, retry=NO_RETRY)
+    return AsyncClient(address, retry=NO_RETRY, shares_stream=True)
 
 
 @dataclass(frozen=True, slots=True)

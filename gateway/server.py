@@ -42,7 +42,7 @@ class GatewaySpec:
 
     def fleets(self) -> Fleets:
         def connect(address: str) -> AsyncClient:
-            return AsyncClient(address, self.credentials, NO_RETRY)
+            return AsyncClient(address, self.credentials, NO_RETRY, shares_stream=True)
 
         return Fleets(self.routers, self.models, self.rules, connect)
 

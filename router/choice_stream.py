@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.errors import WorkerUnavailable
@@ -34,7 +35,7 @@ class ChoiceStream:
     arrived_at: float
     text: TextStream
     trace: TraceContext
-    changed: asyncio.Event  # of the call: one of its choices has new tokens, or its end
+    changed: Callable[[], None]  # tells the writer of the call of new tokens, and of the end
     token_name: TokenBytes  # for log-probabilities; names special tokens too
     result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
@@ -50,7 +51,7 @@ class ChoiceStream:
         if self.text.stop_match:
             return False
         if self._rest is None and not self.has_chunk:
-            self.changed.set()  # once for all tokens of a chunk
+            self.changed()  # once for all tokens of a chunk
         num_used = len(delivered.token_ids)
         if self.text.has_stop_strings:
             text, num_used = self.text.push(delivered.token_ids)
@@ -61,11 +62,11 @@ class ChoiceStream:
 
     def dispatched(self, promise: Promise | None) -> None:
         self.promise = promise
-        self.changed.set()
+        self.changed()
 
     def end(self, result: Finish | Fail) -> None:
         self.result = result
-        self.changed.set()
+        self.changed()
 
     @property
     def has_chunk(self) -> bool:
@@ -84,17 +85,16 @@ class ChoiceStream:
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
-            self.changed.set()
+            self.changed()
 
-    def take_chunk(self) -> inference_pb2.GenerateResponse:
-        """The message with all tokens that are in no chunk yet."""
+    def take_chunk(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+        """Fill an empty message with all tokens that are in no chunk yet."""
         first, self.num_taken = self.num_taken, len(self.token_ids)
         token_ids = self.token_ids[first:] if first else self.token_ids
         if self.text.has_stop_strings:
             text, self._text = self._text, ""
         else:
             text, _ = self.text.push(token_ids)
-        response = inference_pb2.GenerateResponse()
         chunk = response.tokens
         chunk.choice, chunk.index, chunk.text = self.choice, first, text
         chunk.token_ids.extend(token_ids)

@@ -7,24 +7,22 @@ import math
 import secrets
 from typing import Any
 
-import grpc.aio
-
 from core.config import RouterConfig
-from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError
+from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.request import MAX_SEED
 from protos import inference_pb2, inference_pb2_grpc
 from router import validation
 from router.bounded_pool import BoundedPool
+from router.call_messages import CallMessages
+from router.call_writer import CallWriter, Context, StreamWriter
 from router.callers import Callers
 from router.choice_stream import ChoiceStream
-from router.events import Fail
-from router.receipt import initial_metadata, trailing_metadata
+from router.shared_stream import SharedStream
 from router.shell import RouterShell
 from runtime.grpc_server import abort, remaining_s
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
-Context = grpc.aio.ServicerContext[Any, Any]
 MAX_DETOKENIZE_TOKENS = 1_000_000
 WRITE_GRACE_S = 0.1
 
@@ -43,31 +41,48 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._shell = shell
         self._validation_pool = validation_pool
         self._callers = callers
+        self._shared_streams: set[SharedStream] = set()
+        self._is_draining = False
 
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         try:
-            await self.serve(request, context)
+            await self.serve(request, StreamWriter(context))
         except TandemError as error:
             await abort(context, error)
 
-    async def serve(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        """Serve a request of any protocol, and write its responses to `context`: a gRPC context, or what stands for
-        one. Raises `TandemError`."""
+    async def GenerateMany(self, requests: Any, context: Context) -> None:
+        stream = SharedStream(context, self.serve, self._is_draining)
+        self._shared_streams.add(stream)
         try:
-            with self._callers.admit(request, context.invocation_metadata() or (), self._shell.now()):
-                await self._generate(request, context)
-        except KeyLimitReached as error:
+            await stream.serve_all(requests)
+        except TandemError as error:
+            await abort(context, error)
+        finally:
+            self._shared_streams.discard(stream)
+
+    def drain(self) -> None:
+        """Let the streams of GenerateMany end with their open calls. They would stay open as long as their clients."""
+        self._is_draining = True
+        for stream in self._shared_streams:
+            stream.drain()
+
+    async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
+        """Serve a request of any protocol. Raises `TandemError`."""
+        try:
+            with self._callers.admit(request, writer.invocation_metadata() or (), self._shell.now()):
+                await self._generate(request, writer)
+        except (KeyLimitReached, Unauthenticated) as error:
             self._shell.count_refusal(error)
             raise
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+    async def _generate(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         arrived_at = self._shell.now()
-        timeout_s = self._remaining_s(context)
+        timeout_s = self._remaining_s(writer)
         deadline = arrived_at + timeout_s
-        headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        headers = {key: str(value) for key, value in writer.invocation_metadata() or ()}
         operation = "chat" if request.HasField("chat") else "text_completion"
         new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
         try:
@@ -79,7 +94,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
             self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
             raise
-        changed = asyncio.Event()
         streams = [
             ChoiceStream(
                 choice=choice,
@@ -92,7 +106,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
                 ),
                 trace=self._shell.telemetry.start_trace(headers),
-                changed=changed,
+                changed=writer.changed,
                 token_name=self._tokenizer.token_name,
             )
             for choice, choice_request in enumerate(generation.choices)
@@ -101,52 +115,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._shell.open(streams, deadline)
             # WRITE_GRACE_S lets the machine end the request at the deadline first.
             async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
-                await self._write_all(streams, changed, request.min_interval_ms / 1e3, context)
+                await writer.write_all(CallMessages(streams, request.min_interval_ms / 1e3, self._shell.now))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
         finally:
             for stream in streams:
                 self._shell.close(stream)
-
-    async def _write_all(
-        self, streams: list[ChoiceStream], changed: asyncio.Event, min_interval_s: float, context: Any
-    ) -> None:
-        """Write the messages of all choices, to the end of the last one. Raises the error of the first that fails.
-
-        Tokens that arrive during a write go into the next message of their choice. So a message is as long as the
-        client or a busy loop makes it.
-        """
-        first, receipts, has_promised = streams[0], list[inference_pb2.Receipt](), False
-        while streams:
-            await changed.wait()
-            changed.clear()
-            if first.promise is not None and not has_promised:
-                has_promised = True
-                await context.send_initial_metadata(initial_metadata(first.promise))
-            for stream in streams:
-                if stream.is_due:
-                    if min_interval_s and stream.result is None:
-                        stream.rest(min_interval_s)
-                    await context.write(stream.take_chunk())
-            for stream in [stream for stream in streams if stream.result is not None]:
-                streams = [other for other in streams if other is not stream]
-                receipts.append(await self._write_end(stream, context))
-        context.set_trailing_metadata(trailing_metadata(receipts))
-
-    async def _write_end(self, stream: ChoiceStream, context: Any) -> inference_pb2.Receipt:
-        if stream.has_chunk:
-            await context.write(stream.take_chunk())
-        if isinstance(stream.result, Fail):
-            raise stream.result.error
-        assert stream.result is not None
-        rest = stream.last_chunk()
-        if rest is not None:
-            await context.write(inference_pb2.GenerateResponse(tokens=rest))
-        finished = stream.finished(stream.result.outcome, self._shell.now())
-        if stream.text.stop_match:
-            finished.finish_reason = inference_pb2.FINISH_REASON_STOP
-        await context.write(inference_pb2.GenerateResponse(finished=finished))
-        return finished.receipt
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context

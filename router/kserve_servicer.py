@@ -11,10 +11,9 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc.aio
-
 from core.errors import InvalidRequest, TandemError
 from protos import inference_pb2, kserve_pb2, kserve_pb2_grpc
+from router.call_writer import Context, StreamWriter
 from router.inference_servicer import InferenceServicer
 from router.kserve_tensors import (
     FINAL,
@@ -30,7 +29,6 @@ from router.shell import RouterShell
 from runtime.grpc_server import abort
 from text.tokenizer import ModelTokenizer
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Take = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
@@ -156,33 +154,27 @@ async def _nothing(_: inference_pb2.GenerateResponse) -> None:
     """Takes no response."""
 
 
-class _OneCall:
-    """The context of one request for the `InferenceServicer`: its responses go to `take`.
+class _OneCall(StreamWriter):
+    """Gives the responses of one request to `take`.
 
     A stream has one initial and one trailing metadata for all its requests, so those of a request are left out.
     """
 
     def __init__(self, context: Context, take: Take, in_stream: bool) -> None:
+        super().__init__(context)
         self.take = take
-        self._context = context
         self._in_stream = in_stream
-
-    def invocation_metadata(self) -> Any:
-        return self._context.invocation_metadata()
-
-    def time_remaining(self) -> float | None:
-        return self._context.time_remaining()
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         await self.take(response)
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         if not self._in_stream:
-            await self._context.send_initial_metadata(metadata)
+            await super().send_initial_metadata(metadata)
 
     def set_trailing_metadata(self, metadata: Any) -> None:
         if not self._in_stream:
-            self._context.set_trailing_metadata(metadata)
+            super().set_trailing_metadata(metadata)
 
 
 def _version() -> str:

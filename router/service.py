@@ -59,6 +59,7 @@ class RouterService:
         self._callers = Callers(ApiKeys(api_keys))
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
+        self._inference: InferenceServicer | None = None
         self._cluster: ClusterServicer | None = None
         self._validation = BoundedPool(config.max_queued)
 
@@ -74,7 +75,7 @@ class RouterService:
             self._place.shares_port,
         )  # fmt: skip
         server.on_refused = shell.count_refusal
-        inference = InferenceServicer(self._config, tokenizer, shell, self._validation, self._callers)
+        self._inference = inference = InferenceServicer(self._config, tokenizer, shell, self._validation, self._callers)
         self._cluster = cluster = ClusterServicer(
             self._config, tokenizer, shell, self._validation, self._place.scale, self._callers
         )
@@ -102,7 +103,9 @@ class RouterService:
     async def drain(self, timeout_s: float) -> None:
         """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""
         assert self._server is not None
+        assert self._inference is not None
         await self._server.set_serving(False)
+        self._inference.drain()
         await self._server.stop(timeout_s)
 
     async def stop(self) -> None:

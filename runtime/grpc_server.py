@@ -239,20 +239,25 @@ def _has_descriptor() -> bool:
     return True
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """End the call with the status, field and retry hint of `error`.
-
-    A status waits behind the messages that a client does not read. It stays there, and the call's handler ends.
-    """
+def trailers_of(error: TandemError) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a call that ends with `error`: field, retry hint and kind."""
     metadata: list[tuple[str, str]] = [(RETRYABLE_KEY, "true" if error.retryable else "false")]
     if error.field:
         metadata.append((FIELD_KEY, error.field))
     metadata += [(key, "true") for key, kind in _ERROR_OF_KEY.items() if isinstance(error, kind)]
     if isinstance(error, QueueFull):
         metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
+    return tuple(metadata)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
+    """End the call with the status, field and retry hint of `error`.
+
+    A status waits behind the messages that a client does not read. It stays there, and the call's handler ends.
+    """
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
-            await context.abort(STATUS_OF[error.code], str(error), tuple(metadata))
+            await context.abort(STATUS_OF[error.code], str(error), trailers_of(error))
     except TimeoutError:
         # Every use of an aborted call raises the call's own AbortError, and gRPC wants no other exception.
         await context.send_initial_metadata(())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import grpc
@@ -34,15 +34,26 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
     code, details = error.code(), error.details() or ""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY in trailers:
-        retry_after_ms = trailers.get(RETRY_AFTER_KEY)
-        return CallFailed(
-            code,
-            details or code.name,
-            trailers.get(FIELD_KEY, ""),
-            trailers[RETRYABLE_KEY] == "true",
-            float(retry_after_ms) / 1e3 if retry_after_ms is not None else None,
-        )
+        return failure_of(code, details, trailers)
     message, retryable = _without_answer(code, details, address, timeout_s, streaming)
+    return CallFailed(code, message, retryable=retryable)
+
+
+def failure_of(code: grpc.StatusCode, message: str, trailers: Mapping[str, str]) -> CallFailed:
+    """The refusal or failure that a router tells."""
+    retry_after_ms = trailers.get(RETRY_AFTER_KEY)
+    return CallFailed(
+        code,
+        message or code.name,
+        trailers.get(FIELD_KEY, ""),
+        trailers.get(RETRYABLE_KEY) == "true",
+        float(retry_after_ms) / 1e3 if retry_after_ms is not None else None,
+    )
+
+
+def deadline_exceeded(address: str, timeout_s: float) -> CallFailed:
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    message, retryable = _without_answer(code, "", address, timeout_s, False)
     return CallFailed(code, message, retryable=retryable)
 
 

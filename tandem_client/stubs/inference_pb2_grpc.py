@@ -40,6 +40,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/tandem.v1.Inference/GenerateMany',
+                request_serializer=protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/tandem.v1.Inference/Tokenize',
                 request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -63,6 +68,15 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generate tokens. The stream has TokenChunk messages and, as the last message of each choice, one Finished.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Many Generate calls over one stream, at a fraction of the CPU: for gateways and load generators. Each call has its own
+        key, deadline, errors and cancellation. A client that closes its side gets the rest of the open calls. A router that
+        stops ends the stream with OK after the last open call; the client opens another one for calls without any event.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +110,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -141,6 +160,33 @@ class Inference:
             '/tandem.v1.Inference/Generate',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.Inference/GenerateMany',
+            protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            protos_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
@@ -46,7 +45,7 @@ class Recording:
 def ratios_of(result: Finish | Fail) -> list[tuple[float, dict[str, str]]]:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=4))
     stream = ChoiceStream(
-        0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), asyncio.Event(), cast(Any, None)
+        0, "model", "chat", request, "r", 10.0, cast(Any, None), cast(Any, None), lambda: None, cast(Any, None)
     )
     metrics = Recording()
     RequestMetrics(cast(Metrics, metrics), RouterConfig()).ended(stream, result, 12.0)

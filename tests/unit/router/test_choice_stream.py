@@ -12,6 +12,7 @@ from core.errors import RequestCancelled
 from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
+from protos import inference_pb2
 from router.choice_stream import ChoiceStream
 from router.events import Deliver, Fail
 from text.detokenizer import IncrementalDetokenizer
@@ -20,12 +21,17 @@ from text.text_stream import TextStream
 PIECES = [b"a", b"b", "é".encode()[:1], "é".encode()[1:], b"END", b"E", b"ND", b""]  # the texts of token ids 0 to 7
 
 
-def choice(*stop_strings: str) -> ChoiceStream:
+def choice(*stop_strings: str, changed: asyncio.Event | None = None) -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=100))
     text = TextStream(IncrementalDetokenizer(PIECES.__getitem__), stop_strings)
     return ChoiceStream(
-        0, "model", "chat", request, "r", 0.0, text, cast(Any, None), asyncio.Event(), PIECES.__getitem__
-    )
+        0, "model", "chat", request, "r", 0.0, text, cast(Any, None), (changed or asyncio.Event()).set,
+        PIECES.__getitem__,
+    )  # fmt: skip
+
+
+def take(stream: ChoiceStream) -> inference_pb2.TokenChunk:
+    return stream.take_chunk(inference_pb2.GenerateResponse()).tokens
 
 
 def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
@@ -35,24 +41,25 @@ def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
 def test_a_chunk_has_all_tokens_since_the_last_one() -> None:
     stream = choice()
     deliver(stream, 0, 0)
-    assert list(stream.take_chunk().tokens.token_ids) == [0]
+    assert list(take(stream).token_ids) == [0]
     deliver(stream, 1, 1)
     deliver(stream, 2, 2, 3)
-    chunk = stream.take_chunk().tokens
+    chunk = take(stream)
     assert (chunk.index, list(chunk.token_ids), chunk.text) == (1, [1, 2, 3], "bé")
     assert not stream.has_chunk
 
 
 def test_the_writer_is_woken_once_for_the_tokens_of_one_chunk() -> None:
-    stream = choice()
+    changed = asyncio.Event()
+    stream = choice(changed=changed)
     deliver(stream, 0, 0)
-    assert stream.changed.is_set()
-    stream.changed.clear()
+    assert changed.is_set()
+    changed.clear()
     deliver(stream, 1, 1)
-    assert not stream.changed.is_set()
-    stream.take_chunk()
+    assert not changed.is_set()
+    take(stream)
     deliver(stream, 2, 1)
-    assert stream.changed.is_set()
+    assert changed.is_set()
 
 
 def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> None:
@@ -60,7 +67,7 @@ def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> 
     assert not deliver(stream, 0, 0, 5)
     assert deliver(stream, 2, 6, 1, 1), "its text is complete before anybody takes a chunk"
     assert not deliver(stream, 5, 0), "told once"
-    chunk = stream.take_chunk().tokens
+    chunk = take(stream)
     assert (list(chunk.token_ids), chunk.text) == ([0, 5, 6], "a")
     assert stream.last_chunk() is None
     assert not stream.has_chunk
@@ -69,36 +76,38 @@ def test_a_stop_string_is_found_when_its_tokens_arrive_and_nothing_follows() -> 
 def test_each_log_probability_has_the_bytes_of_its_token() -> None:
     stream = choice()
     stream.deliver(Deliver("r", 0, (2, 4), (SampledToken(2, -0.5, ((3, -0.25),)), SampledToken(4, -1.0))))
-    entries = stream.take_chunk().tokens.logprobs
+    entries = take(stream).logprobs
     assert [entry.token for entry in entries] == [PIECES[2], b"END"]
     assert [entry.token for entry in entries[0].top] == [PIECES[3]]
 
 
 async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> None:
-    stream = choice()
+    changed = asyncio.Event()
+    stream = choice(changed=changed)
     deliver(stream, 0, 0)
     assert stream.is_due, "the first token does not wait"
     stream.rest(60.0)
-    stream.take_chunk()
-    stream.changed.clear()
+    take(stream)
+    changed.clear()
     deliver(stream, 1, 1)
     assert not stream.is_due
-    assert not stream.changed.is_set(), "the writer sleeps"
+    assert not changed.is_set(), "the writer sleeps"
     stream.end(Fail("r", RequestCancelled("cancelled"), Timeline(Stage.TOKENIZE, 0.0)))
     assert stream.is_due
-    assert stream.changed.is_set()
+    assert changed.is_set()
     stream.end_rest()
 
 
 async def test_after_the_interval_the_writer_is_woken() -> None:
-    stream = choice()
+    changed = asyncio.Event()
+    stream = choice(changed=changed)
     deliver(stream, 0, 0)
     stream.rest(0.001)
-    stream.take_chunk()
-    stream.changed.clear()
+    take(stream)
+    changed.clear()
     deliver(stream, 1, 1)
     async with asyncio.timeout(5):
-        await stream.changed.wait()
+        await changed.wait()
     assert stream.is_due
 
 
@@ -115,9 +124,9 @@ def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], 
             stream.deliver(Deliver("r", index, tuple(token_ids), logprobs))
             index += len(token_ids)
             if takes and stream.has_chunk:
-                chunks.append(stream.take_chunk().tokens)
+                chunks.append(take(stream))
         if stream.has_chunk:
-            chunks.append(stream.take_chunk().tokens)
+            chunks.append(take(stream))
         rest = stream.last_chunk()
         chunks += [] if rest is None else [rest]
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
@@ -60,7 +59,7 @@ class Recorded:
 def stream(tenant: str = "", salt: str = "") -> ChoiceStream:
     request = Request("r", (1,), 1, SamplingParams(max_tokens=4), 0, salt, tenant=tenant)
     text, root, names = cast(Any, None), cast(Any, None), cast(Any, None)
-    return ChoiceStream(0, "model", "chat", request, "r", 10.0, text, root, asyncio.Event(), names)
+    return ChoiceStream(0, "model", "chat", request, "r", 10.0, text, root, lambda: None, names)
 
 
 @pytest.mark.parametrize(
