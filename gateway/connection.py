@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -39,32 +39,36 @@ class EventFormat(Protocol[E]):
         """The text if `error` ends the stream early; nothing follows."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises `ClientGone`, and cancels `work`, once the client has closed the connection."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_closed(receive))
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`. Raises `ClientGone`, and cancels `work`, once the client has closed the connection.
+
+    `work` runs in this task. So its result goes on at once, before other streams of the event loop write.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone, num_cancelling = False, task.cancelling()
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone("the client closed the connection")
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() <= num_cancelling:
+            raise ClientGone("the client closed the connection") from None
+        raise
     finally:
-        working.cancel()
         watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _closed(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def first_of(receive: Receive, events: AsyncGenerator[T, None]) -> T:
     """The first event. An error before it can still become the status of the answer."""
-
-    async def first() -> T:
-        return await anext(events)
-
-    return await while_connected(receive, first())
+    return await while_connected(receive, anext(events))
 
 
 class EventStream(Response, Generic[T]):
