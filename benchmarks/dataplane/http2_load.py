@@ -52,15 +52,15 @@ class Connection:
         enlarge = struct.pack(">I", MAX_WINDOW - DEFAULT_WINDOW)
         self.socket.sendall(PREFACE + _frame(SETTINGS, 0, 0, settings) + _frame(WINDOW_UPDATE, 0, 0, enlarge))
 
-    def call(self, path: str, message: bytes) -> int:
-        """Start a call with one request message. Returns the number of its stream."""
+    def call(self, path: str, *messages: bytes) -> int:
+        """Start a call with all of its request messages. Returns the number of its stream."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         fields = (
             (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", self._address),
             ("content-type", "application/grpc"), ("te", "trailers"),
         )  # fmt: skip
         headers = b"".join(_literal(name, value) for name, value in fields)
-        body = b"\0" + struct.pack(">I", len(message)) + message
+        body = b"".join(b"\0" + struct.pack(">I", len(message)) + message for message in messages)
         self.socket.sendall(_frame(HEADERS, END_HEADERS, stream, headers) + _frame(DATA, END_STREAM, stream, body))
         return stream
 

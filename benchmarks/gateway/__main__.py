@@ -56,7 +56,7 @@ def added(report: Report, repeats: int, seconds: float) -> None:
     with router(BRISK_STEP_S) as routing, gateway(routing.address, [measured]):
         number = max(5, int(NUM_FIRST_TOKENS * seconds / MEASURE_S))
         for _ in range(repeats):
-            with_gateway, without = first_tokens_s(PORT, MODEL, routing.address, FEW_STREAMS, number)
+            with_gateway, without = first_tokens_s(PORT, MODEL, routing.address, FEW_STREAMS, number, BRISK_STEP_S)
             first_through.append(with_gateway)
             first_direct.append(without)
     streams = f"{FEW_STREAMS} streams, p50"

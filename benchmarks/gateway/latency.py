@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import selectors
 import socket
 import statistics
@@ -116,11 +117,15 @@ def grpc_ages(router: str, num_streams: int, seconds: float) -> list[float]:
     return ages_of(arrivals.times, counter)
 
 
-def first_tokens_s(port: int, model: str, router: str, num_streams: int, num_requests: int) -> tuple[float, float]:
+def first_tokens_s(
+    port: int, model: str, router: str, num_streams: int, num_requests: int, step_s: float
+) -> tuple[float, float]:
     """Median times from a request of one token to its first message: through the gateway, and direct.
 
-    The requests take turns, beside streams through the gateway, on connections that are open already.
+    The requests take turns, beside streams through the gateway, on connections that are open already. A random pause
+    before each keeps the requests out of step with the worker, which would count whole steps as a difference.
     """
+    draw = random.Random(num_requests)
     arrivals = Arrivals()
     streams = [HttpStream(port, model, load.ENDLESS, arrivals) for _ in range(num_streams)]
     counter = Counter(load.tokens_of_response)
@@ -132,6 +137,7 @@ def first_tokens_s(port: int, model: str, router: str, num_streams: int, num_req
             selector.register(reader.socket, selectors.EVENT_READ, reader)
         for _ in range(num_requests):
             for through in found:
+                receive_all(streams, [direct], draw.uniform(0.0, 2 * step_s))
                 own, before = Arrivals(), counter.num_messages
                 if through:
                     stream = HttpStream(port, model, 1, own)
