@@ -59,11 +59,13 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     try:
         return await work
     except asyncio.CancelledError:
-        if is_gone and task.uncancel() <= num_cancelling:
+        if is_gone and task.cancelling() == num_cancelling + 1:
             raise ClientGone("the client closed the connection") from None
         raise
     finally:
         watching.cancel()
+        if is_gone:
+            task.uncancel()
 
 
 async def first_of(receive: Receive, events: AsyncGenerator[T, None]) -> T:
@@ -103,6 +105,7 @@ class EventStream(Response, Generic[T]):
         form = self._form
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         text = form.push(self._first)
+        del self._first
         if text:
             await send({"type": "http.response.body", "body": text, "more_body": True})
         seconds, num_events = 0.0, 0

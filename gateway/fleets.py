@@ -19,7 +19,8 @@ from grpc import StatusCode
 from starlette.requests import Request
 
 from core.config import ModelConfig, ModelRuleConfig
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, GetModelResponse
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials, GetModelResponse
+from tandem_client.credentials import OPEN
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
 ASK_INTERVAL_S = 1.0
@@ -29,9 +30,9 @@ READY_TIMEOUT_S = 2.0
 Connect = Callable[[str], AsyncClient]
 
 
-def connect_once(address: str) -> AsyncClient:
+def connect_once(address: str, credentials: Credentials = OPEN) -> AsyncClient:
     """A client without retries: an HTTP client retries by itself, and this file asks again anyway."""
-    return AsyncClient(address, retry=NO_RETRY, shares_stream=True)
+    return AsyncClient(address, credentials, NO_RETRY, shares_stream=True)
 
 
 @dataclass(frozen=True, slots=True)

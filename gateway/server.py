@@ -18,11 +18,11 @@ import uvicorn
 
 from core.config import GatewayConfig, ModelConfig, ModelRuleConfig, TelemetryConfig
 from gateway.app import build_app
-from gateway.fleets import Fleets
+from gateway.fleets import Fleets, connect_once
 from gateway.http_protocol import BoundedHttpProtocol
 from gateway.tracing import SERVICE, Tracing
 from runtime.telemetry import Telemetry
-from tandem_client import NO_RETRY, AsyncClient, Credentials
+from tandem_client import Credentials
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # longer than the idle time of common clients and proxies, which then never meet a closed connection
@@ -41,10 +41,7 @@ class GatewaySpec:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def fleets(self) -> Fleets:
-        def connect(address: str) -> AsyncClient:
-            return AsyncClient(address, self.credentials, NO_RETRY, shares_stream=True)
-
-        return Fleets(self.routers, self.models, self.rules, connect)
+        return Fleets(self.routers, self.models, self.rules, lambda address: connect_once(address, self.credentials))
 
 
 class GatewayServer(uvicorn.Server):

@@ -39,14 +39,16 @@ class CallMessages:
     def due(self, make: MakeResponse = inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
         """The messages to write now. `make` gives each empty message. Raises the error of the first choice that fails.
 
-        Every message has the tokens up to the moment at which the iterator reaches it.
+        A message has the tokens up to the moment at which the iterator reaches it.
         """
         ended = False
         for stream in self._open:
             if stream.is_due:
                 if self._min_interval_s and stream.result is None:
                     stream.rest(self._min_interval_s)
-                yield stream.take_chunk(make())
+                end = len(stream.token_ids)
+                while stream.num_taken < end:
+                    yield stream.take_chunk(make())
             ended = ended or stream.result is not None
         if ended:
             for stream in [stream for stream in self._open if stream.result is not None]:
@@ -54,7 +56,7 @@ class CallMessages:
                 yield from self._last_messages(stream, make)
 
     def _last_messages(self, stream: ChoiceStream, make: MakeResponse) -> Iterator[inference_pb2.GenerateResponse]:
-        if stream.has_chunk:
+        while stream.has_chunk:
             yield stream.take_chunk(make())
         if isinstance(stream.result, Fail):
             raise stream.result.error

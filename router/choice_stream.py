@@ -24,6 +24,8 @@ from runtime.trace_context import TraceContext
 from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
 
+MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one message: at most some 100 KB
+
 
 @dataclass(slots=True, eq=False)
 class ChoiceStream:
@@ -88,9 +90,10 @@ class ChoiceStream:
             self.changed()
 
     def take_chunk(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """Fill an empty message with all tokens that are in no chunk yet."""
-        first, self.num_taken = self.num_taken, len(self.token_ids)
-        token_ids = self.token_ids[first:] if first else self.token_ids
+        """Fill an empty message with the tokens that are in no chunk yet, up to its limit."""
+        first = self.num_taken
+        self.num_taken = min(len(self.token_ids), first + self._max_chunk_tokens)
+        token_ids = self.token_ids[first : self.num_taken]
         if self.text.has_stop_strings:
             text, self._text = self._text, ""
         else:
@@ -99,11 +102,16 @@ class ChoiceStream:
         chunk.choice, chunk.index, chunk.text = self.choice, first, text
         chunk.token_ids.extend(token_ids)
         if self._logprobs:
-            chunk.logprobs.extend(map(codec.encode_logprobs, self._logprobs))
-            for token, entry in zip(self._logprobs, chunk.logprobs, strict=True):
+            taken, self._logprobs = self._logprobs[: len(token_ids)], self._logprobs[len(token_ids) :]
+            chunk.logprobs.extend(map(codec.encode_logprobs, taken))
+            for token, entry in zip(taken, chunk.logprobs, strict=True):
                 codec.name_tokens(entry, token.token_id, self.token_name)
-            self._logprobs.clear()
         return response
+
+    @property
+    def _max_chunk_tokens(self) -> int:
+        num_logprobs = self.request.sampling.num_logprobs
+        return MAX_CHUNK_ITEMS if num_logprobs is None else MAX_CHUNK_ITEMS // (2 + num_logprobs)
 
     def last_chunk(self) -> inference_pb2.TokenChunk | None:
         """The message for text that was held back as the possible start of a stop string; None if there is none."""

@@ -24,7 +24,7 @@ from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
-WRITE_GRACE_S = 0.1
+WRITE_GRACE_S = 1.0
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -54,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
 
     async def GenerateMany(self, requests: Any, context: Context) -> None:
-        stream = SharedStream(context, self.serve, self._is_draining)
+        stream = SharedStream(context, self.serve, self._shell.count_refusal, self._is_draining)
         self._shared_streams.add(stream)
         try:
             await stream.serve_all(requests)

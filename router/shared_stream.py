@@ -14,9 +14,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from core.config import MIN_MESSAGE_BYTES
 from core.errors import InvalidRequest, QueueFull, TandemError, WorkerUnavailable
 from protos import inference_pb2
 from router.call_messages import CallMessages
@@ -25,28 +26,32 @@ from runtime.grpc_server import STATUS_OF, cancel_and_wait, trailers_of
 
 MAX_OPEN_CALLS = 4096
 MAX_ENDED_CALLS = 1024  # with an error that waits for the writer. Beyond them, nothing is read from the client
-MAX_ITEMS = 16_384  # tokens and log-probabilities in a message; the last call in it may exceed them
+# A message that exceeds router.max_message_bytes would end every call of the stream. The last event in a message may
+# exceed this size by one chunk (router/choice_stream.py).
+MESSAGE_BYTES = MIN_MESSAGE_BYTES // 4
+MAX_TIMEOUT_MS = 1e10  # a longer one is no limit
 
 logger = logging.getLogger(__name__)
 
+CountRefusal = Callable[[TandemError], None]
 Serve = Callable[[inference_pb2.GenerateRequest, CallWriter], Awaitable[None]]
 
 
 class SharedStream:
-    """`serve` serves one call, and raises `TandemError`."""
+    """`serve` serves one call, and raises `TandemError`. `count_refusal` takes each call that is refused before."""
 
-    def __init__(self, context: Context, serve: Serve, is_draining: bool) -> None:
+    def __init__(self, context: Context, serve: Serve, count_refusal: CountRefusal, is_draining: bool) -> None:
         self._context = context
         self._serve = serve
+        self._count_refusal = count_refusal
         self._calls: dict[int, SharedCall] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._first: dict[SharedCall, None] = {}  # calls with their first messages due, in order
         self._due: dict[SharedCall, None] = {}  # the others with messages due, in order
         self._ended: deque[inference_pb2.CallEvent] = deque()
         self._changed = asyncio.Event()  # there may be something to write, or the stream may end
         self._has_room = asyncio.Event()
         self._is_draining = is_draining
-        self._is_read = False
+        self._client_has_closed = False
         self._fault: TandemError | None = None
 
     async def serve_all(self, requests: Any) -> None:
@@ -60,7 +65,7 @@ class SharedStream:
             if self._fault is not None:
                 raise self._fault
         finally:
-            await cancel_and_wait([reading, *self._tasks])
+            await cancel_and_wait([reading, *(call.task for call in self._calls.values() if call.task is not None)])
 
     def drain(self) -> None:
         """Refuse new calls, and end with the last open one."""
@@ -89,7 +94,7 @@ class SharedStream:
         except TandemError as error:
             self._fault = error
         finally:
-            self._is_read = True
+            self._client_has_closed = True
             self._changed.set()
 
     def _start(self, start: inference_pb2.StartCall) -> None:
@@ -100,12 +105,13 @@ class SharedStream:
         if self._is_draining:
             self._end(start.call, WorkerUnavailable("the router stops"), not_started=True)
         elif len(self._calls) >= MAX_OPEN_CALLS:
-            self._end(start.call, QueueFull(f"this stream has {MAX_OPEN_CALLS} open calls"))
+            refused = QueueFull(f"this stream has {MAX_OPEN_CALLS} open calls")
+            self._count_refusal(refused)
+            self._end(start.call, refused)
         else:
             call = self._calls[start.call] = SharedCall(self, start)
             call.task = asyncio.create_task(self._run(call, start.request))
-            self._tasks.add(call.task)
-            call.task.add_done_callback(self._tasks.discard)
+            call.task.add_done_callback(lambda _: self._forget(call))
 
     def _cancel(self, number: int) -> None:
         call = self._calls.get(number)
@@ -120,16 +126,18 @@ class SharedStream:
         except Exception as error:
             logger.exception("a call of a shared stream failed in the router")
             self._end(call.number, TandemError(f"{type(error).__name__}: {error}"))
-        finally:
-            del self._calls[call.number]
-            self._first.pop(call, None)
-            self._due.pop(call, None)
-            self._changed.set()
+
+    def _forget(self, call: SharedCall) -> None:
+        del self._calls[call.number]
+        self._first.pop(call, None)
+        self._due.pop(call, None)
+        self._changed.set()
 
     def _end(self, number: int, error: TandemError, not_started: bool = False) -> None:
         status_code, _ = STATUS_OF[error.code].value
+        text = str(error).encode("utf-8", "replace").decode()  # lone surrogates are no text for protobuf
         ended = inference_pb2.CallEnded(
-            status_code=status_code, message=str(error), metadata=dict(trailers_of(error)), not_started=not_started
+            status_code=status_code, message=text, metadata=dict(trailers_of(error)), not_started=not_started
         )
         self._ended.append(inference_pb2.CallEvent(call=number, ended=ended))
         self._changed.set()
@@ -142,20 +150,22 @@ class SharedStream:
                 message = self._next_message()
                 if message.events:
                     await self._context.write(message)
-            if self._fault is not None or ((self._is_read or self._is_draining) and not self._calls):
+            if self._fault is not None or ((self._client_has_closed or self._is_draining) and not self._calls):
                 return
             await self._changed.wait()
             self._changed.clear()
 
     def _next_message(self) -> inference_pb2.GenerateManyResponse:
         message = inference_pb2.GenerateManyResponse()
-        num_items = 0
-        while (due := self._first or self._due) and num_items < MAX_ITEMS:
+        room = MESSAGE_BYTES
+        while room > 0 and (due := self._first or self._due):
             call = next(iter(due))
             del due[call]
-            num_items += call.add_due(message.events)
-        while self._ended:
-            message.events.append(self._ended.popleft())
+            room -= call.add_due(message.events, room)
+        while room > 0 and self._ended:
+            event = self._ended.popleft()
+            message.events.append(event)
+            room -= event.ByteSize()
         self._has_room.set()
         return message
 
@@ -169,8 +179,11 @@ class SharedCall:
         self.has_begun = False  # a message of this call is written
         self._stream = stream
         self._metadata = tuple(start.metadata.items())
-        self._deadline = time.monotonic() + start.timeout_ms / 1e3 if start.timeout_ms else None
+        timeout_s = min(start.timeout_ms, MAX_TIMEOUT_MS) / 1e3
+        self._deadline = time.monotonic() + timeout_s if timeout_s else None
         self._messages: CallMessages | None = None
+        self._responses: Iterator[inference_pb2.GenerateResponse] | None = None  # of a message that was full
+        self._events: Any = None  # of the message in the making
         self._written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -187,22 +200,36 @@ class SharedCall:
         self._stream.mark(self)
         await self._written
 
-    def add_due(self, events: Any) -> int:
-        """Add the events of this call that are due. Returns their number of tokens and log-probabilities."""
-        num_items = 0
+    def add_due(self, events: Any, room: int) -> int:
+        """Add the events of this call that are due, until they have `room` bytes. Returns their size.
+
+        The events without room are due again.
+        """
         if self._messages is None or self._written.done():
-            return num_items
+            return 0
+        self._events = events
+        is_continued = self._responses is not None
+        if self._responses is None:
+            self._responses = self._messages.due(self._new_response)
+        num_bytes = 0
         try:
-            for response in self._messages.due(lambda: events.add(call=self.number).response):
+            for response in self._responses:
                 self.has_begun = True
-                chunk = response.tokens
-                num_items += len(chunk.token_ids)
-                if chunk.logprobs:
-                    num_items += len(chunk.logprobs) * (1 + len(chunk.logprobs[0].top))
+                num_bytes += response.ByteSize()
+                if num_bytes >= room:
+                    self._stream.mark(self)
+                    return num_bytes
         except Exception as error:  # noqa: BLE001  `write_all` raises it
             self._written.set_exception(error)
-            return num_items
+            return num_bytes
+        self._responses = None
+        if is_continued:
+            self._stream.mark(self)  # for choices that it had passed before their newest tokens came
         if self._messages.have_ended:
             events.add(call=self.number).ended.SetInParent()  # status OK
             self._written.set_result(None)
-        return num_items
+        return num_bytes
+
+    def _new_response(self) -> inference_pb2.GenerateResponse:
+        response: inference_pb2.GenerateResponse = self._events.add(call=self.number).response
+        return response

@@ -19,7 +19,7 @@ from tandem_client.errors import CallFailed, call_failed
 from tandem_client.prompts import Options, Prompt, build_request
 from tandem_client.results import Completion
 from tandem_client.retries import SYSTEM_CLOCK, Clock, Retrying, RetryPolicy
-from tandem_client.shared_stream import MAX_SHARED_REQUEST_BYTES, SharedStreams
+from tandem_client.shared_stream import SharedStreams, can_share
 from tandem_client.streams import AsyncStream, Stream
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem_client.tracing import with_trace
@@ -102,7 +102,7 @@ class AsyncClient:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Stream the messages of any request, with one attempt. Leaving the loop early cancels it on every worker."""
         headers = self._credentials.headers(with_trace(metadata))
-        if self._shares_stream and request.ByteSize() <= MAX_SHARED_REQUEST_BYTES:
+        if self._shares_stream and can_share(request, headers):
             return self._shared.generate(request, timeout_s, headers)
         return self._generate_alone(request, timeout_s, headers)
 

@@ -40,7 +40,7 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
 
 
 def failure_of(code: grpc.StatusCode, message: str, trailers: Mapping[str, str]) -> CallFailed:
-    """The refusal or failure that a router tells."""
+    """The refusal or failure that a router reports."""
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
         code,
@@ -54,6 +54,13 @@ def failure_of(code: grpc.StatusCode, message: str, trailers: Mapping[str, str])
 def deadline_exceeded(address: str, timeout_s: float) -> CallFailed:
     code = grpc.StatusCode.DEADLINE_EXCEEDED
     message, retryable = _without_answer(code, "", address, timeout_s, False)
+    return CallFailed(code, message, retryable=retryable)
+
+
+def went_away(address: str) -> CallFailed:
+    """A router died, or ended the stream of a call that it had begun to answer."""
+    code = grpc.StatusCode.UNAVAILABLE
+    message, retryable = _without_answer(code, "", address, 0.0, streaming=True)
     return CallFailed(code, message, retryable=retryable)
 
 

@@ -40,7 +40,7 @@ from worker.service import WorkerParts
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_REQUEST_ID_CHARS = 256
-WRITE_GRACE_S = 0.1  # lets the machine end the sequences at the deadline first
+WRITE_GRACE_S = 1.0  # lets the machine end the sequences at the deadline first
 _UNSUPPORTED = ("mm_inputs", "media_refs", "kv_transfer_params")
 
 

@@ -76,7 +76,8 @@ class InferenceServicer:
     def GenerateMany(self, request_iterator, context):
         """Many Generate calls over one stream, at a fraction of the CPU: for gateways and load generators. Each call has its own
         key, deadline, errors and cancellation. A client that closes its side gets the rest of the open calls. A router that
-        stops ends the stream with OK after the last open call; the client opens another one for calls without any event.
+        stops ends the stream with OK after the last open call. The client may start the calls that had no event in a new
+        stream. Large requests belong into calls of Generate: a message over the limit of the router ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

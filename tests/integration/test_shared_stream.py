@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from core.config import ApiKeyConfig
+from core.config import MIN_MESSAGE_BYTES, ApiKeyConfig
 from protos import inference_pb2
 from runtime.api_keys import hash_of
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Finished, GenerateRequest
@@ -20,6 +20,7 @@ from tests.support.steps import slow_down
 from tests.support.waiting import until
 
 TIMEOUT_S = 60.0
+SOON_S = 10.0  # 5,000 tokens of a slow worker take 100 s
 REQUESTS: dict[str, Any] = {
     "text": make_request(text="one prompt that takes several blocks, for both pools", max_tokens=20),
     "choices": make_request(text="two choices", max_tokens=9, n=2, temperature=1.0, seed=5),
@@ -80,18 +81,32 @@ async def test_calls_that_are_left_or_lose_their_client_free_everything() -> Non
     async with deploy(tiny_config()) as deployment:
         slow_down(deployment.decode[0], 0.02)
         async with shared(deployment) as client:
-            requests: list[Any] = [make_request(text=f"endless {number}", max_tokens=400) for number in range(4)]
+            requests: list[Any] = [make_request(text=f"endless {number}", max_tokens=5000) for number in range(4)]
             endless = [client.generate(request, TIMEOUT_S) for request in requests]
             for responses in endless:
                 await anext(responses)
             await endless[0].aclose()
             shell = deployment.router._shell
             assert shell is not None
-            await until(lambda: shell.num_open == 3, "one call has ended", TIMEOUT_S)
+            await until(lambda: shell.num_open == 3, "one call has ended", SOON_S)
             await anext(endless[1])  # the others go on
         for responses in endless[1:]:
             with contextlib.suppress(CallFailed):
                 await responses.aclose()
+        await deployment.settle()
+
+
+async def test_the_longest_messages_of_one_call_break_no_other_call() -> None:
+    """At the smallest limit of a message. 16 choices with log-probabilities, joined for a minute, are megabytes."""
+    config = tiny_config(max_message_bytes=MIN_MESSAGE_BYTES)
+    heavy: Any = make_request(text="heavy", max_tokens=300, n=16, logprobs=20)
+    heavy.min_interval_ms = 60_000
+    async with deploy(config) as deployment, shared(deployment) as client:
+        answer, light = await asyncio.gather(outcome(client, heavy), outcome(client, REQUESTS["text"]))
+        assert isinstance(light, dict)
+        assert isinstance(answer, dict), answer
+        assert [len(ids) for ids, *_ in answer.values()] == [300] * 16
+        assert [len(logprobs) for _, _, logprobs, _ in answer.values()] == [300] * 16
         await deployment.settle()
 
 
@@ -136,11 +151,11 @@ async def test_a_router_that_drains_ends_the_stream_and_its_calls_get_their_answ
             await until(lambda: shell.num_open == 1, "the call is open", TIMEOUT_S)
             async with asyncio.timeout(TIMEOUT_S / 2):
                 await deployment.router.drain(TIMEOUT_S)
-            assert answer.done(), "the drain waits for the call"
-            assert await answer == expected
+            async with asyncio.timeout(TIMEOUT_S):
+                assert await answer == expected, "the drain waits for the call"
             late = await outcome(client, REQUESTS["text"])
             assert isinstance(late, tuple)
-            assert (late[0], late[3]) == (grpc.StatusCode.UNAVAILABLE, True)
+            assert (late[0], late[3]) == (grpc.StatusCode.UNAVAILABLE, True), late
         await deployment.router.stop()
         await other.settle()
 

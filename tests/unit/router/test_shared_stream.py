@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from core.errors import InvalidRequest, QueueFull
+from core.errors import InvalidRequest, QueueFull, TandemError
 from protos import inference_pb2
 from router import shared_stream
 from router.call_messages import CallMessages
@@ -60,7 +60,8 @@ class Client:
         self.num_writes = 0
         self.calls: dict[str, tuple[CallWriter, Messages]] = {}  # by the text of the request
         self.cancelled: list[str] = []
-        self.stream = SharedStream(cast(Any, self), self.serve, is_draining=False)
+        self.refusals: list[TandemError] = []
+        self.stream = SharedStream(cast(Any, self), self.serve, self.refusals.append, is_draining=False)
 
     async def write(self, message: inference_pb2.GenerateManyResponse) -> None:
         self.num_writes += 1
@@ -261,6 +262,7 @@ async def test_calls_beyond_the_limit_are_refused_with_a_hint(monkeypatch: pytes
         (message,) = client.messages
         assert (message.events[0].call, message.events[0].ended.status_code) == (3, 8)
         assert not message.events[0].ended.not_started
+        assert len(client.refusals) == 1
 
 
 async def test_nothing_is_read_from_a_client_that_does_not_read_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,12 +280,61 @@ async def test_nothing_is_read_from_a_client_that_does_not_read_its_errors(monke
 
 
 async def test_a_message_stops_growing_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_stream, "MAX_ITEMS", 1)
+    monkeypatch.setattr(shared_stream, "MESSAGE_BYTES", 1_500)
     async with serving() as (client, _):
         client.requests.put_nowait(start(1, "a"))
         client.requests.put_nowait(start(2, "b"))
         await client.until_served("a", "b")
-        client.deliver("a", "a0", "a1")
-        client.deliver("b", "b0")
-        await client.until_events(3)
-        assert [[event.call for event in message.events] for message in client.messages] == [[1, 1], [2]]
+        client.reads.clear()
+        client.deliver("a", "first")
+        await until(lambda: client.num_writes == 1, "the first write waits", TIMEOUT_S)
+        client.deliver("a", *("x" * 500 for _ in range(8)), ends=True)
+        client.deliver("b", "b0", ends=True)
+        client.reads.set()
+        await client.until_events(12)
+        assert [text for call, text in client.events() if call == 1] == ["first", *("x" * 500 for _ in range(8)), "= 0"]
+        assert [text for call, text in client.events() if call == 2] == ["b0", "= 0"]
+        assert max(message.ByteSize() for message in client.messages) < 2_200
+        assert client.events().index((2, "b0")) < 6, "a long call holds up the others"
+
+
+async def test_ended_calls_with_long_errors_share_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_stream, "MESSAGE_BYTES", 200)
+    async with serving() as (client, _):
+        client.reads.clear()
+        for number in range(1, 31):
+            client.requests.put_nowait(start(number, "refused"))
+        await until(lambda: client.requests.empty() and len(client.stream._ended) > 20, "they wait", TIMEOUT_S)
+        client.reads.set()
+        await client.until_events(30)
+        assert max(message.ByteSize() for message in client.messages) < 400
+
+
+async def test_a_call_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
+    client = Client()
+
+    async def at_once() -> AsyncIterator[inference_pb2.GenerateManyRequest]:
+        yield start(1, "a")
+        yield cancel(1)
+
+    async with asyncio.timeout(TIMEOUT_S):
+        await client.stream.serve_all(at_once())
+    assert client.events() == []
+
+
+async def test_an_error_text_that_is_no_text_still_ends_its_call() -> None:
+    async with serving() as (client, _):
+        client.requests.put_nowait(start(1, "a"))
+        await client.until_served("a")
+        client.deliver("a", error=InvalidRequest("text", "\udc80"))
+        await client.until_events(1)
+        assert client.events() == [(1, "= 3")]
+
+
+async def test_an_endless_timeout_is_none() -> None:
+    async with serving() as (client, _):
+        client.requests.put_nowait(start(1, "a", timeout_ms=float("inf")))
+        await client.until_served("a")
+        remaining = client.calls["a"][0].time_remaining()
+        assert remaining is not None
+        assert 1e6 < remaining < 1e8
