@@ -75,7 +75,9 @@ def _timeout_s(header: str | None, default_s: float) -> float:
         return default_s
     timeout_ms = float(header) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", header) else math.nan
     if not timeout_ms > 0:
-        raise refused(TIMEOUT_HEADER, f"must be a number of milliseconds above 0, is {header[:40]!r}")
+        raise refused(
+            TIMEOUT_HEADER, f"must be a number of milliseconds above 0, of at most 12 digits, is {header[:40]!r}"
+        )
     return timeout_ms / 1e3
 
 

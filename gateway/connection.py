@@ -7,6 +7,7 @@ message to the server for each message of the router, without a framework betwee
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, Protocol, TypeVar
@@ -14,11 +15,12 @@ from typing import Generic, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import ClientGone
+from gateway.errors import ClientGone, server_stops
 
 T = TypeVar("T")
 E = TypeVar("E", contravariant=True)
 
+LAST_EVENT_TIMEOUT_S = 0.5  # of a server that stops
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -98,8 +100,16 @@ class EventStream(Response, Generic[T]):
             await while_connected(receive, self._write(send))
         except (ClientGone, OSError):  # servers raise OSError where the connection is gone
             return
+        except asyncio.CancelledError:  # by the server, after its drain
+            await self._cut_off(send)
         finally:
             await self._events.aclose()
+
+    async def _cut_off(self, send: Send) -> None:
+        text = self._form.fail(server_stops())
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": text, "more_body": False})
 
     async def _write(self, send: Send) -> None:
         form = self._form

@@ -84,8 +84,15 @@ class ApiError(Exception):
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
+SERVER_STOPS = "the server stops; send the request again"
+
+
 class ClientGone(Exception):
     """The client closed its connection before it had the whole answer."""
+
+
+def server_stops() -> CallFailed:
+    return CallFailed(StatusCode.UNAVAILABLE, SERVER_STOPS, retryable=True)
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:

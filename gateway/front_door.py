@@ -15,6 +15,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.config import GatewayConfig
+from gateway.errors import SERVER_STOPS
 from gateway.metrics import GatewayMetrics
 
 MAX_OPEN_REQUESTS = 4096  # of one process; the routers refuse excess load much earlier
@@ -63,6 +64,10 @@ class FrontDoor:
             await _refuse(visit, 408, "timeout", f"body: not complete after {BODY_TIMEOUT_S:g} s")
         except ClientGone:
             visit.client_left = True
+        except asyncio.CancelledError:  # by the server, after its drain; a stream has told its client already
+            if visit.status:
+                raise
+            await _refuse(visit, 503, "unavailable", SERVER_STOPS, lingers=False)
         finally:
             self._num_open -= 1
             visit.end(scope)
@@ -136,7 +141,7 @@ def _too_large(limit: int) -> BodyRefused:
     return BodyRefused(413, "request_too_large", f"body: larger than {limit} bytes (gateway.max_body_bytes)")
 
 
-async def _refuse(visit: Visit, status: int, code: str, message: str) -> None:
+async def _refuse(visit: Visit, status: int, code: str, message: str, lingers: bool = True) -> None:
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
@@ -147,5 +152,6 @@ async def _refuse(visit: Visit, status: int, code: str, message: str) -> None:
         headers.append((b"retry-after", b"1"))
     await visit.send({"type": "http.response.start", "status": status, "headers": headers})
     await visit.send({"type": "http.response.body", "body": body, "more_body": True})
-    await visit.drop_rest_of_body()
+    if lingers:
+        await visit.drop_rest_of_body()
     await visit.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -17,6 +17,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
+        self._num_heads = 0  # that are complete
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -27,14 +28,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._head_timer is None:
             self._start_timer()
+        was_in_head, num_heads = self._in_head, self._num_heads
         super().data_received(data)
-        if self._in_head:
+        if was_in_head and self._num_heads == num_heads:  # else the end of a head or of a body is in `data`
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self._refuse_head()
 
     def on_headers_complete(self) -> None:
         self._in_head, self._head_bytes = False, 0
+        self._num_heads += 1
         self._stop_timer()
         super().on_headers_complete()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
 import ssl
 from collections.abc import AsyncIterator
@@ -17,6 +19,7 @@ import pytest
 
 from core.config import GatewayConfig, ModelConfig
 from gateway import front_door
+from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.http_protocol import MAX_HEAD_BYTES
 from gateway.processes import gateway
@@ -129,6 +132,26 @@ async def test_a_head_over_the_limit_is_refused(deployment: Deployment) -> None:
         assert b"headers_too_large" in answer
 
 
+@pytest.mark.parametrize("num_bytes", [MAX_HEAD_BYTES + 6_000, 200_000, 1_000_000])
+async def test_a_long_body_is_not_taken_for_a_head(deployment: Deployment, num_bytes: int) -> None:
+    """In one write, in two with the last bytes alone, and twice on one connection."""
+    body = json.dumps({"prompt": "x" * num_bytes}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    async with client_of(Fleets(deployment.router_address)) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        for cut in (0, len(head), len(head) + len(body) // 2, len(head) + len(body) - 1):
+            writer.write((head + body)[:cut])
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write((head + body)[cut:])
+            async with asyncio.timeout(20):
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(re.search(r"content-length: (\d+)", answer).group(1))  # type: ignore[union-attr]
+                await reader.readexactly(length)
+            assert answer.startswith("HTTP/1.1 200"), answer
+        writer.close()
+
+
 async def test_only_pages_of_the_configured_origins_may_call(deployment: Deployment) -> None:
     origin = "https://chat.example"
     async with client_of(Fleets(deployment.router_address), GatewayConfig(cors_origins=(origin,))) as client:
@@ -186,6 +209,34 @@ async def test_a_stop_lets_open_streams_end_and_takes_no_new_connection(deployme
         await stopping
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_the_drain_cuts_off_ends_with_an_error(
+    caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    async with deploy(tiny_config()) as deployment:
+        slow_down(deployment.decode[0], 0.05)
+        gate = contextlib.AsyncExitStack()
+        url = await gate.enter_async_context(serving_gateway(Fleets(deployment.router_address), drain_timeout_s=1))
+        ask = ASK | {"stream": stream, "max_tokens": 2000, "ignore_eos": True}
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            answering = asyncio.create_task(client.post("/v1/completions", json=ask))
+            shell = deployment.router._shell
+            assert shell is not None
+            await until(lambda: shell.num_open == 1, "the request runs", 20)
+            await asyncio.sleep(0.5)  # the first token of the stream
+            await gate.aclose()
+            answer = await answering
+        if stream:
+            assert answer.status_code == 200
+            error = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+        else:
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+        assert (error["message"], error["code"]) == (SERVER_STOPS, "unavailable")
+        assert "Traceback" not in caplog.text
+        await deployment.settle()
 
 
 # ---- processes
