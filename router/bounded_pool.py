@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from core.errors import DeadlineExceeded, QueueFull
 
@@ -56,7 +56,7 @@ class BoundedPool:
             async with asyncio.timeout(timeout_s):
                 await free_threads.acquire()
                 result = asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args, **kwargs))
-                result.add_done_callback(lambda _: free_threads.release())
+                result.add_done_callback(partial(_end, free_threads))
                 # Without the shield, a call that ends early would free a thread that still works.
                 return await asyncio.shield(result)
         except TimeoutError:
@@ -66,3 +66,9 @@ class BoundedPool:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _end(free_threads: asyncio.Semaphore, result: asyncio.Future[Any]) -> None:
+    free_threads.release()
+    if not result.cancelled():
+        result.exception()  # else asyncio logs the exception of a call that nobody waits for

@@ -37,6 +37,30 @@ async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool:
         await pool.run(5.0, LONG, _refuse)
 
 
+async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
+    pool: BoundedPool, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        started.set()
+        gate.wait()
+        ended.set()
+        raise InvalidRequest("text", "no")
+
+    call = asyncio.create_task(pool.run(5.0, LONG, fail))
+    await asyncio.to_thread(started.wait, 5.0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    del call  # its traceback has the future
+    gate.set()
+    await asyncio.to_thread(ended.wait, 5.0)
+    for _ in range(10):  # the exception reaches the loop after `ended`
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert caplog.text == ""
+
+
 async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(
     pool: BoundedPool, gate: threading.Event
 ) -> None:
