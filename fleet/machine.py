@@ -158,11 +158,15 @@ class FleetMachine:
             case ServiceStarted() if slot.state is _State.STARTING:
                 slot.state, slot.since, slot.deadline = _State.SERVING, now, None
                 slot.service_id, slot.address = event.service_id, event.address
+                if self._was_ready and not self._ending:
+                    self._actions.append(Notice(f"{slot.member.name} serves"))
             case StartFailed() if slot.state is _State.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
             case ServiceDied() if slot.state in (_State.STARTING, _State.SERVING):
                 self._fail(slot, "died", event.reason, now)
             case Drained() | ServiceDied() if slot.state is _State.DRAINING:
+                if not self._ending:
+                    self._actions.append(Notice(f"{slot.member.name} has drained"))
                 self._forget(slot)
 
     def _expire(self, now: float) -> None:

@@ -198,6 +198,7 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     assert sorted(fleet.names(DrainService)) == ["prefill-1", "prefill-2"]
     assert fleet.published() is None, "a draining worker was removed from the router's list"
     fleet.send(Drained(fleet.members["prefill-1"]))
+    assert Notice("prefill-1 has drained") in fleet.of(Notice)
     assert fleet.published() == ["prefill-0", "decode-0", "prefill-2"]
 
 
@@ -276,6 +277,16 @@ def test_one_death_before_the_fleet_has_served_does_not_fail_it() -> None:
     fleet.died("decode-0")
     assert fleet.of(Notice) == [Notice("decode-0 died: killed; starting it again in 1 s")]
     assert not fleet.of(FleetFailed)
+
+
+def test_a_fleet_that_has_served_reports_each_start_and_each_drain() -> None:
+    fleet = Fleet()
+    fleet.all_started()
+    assert fleet.of(Notice) == []
+    fleet.died("decode-0")
+    fleet.send(Tick(), after_s=1.0)
+    fleet.started("decode-0")
+    assert Notice("decode-0 serves") in fleet.of(Notice)
 
 
 def test_a_fleet_that_has_served_restarts_a_service_after_any_failure() -> None:
