@@ -23,7 +23,7 @@ from benchmarks.dataplane.dynamo import ANSWER_TOKENS, EventClient, receive
 from benchmarks.dataplane.load import Measured
 from benchmarks.dataplane.processes import MeasuredProcess, cores, running
 from benchmarks.dataplane.program import CONFIG, Role
-from benchmarks.gateway.latency import first_tokens_s, grpc_ages, http_ages
+from benchmarks.gateway.latency import first_tokens_s, grpc_ages, http_ages, shared_ages
 from benchmarks.gateway.process import PORT, cpu_s, gateway
 from benchmarks.report import Line, Report
 
@@ -48,11 +48,12 @@ def router(step_s: float) -> Iterator[MeasuredProcess]:
 def added(report: Report, repeats: int, seconds: float) -> None:
     """The added time per token and to the first token."""
     measured, _ = cores()
-    through, direct, first_through, first_direct = [], [], [], []
+    through, direct, shared, first_through, first_direct = [], [], [], [], []
     with router(CALM_STEP_S) as routing, gateway(routing.address, [measured]):
         for _ in range(repeats):
             through.append(statistics.median(http_ages(PORT, MODEL, routing.address, FEW_STREAMS, seconds)))
             direct.append(statistics.median(grpc_ages(routing.address, FEW_STREAMS, seconds)))
+            shared.append(statistics.median(shared_ages(routing.address, FEW_STREAMS, seconds)))
     with router(BRISK_STEP_S) as routing, gateway(routing.address, [measured]):
         number = max(5, int(NUM_FIRST_TOKENS * seconds / MEASURE_S))
         for _ in range(repeats):
@@ -67,6 +68,8 @@ def added(report: Report, repeats: int, seconds: float) -> None:
         value, other = 1e3 * statistics.median(with_it), 1e3 * statistics.median(without_it)
         report.add(Line(f"{what} through the gateway, {streams}", value, "ms", "direct gRPC", other))
         report.add(Line(f"{what}: added by the gateway, {streams}", value - other, "ms", most=most))
+    value = 1e3 * (statistics.median(through) - statistics.median(shared))
+    report.add(Line(f"a token: added by the gateway to a direct shared stream, {streams}", value, "ms"))
 
 
 def through_gateway(num_processes: int, seconds: float, share: float = 0.0) -> Measured:

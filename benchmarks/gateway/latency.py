@@ -117,6 +117,18 @@ def grpc_ages(router: str, num_streams: int, seconds: float) -> list[float]:
     return ages_of(arrivals.times, counter)
 
 
+def shared_ages(router: str, num_streams: int, seconds: float) -> list[float]:
+    """As `grpc_ages`, with all calls in one stream of GenerateMany."""
+    probe, counter = start_probe(router)
+    events = Counter(load.tokens_of_events)
+    connections = load.start_shared_stream(router, num_streams, load.ENDLESS, events)
+    receive_for([*connections, *probe], seconds / 2)
+    events.keep = True
+    receive_for([*connections, *probe], seconds)
+    load.close([*connections, *probe])
+    return ages_of([at for at, ids in events.tokens() for _ in ids], counter)
+
+
 def first_tokens_s(
     port: int, model: str, router: str, num_streams: int, num_requests: int, step_s: float
 ) -> tuple[float, float]:
