@@ -211,30 +211,29 @@ async def test_a_stop_lets_open_streams_end_and_takes_no_new_connection(deployme
             await client.get("/health")
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_answer_that_the_drain_cuts_off_ends_with_an_error(
-    caplog: pytest.LogCaptureFixture, stream: bool
-) -> None:
+async def test_answers_that_the_drain_cuts_off_end_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     async with deploy(tiny_config()) as deployment:
         slow_down(deployment.decode[0], 0.05)
         gate = contextlib.AsyncExitStack()
         url = await gate.enter_async_context(serving_gateway(Fleets(deployment.router_address), drain_timeout_s=1))
-        ask = ASK | {"stream": stream, "max_tokens": 2000, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-            answering = asyncio.create_task(client.post("/v1/completions", json=ask))
+        ask = ASK | {"max_tokens": 2000}
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as client,
+            client.stream("POST", "/v1/completions", json=ask | {"stream": True}) as answer,
+        ):
+            lines = answer.aiter_lines()
+            assert (await anext(lines)).startswith("data: {")
+            whole = asyncio.create_task(client.post("/v1/completions", json=ask))
             shell = deployment.router._shell
             assert shell is not None
-            await until(lambda: shell.num_open == 1, "the request runs", 20)
-            await asyncio.sleep(0.5)  # the first token of the stream
-            await gate.aclose()
-            answer = await answering
-        if stream:
-            assert answer.status_code == 200
-            error = json.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
-        else:
-            assert answer.status_code == 503
-            error = answer.json()["error"]
-        assert (error["message"], error["code"]) == (SERVER_STOPS, "unavailable")
+            await until(lambda: shell.num_open == 2, "both requests run", 20)
+            stopping = asyncio.create_task(gate.aclose())
+            *_, last = [line async for line in lines if line]
+            refused = await whole
+            await stopping
+        assert refused.status_code == 503
+        for error in (json.loads(last.removeprefix("data: "))["error"], refused.json()["error"]):
+            assert (error["message"], error["code"]) == (SERVER_STOPS, "unavailable")
         assert "Traceback" not in caplog.text
         await deployment.settle()
 
