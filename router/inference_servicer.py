@@ -19,12 +19,11 @@ from router.callers import Callers
 from router.choice_stream import ChoiceStream
 from router.shared_stream import SharedStream
 from router.shell import RouterShell
-from runtime.grpc_server import abort, remaining_s
+from runtime.grpc_server import WRITE_GRACE_S, abort, remaining_s
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
-WRITE_GRACE_S = 1.0
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):

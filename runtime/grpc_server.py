@@ -62,6 +62,7 @@ KEEPALIVE_TIMEOUT_S = 5.0  # ... and breaks if no answer comes within this time
 # random. With a high limit the router itself refuses calls, with RESOURCE_EXHAUSTED and a retry hint.
 MAX_PENDING_CALLS = 20_000
 ABORT_TIMEOUT_S = 2.0
+WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
 # Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
 MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024
 

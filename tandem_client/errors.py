@@ -35,8 +35,7 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
     if RETRYABLE_KEY in trailers:
         return failure_of(code, details, trailers)
-    message, retryable = _without_answer(code, details, address, timeout_s, streaming)
-    return CallFailed(code, message, retryable=retryable)
+    return _without_answer(code, details, address, timeout_s, streaming)
 
 
 def failure_of(code: grpc.StatusCode, message: str, trailers: Mapping[str, str]) -> CallFailed:
@@ -52,22 +51,24 @@ def failure_of(code: grpc.StatusCode, message: str, trailers: Mapping[str, str])
 
 
 def deadline_exceeded(address: str, timeout_s: float) -> CallFailed:
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    message, retryable = _without_answer(code, "", address, timeout_s, False)
-    return CallFailed(code, message, retryable=retryable)
+    return _without_answer(grpc.StatusCode.DEADLINE_EXCEEDED, "", address, timeout_s, streaming=False)
 
 
 def went_away(address: str) -> CallFailed:
     """A router died, or ended the stream of a call that it had begun to answer."""
-    code = grpc.StatusCode.UNAVAILABLE
-    message, retryable = _without_answer(code, "", address, 0.0, streaming=True)
+    return _without_answer(grpc.StatusCode.UNAVAILABLE, "", address, timeout_s=0.0, streaming=True)
+
+
+def _without_answer(code: grpc.StatusCode, details: str, address: str, timeout_s: float, streaming: bool) -> CallFailed:
+    """For a status that gRPC made, not a router."""
+    message, retryable = _explained(code, details, address, timeout_s, streaming)
     return CallFailed(code, message, retryable=retryable)
 
 
-def _without_answer(
+def _explained(
     code: grpc.StatusCode, details: str, address: str, timeout_s: float, streaming: bool
 ) -> tuple[str, bool]:
-    """(message, retryable) for a status that gRPC made, not a router."""
+    """(message, retryable)."""
     match code:
         case grpc.StatusCode.UNAVAILABLE if streaming:
             return f"the router at {address} went away in the middle of the answer; send the request again", True

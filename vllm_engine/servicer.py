@@ -27,7 +27,7 @@ from core.errors import DeadlineExceeded, InvalidRequest, TandemError, TransferF
 from core.handoff import TransferId
 from core.request import Request
 from runtime.driver import Driver
-from runtime.grpc_server import abort, remaining_s
+from runtime.grpc_server import WRITE_GRACE_S, abort, remaining_s
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 from vllm_engine import hand_off, info
@@ -40,7 +40,6 @@ from worker.service import WorkerParts
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_REQUEST_ID_CHARS = 256
-WRITE_GRACE_S = 1.0  # lets the machine end the sequences at the deadline first
 _UNSUPPORTED = ("mm_inputs", "media_refs", "kv_transfer_params")
 
 
