@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from grpc.aio import Metadata
 
 from core.config import MIN_MESSAGE_BYTES
 from protos import inference_pb2, inference_pb2_grpc
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, GenerateRequest
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, GenerateRequest, GenerateResponse
 from tandem_client.shared_stream import MAX_SHARED_REQUEST_BYTES, SharedStreams, can_share
 from tests.support.waiting import until
 
@@ -93,6 +93,16 @@ async def read(client: AsyncClient, text: str, timeout_s: float = TIMEOUT_S) -> 
     return [r.tokens.text async for r in client.generate(GenerateRequest(text=text), timeout_s)]
 
 
+async def begin(router: Router, client: AsyncClient) -> AsyncGenerator[GenerateResponse, None]:
+    """The first call of a client, after its first token."""
+    responses = client.generate(GenerateRequest(text="a"), TIMEOUT_S)
+    first = asyncio.create_task(anext(responses))
+    await router.until_started(1)
+    await router.write(token(1, "0"))
+    assert (await first).tokens.text == "0"
+    return responses
+
+
 async def test_calls_share_one_stream_and_each_gets_its_own_messages() -> None:
     async with serving() as (router, client):
         calls = [asyncio.create_task(read(client, text)) for text in ("a", "b")]
@@ -110,11 +120,7 @@ async def test_calls_share_one_stream_and_each_gets_its_own_messages() -> None:
 
 async def test_tokens_wait_for_a_slow_reader_in_one_message_for_each_choice() -> None:
     async with serving() as (router, client):
-        responses = client.generate(GenerateRequest(text="a"), TIMEOUT_S)
-        first = asyncio.create_task(anext(responses))
-        await router.until_started(1)
-        await router.write(token(1, "0"))
-        assert (await first).tokens.text == "0"
+        responses = await begin(router, client)
         for number in range(1, 6):
             await router.write(token(1, str(number)), token(1, str(number), choice=1))
         await router.write(finished(1, 0), token(1, "6", choice=1), finished(1, 1), end(1))
@@ -141,11 +147,7 @@ async def until_read(router: Router, client: AsyncClient) -> None:
 
 async def test_a_call_that_is_left_early_is_cancelled() -> None:
     async with serving() as (router, client):
-        responses = client.generate(GenerateRequest(text="a"), TIMEOUT_S)
-        first = asyncio.create_task(anext(responses))
-        await router.until_started(1)
-        await router.write(token(1, "0"))
-        await first
+        responses = await begin(router, client)
         await responses.aclose()
         await until(lambda: router.cancels == [1], "the router receives the cancel", TIMEOUT_S)
 
@@ -181,11 +183,7 @@ async def test_a_stream_that_breaks_ends_its_calls_and_the_next_call_opens_anoth
 
 async def test_a_call_of_a_stopping_router_is_still_cancelled() -> None:
     async with serving() as (router, client):
-        responses = client.generate(GenerateRequest(text="open"), TIMEOUT_S)
-        first = asyncio.create_task(anext(responses))
-        await router.until_started(1)
-        await router.write(token(1, "0"))
-        await first
+        responses = await begin(router, client)
         refused = asyncio.create_task(read(client, "refused"))
         await router.until_started(2)
         await router.write(end(2, not_started=True, status_code=14))
