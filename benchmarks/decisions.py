@@ -30,22 +30,22 @@ import grpc.aio
 import uvloop
 
 from core.block_hash import sequence_hashes
-from core.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
 from core.config import RouterConfig, WorkerConfig
 from core.handoff import LIVE_STATES, AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import Lane, PathState, PathStatus
 from core.request import Request, SamplingParams
+from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
+from core.scheduling.worker_load import RouterCalls, WorkerChanges, WorkerLoad
 from core.service import Endpoint
-from core.worker_load import RouterCalls, WorkerChanges, WorkerLoad
 from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
-from router import events
-from router.machine import RouterMachine
-from router.worker_link import WorkerLink
+from router.links.worker_link import WorkerLink
+from router.requests import events
+from router.requests.machine import RouterMachine
 from runtime.driver import Driver
-from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer
-from runtime.security import OPEN, WORKER_RULES
+from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer
+from runtime.rpc.security import OPEN, WORKER_RULES
 from worker.changes import ChangeTracker
 from worker.reports import ReportFeed
 

@@ -17,19 +17,19 @@ from typing import Any, cast
 
 from benchmarks.report import Line, Report
 from core.config import EngineConfig, RouterConfig, TelemetryConfig
+from core.cost.model_work import ModelSizes, Peak
+from core.cost.step_cost import work_of
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
-from core.model_work import ModelSizes, Peak
 from core.request import Request, SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView, StepPlan
-from core.step_cost import work_of
 from engine.factory import build_runner
 from engine.runner import Runner, run_step
-from router.choice_stream import ChoiceStream
-from router.events import DecodeResult, Finish, Outcome, PrefillResult, Promise
-from router.policy import Candidate
-from router.request_metrics import RequestMetrics
-from runtime.metrics import Metric
-from runtime.metrics_page import Metrics
+from router.operations.request_metrics import RequestMetrics
+from router.requests.events import DecodeResult, Finish, Outcome, PrefillResult, Promise
+from router.routing.policy import Candidate
+from router.serving.choice_stream import ChoiceStream
+from runtime.prometheus.metrics import Metric
+from runtime.prometheus.metrics_page import Metrics
 from worker.block_meter import BlockMeter
 from worker.step_stats import StepStats
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 
-from core.block_pool import BlockPool
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput
 
 BLOCK_SIZE = 16

@@ -25,8 +25,8 @@ from core.config import RouterConfig
 from fleet.service_host import SWITCH_INTERVAL_S
 from model_files.catalogue import fetch
 from protos.inference_pb2 import GenerateRequest, TokenIds
-from router.bounded_pool import BoundedPool
-from router.validation import prepare
+from router.serving.bounded_pool import BoundedPool
+from router.serving.validation import prepare
 from text.tokenizer import ModelTokenizer, load_tokenizer
 
 MODEL = "smollm2-135m"

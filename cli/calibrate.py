@@ -12,8 +12,8 @@ from rich.table import Table
 
 from cli.calibration_load import BATCH_OUTPUT_TOKENS, CalibrationLoad, LoadPlan
 from core.config import RouterConfig, SchedulerConfig
+from core.cost.step_cost import StepCost, StepWork
 from core.errors import ConfigError
-from core.step_cost import StepCost, StepWork
 from simulator.calibration import (
     MEAN_DELAY,
     NUM_MESSAGES,

@@ -78,7 +78,7 @@ def warn_without_collector(config: TelemetryConfig, console: Console) -> None:
 def check_credentials(config: SecurityConfig) -> None:
     """Raises `ConfigError` if this machine cannot use a file of [security]."""
     if config.tls_cert or config.cluster_token_file:
-        from runtime.security import load_credentials
+        from runtime.rpc.security import load_credentials
 
         load_credentials(config)
 
@@ -103,7 +103,7 @@ def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
                 f"cannot serve metrics on port {port} ({error.strerror}); choose another with --metrics-port"
             ) from error
     if config.trace_file:
-        from runtime.trace_file import JsonLinesExporter
+        from runtime.tracing.trace_file import JsonLinesExporter
 
         JsonLinesExporter(Path(config.trace_file))
 

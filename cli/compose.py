@@ -13,22 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.block_pool import BlockPool
 from core.config import EngineConfig, RouterConfig, TandemConfig, TransferConfig, WorkerConfig
+from core.cost.model_work import Peak
+from core.cost.step_cost_fit import StepCostFit
 from core.errors import ConfigError, TransportError
 from core.lifecycle import ServiceRole
-from core.model_work import Peak
-from core.scheduler import Scheduler
-from core.step_cost_fit import StepCostFit
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
 from fleet.service_host import Placement
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.device_checks import check_environment, has_gpudirect, paths_of
-from kv_transfer.events import AgentEvent, AgentFailed
-from kv_transfer.machine import TransferMachine
+from kv_transfer.device.device_checks import check_environment, has_gpudirect, paths_of
 from kv_transfer.path_probe import keep_for_probes
+from kv_transfer.protocol.events import AgentEvent, AgentFailed
+from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
-from runtime.security import load_credentials
+from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
 from worker.service import BuildParts, Guest, WorkerMachine, WorkerParts, WorkerService
@@ -88,7 +88,7 @@ def open_transport(config: TransferConfig, name: str, on_device: bool = False) -
     if not paths:
         return _open_plain(config, name, False)
     check_environment(os.environ, paths)
-    from kv_transfer.transports.device_transport import DeviceTransport
+    from kv_transfer.transports.device.device_transport import DeviceTransport
 
     return DeviceTransport(name, functools.partial(_open_plain, config), paths, config.staging_mb * 1024 * 1024)
 

@@ -20,7 +20,7 @@ from cli.config_file import load_config
 from core.config import TandemConfig
 from core.errors import ConfigError
 from model_files.catalogue import default_cache_dir
-from runtime.security import Credentials, load_credentials, read_token
+from runtime.rpc.security import Credentials, load_credentials, read_token
 from tandem_client import NO_RETRY, AsyncClient
 from tandem_client import Credentials as ClientCredentials
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from core.config import TandemConfig
 from gateway.processes import gateway
 from gateway.server import GatewaySpec
-from runtime.security import Credentials, load_credentials
+from runtime.rpc.security import Credentials, load_credentials
 from tandem_client import Credentials as ClientCredentials
 
 PrintLine = Callable[[str], None]

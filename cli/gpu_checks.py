@@ -15,7 +15,7 @@ from cli.findings import Finding, Health, judge
 from cli.gpu_facts import Gpu, GpuFacts, read_facts
 from core.config import TransferConfig
 from core.errors import ConfigError
-from kv_transfer.device_checks import check_environment, paths_of
+from kv_transfer.device.device_checks import check_environment, paths_of
 
 MIN_DRIVER = {12: 525, 13: 580}  # major version of CUDA -> oldest branch of the driver
 MIN_FREE_SHARE = 0.25  # of a GPU's memory

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kv_transfer.device_checks import DRIVER, MODULES, RDMA_DEVICES, has_gpudirect
+from kv_transfer.device.device_checks import DRIVER, MODULES, RDMA_DEVICES, has_gpudirect
 
 SMI_TIMEOUT_S = 30.0  # without its persistence mode, the driver wakes each GPU for the call
 QUERY = (

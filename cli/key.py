@@ -7,7 +7,7 @@ import json
 from rich.console import Console
 
 from core.config import ApiKeyConfig
-from runtime.api_keys import hash_of, new_key
+from runtime.rpc.api_keys import hash_of, new_key
 
 
 def print_new_key(name: str, tenant: str, console: Console) -> None:

@@ -31,7 +31,7 @@ from fleet.cluster import Cluster
 from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
 from fleet.supervisor import FleetSpec
-from runtime.security import OPEN, Credentials, load_credentials, read_token
+from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token
 from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
 

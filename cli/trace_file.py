@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
-from runtime.span_names import Attribute, SpanName
+from runtime.tracing.span_names import Attribute, SpanName
 from tandem_client.stubs import cluster_pb2
 
 ROOT, GATEWAY = SpanName.REQUEST.value, SpanName.GATEWAY.value

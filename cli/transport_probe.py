@@ -27,7 +27,7 @@ from core.kv_layout import KVLayout
 from core.paths import PathState, PathStatus, expected_bytes_per_s, judge, lane_of
 from kv_transfer.location import locate
 from kv_transfer.path_probe import keep_for_probes, seen, traffic
-from kv_transfer.plan import Run
+from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos import codec, worker_pb2
 

@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class ErrorCode(Enum):
-    """Each code maps to the gRPC status of the same name (runtime/grpc_server.py)."""
+    """Each code maps to the gRPC status of the same name (runtime/rpc/grpc_server.py)."""
 
     INVALID_ARGUMENT = "invalid_argument"
     NOT_FOUND = "not_found"

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from core.block_pool import Column
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, AgentAddress, TransferId
-from core.ledger import Claim, SequenceState, check_claims
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
-from core.sequence import Sequence
+from core.scheduling.block_pool import Column
+from core.scheduling.ledger import Claim, SequenceState, check_claims
+from core.scheduling.sequence import Sequence
+from core.scheduling.worker_load import NO_CALL, CallId, WorkerLoad
 from core.step import SampledToken, StepOutput, TokenEvent
-from core.worker_load import NO_CALL, CallId, WorkerLoad
 from decode_worker.pull_queue import PulledPrompt, PullQueue
-from kv_transfer.events import (
+from kv_transfer.protocol.events import (
     AgentAction,
     OfferEnded,
     PullCompleted,
@@ -34,7 +34,7 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore, claim_of
 

@@ -30,10 +30,10 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from core.block_pool import BlockPool
 from core.handoff import TransferId
-from core.scheduler import Scheduler
-from core.sequence import Rank, Sequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Rank, Sequence
 
 MAX_STALL_S = 1.0  # without a step, a pull or a queued sequence waits this long before it takes blocks of lower ranks
 

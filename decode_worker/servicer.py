@@ -28,11 +28,11 @@ from decode_worker.machine import (
     EmitTokens,
 )
 from decode_worker.token_stream import TokenStream
-from kv_transfer.events import PullStats
+from kv_transfer.protocol.events import PullStats
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
-from runtime.grpc_server import abort, remaining_s
-from runtime.span_names import Attribute, SpanName
+from runtime.rpc.grpc_server import abort, remaining_s
+from runtime.tracing.span_names import Attribute, SpanName
 from worker.call_record import stage_spans
 
 SPAN_OF_STAGE = {

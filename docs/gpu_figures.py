@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.gpu_sections.harness import FORMAT, SECTIONS
 from benchmarks.report import Line, number
-from core.step_cost import StepWork
+from core.cost.step_cost import StepWork
 from model_files.builtin_configs import RANDOM_CONFIGS
 
 DOCS = Path(__file__).resolve().parent

@@ -20,8 +20,8 @@ from typing import Any
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
 from docs import gpu_figures
-from runtime.metrics import ALIASES, METRICS, TYPES
-from runtime.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS
+from runtime.prometheus.metrics import ALIASES, METRICS, TYPES
+from runtime.tracing.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS
 
 DOCS = Path(__file__).resolve().parent
 

@@ -19,10 +19,10 @@ import numpy as np
 import xxhash
 
 from core.config import EngineConfig
+from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
 from core.kv_layout import FLOAT8, KVLayout
 from core.model_info import ModelInfo
-from core.model_work import ModelSizes
 from core.request import Request
 from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
 from engine.sampling import Sampler

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from core.config import EngineConfig
+from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
 from core.kv_layout import FLOAT8, KVLayout
 from core.model_info import ModelInfo
-from core.model_work import ModelSizes
 from engine.backend import choose_device, choose_dtype
 from engine.fp8 import FP8
 from engine.kv_pool import TORCH_DTYPES

@@ -22,9 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from core.cost.model_work import ModelSizes
 from core.kv_layout import KVLayout
 from core.model_info import ModelInfo
-from core.model_work import ModelSizes
 from core.step import StepOutput, StepPlan
 
 
@@ -59,7 +59,7 @@ class Runner(Protocol):
         ...
 
     def device_memory(self) -> Any:
-        """The `DeviceMemory` (kv_transfer/device_memory.py) of a pool on a device; None for host memory.
+        """The `DeviceMemory` (kv_transfer/device/device_memory.py) of a pool on a device; None for host memory.
 
         Each call makes a new one. Only the thread of the transfer agent uses it.
         """

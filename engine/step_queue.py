@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from core.errors import TandemError
-from core.scheduler import MAX_STEPS_IN_FLIGHT
+from core.scheduling.scheduler import MAX_STEPS_IN_FLIGHT
 from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.runner import StepDropped
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from core.config import EngineConfig
+from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
-from core.model_work import ModelSizes
 from core.step import ScheduledChunk, StepOutput, StepPlan
 from engine.backend import choose_backend, sorted_error
 from engine.host_memory import keep_freed_memory

@@ -21,7 +21,7 @@ from gateway.app import build_app
 from gateway.fleets import Fleets, connect_once
 from gateway.http_protocol import BoundedHttpProtocol
 from gateway.tracing import SERVICE, Tracing
-from runtime.telemetry import Telemetry
+from runtime.tracing.telemetry import Telemetry
 from tandem_client import Credentials
 
 BACKLOG = 2048

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.span_names import Attribute, SpanName
-from runtime.telemetry import AttributeValue, SpanRecord, Telemetry
-from runtime.trace_context import TraceContext
+from runtime.tracing.span_names import Attribute, SpanName
+from runtime.tracing.telemetry import AttributeValue, SpanRecord, Telemetry
+from runtime.tracing.trace_context import TraceContext
 
 SERVICE = "tandem-gateway"
 TRACE_ID_HEADER, RESPONSE_HEADER, REQUEST_ID_HEADER = b"x-tandem-trace-id", b"traceresponse", b"x-request-id"

@@ -28,8 +28,11 @@ from typing import assert_never
 from core.config import TransferConfig
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, Ready
-from kv_transfer.digests import Digests
-from kv_transfer.events import (
+from kv_transfer.location import locate
+from kv_transfer.offered_digests import OfferedDigests
+from kv_transfer.path_probe import PathProber, log_path
+from kv_transfer.protocol.digests import Digests
+from kv_transfer.protocol.events import (
     AgentAction,
     AgentEvent,
     AgentFailed,
@@ -46,10 +49,7 @@ from kv_transfer.events import (
     SendMessage,
     StartRead,
 )
-from kv_transfer.location import locate
-from kv_transfer.offered_digests import OfferedDigests
-from kv_transfer.path_probe import PathProber, log_path
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, OtherVersion, decode, encode, encode_version

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from core.handoff import Ready
 from core.kv_layout import KVLayout
-from kv_transfer.digests import Digests, of_blocks, of_pieces
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol.digests import Digests, of_blocks, of_pieces
+from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.transports.transport import PoolMemory
 
 BLOCKS_PER_TURN = 16

@@ -17,8 +17,8 @@ from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.paths import BROKEN, Lane, PathStatus
-from kv_transfer.events import PathProbed, ProbeFailed, ProbePath
-from kv_transfer.plan import Run
+from kv_transfer.protocol.events import PathProbed, ProbeFailed, ProbePath
+from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
 MAX_PROBE_BYTES = 4_194_304

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason
-from kv_transfer.digests import Digests, of_blocks, of_pieces
-from kv_transfer.events import ReadFailed, ReadFinished, StartRead
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol.digests import Digests, of_blocks, of_pieces
+from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
+from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.transports.transport import PoolMemory, Transport
 
 SLICE_BYTES = 1 << 21

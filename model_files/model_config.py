@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from core.cost.model_work import ModelSizes
 from core.errors import ConfigError
-from core.model_work import ModelSizes
 from model_files.fields import MAX_SIZE, Fields
 from model_files.gguf_file import GGUFFile
 

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 
 from core.errors import DeadlineExceeded, RequestCancelled, TandemError, WorkerUnavailable
 from core.handoff import AbortReason, AgentAddress, TransferId
-from core.ledger import Claim, check_claims
 from core.lifecycle import FinishReason, Timeline
 from core.machine import Tick
 from core.request import Request
-from core.sequence import Sequence
+from core.scheduling.ledger import Claim, check_claims
+from core.scheduling.sequence import Sequence
+from core.scheduling.worker_load import NO_CALL, CallId, WorkerLoad
 from core.step import SampledToken, ScheduledChunk, StepOutput
-from core.worker_load import NO_CALL, CallId, WorkerLoad
-from kv_transfer.events import AgentAction, TransferAction, TransferEvent, TransferResult
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.events import AgentAction, TransferAction, TransferEvent, TransferResult
+from kv_transfer.protocol.machine import TransferMachine
 from worker.call_record import CallRecord
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 

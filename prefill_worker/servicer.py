@@ -19,8 +19,8 @@ from prefill_worker.machine import (
 )
 from protos import codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
-from runtime.grpc_server import abort, remaining_s
-from runtime.span_names import Attribute, SpanName
+from runtime.rpc.grpc_server import abort, remaining_s
+from runtime.tracing.span_names import Attribute, SpanName
 from worker.call_record import stage_spans
 
 SPAN_OF_STAGE = {Stage.QUEUE: SpanName.PREFILL_QUEUE, Stage.PREFILL: SpanName.PREFILL_COMPUTE}

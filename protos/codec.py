@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from core.block_hash import unpack_token_ids
-from core.block_pool import Column
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES, TransferId
-from core.ledger import BlockHolder, HolderState, SequenceState
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, WorkerState
 from core.paths import PeerJoined, PeerLeft
 from core.request import Request, SamplingParams, check_num_logit_biases, check_num_stop_token_ids
+from core.scheduling.block_pool import Column
+from core.scheduling.ledger import BlockHolder, HolderState, SequenceState
+from core.scheduling.worker_load import NO_CALL, CallId
 from core.step import SampledToken
-from core.worker_load import NO_CALL, CallId
 from protos import handoff_codec, inference_pb2, worker_pb2
 from protos.agent_codec import decode_agent as decode_agent
 from protos.agent_codec import decode_layout as decode_layout
@@ -142,7 +142,7 @@ def decode_sampling(
 ) -> SamplingParams:
     """The sampling of a request. `defaults` has values for max_tokens and seed, used for fields that are not set.
 
-    Raises `InvalidRequest`. Lengths are checked before ids are converted (router/validation.py says why).
+    Raises `InvalidRequest`. Lengths are checked before ids are converted (router/serving/validation.py says why).
     """
     check_num_stop_token_ids(len(stop.stop_token_ids))
     check_num_logit_biases(len(wire.logit_bias))

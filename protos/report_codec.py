@@ -1,4 +1,4 @@
-"""Converts between the reports of a worker (core.worker_load) and WorkerReport (worker.proto).
+"""Converts between the reports of a worker (core/scheduling/worker_load.py) and WorkerReport (worker.proto).
 
 Decoding is strict: a value that does not fit raises `InvalidRequest`, which names the field. A router decodes thousands
 of reports a second, so `decode_load` and `decode_changes` convert only what a report has.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import attrgetter
 
-from core.block_pool import Column
+from core.cost.step_cost import StepCost
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES
 from core.paths import PathStatus
-from core.step_cost import StepCost
-from core.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
+from core.scheduling.block_pool import Column
+from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
 from protos import codec, worker_pb2
 from protos.path_codec import decode_path, encode_path
 

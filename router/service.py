@@ -12,16 +12,16 @@ from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryCon
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, Scale
 from protos import cluster_pb2_grpc, inference_pb2_grpc, kserve_pb2_grpc
-from router.bounded_pool import BoundedPool
-from router.callers import Callers
-from router.cluster_servicer import ClusterServicer
-from router.inference_servicer import InferenceServicer
-from router.kserve_servicer import KserveServicer
+from router.kserve.kserve_servicer import KserveServicer
+from router.operations.cluster_servicer import ClusterServicer
+from router.serving.bounded_pool import BoundedPool
+from router.serving.callers import Callers
+from router.serving.inference_servicer import InferenceServicer
 from router.shell import RouterShell
-from runtime.api_keys import ApiKeys
-from runtime.grpc_server import GrpcServer
-from runtime.security import load_credentials, router_rules
-from runtime.telemetry import Telemetry
+from runtime.rpc.api_keys import ApiKeys
+from runtime.rpc.grpc_server import GrpcServer
+from runtime.rpc.security import load_credentials, router_rules
+from runtime.tracing.telemetry import Telemetry
 from text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)

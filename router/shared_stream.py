@@ -20,14 +20,14 @@ from typing import Any
 from core.config import MIN_MESSAGE_BYTES
 from core.errors import InvalidRequest, QueueFull, TandemError, WorkerUnavailable
 from protos import inference_pb2
-from router.call_messages import CallMessages
-from router.call_writer import CallWriter, Context
-from runtime.grpc_server import STATUS_OF, cancel_and_wait, trailers_of
+from router.serving.call_messages import CallMessages
+from router.serving.call_writer import CallWriter, Context
+from runtime.rpc.grpc_server import STATUS_OF, cancel_and_wait, trailers_of
 
 MAX_OPEN_CALLS = 4096
 MAX_ENDED_CALLS = 1024  # with an error that waits for the writer. Beyond them, nothing is read from the client
 # A message that exceeds router.max_message_bytes would end every call of the stream. The last event in a message may
-# exceed this size by one chunk (router/choice_stream.py).
+# exceed this size by one chunk (router/serving/choice_stream.py).
 MESSAGE_BYTES = MIN_MESSAGE_BYTES // 4
 MAX_TIMEOUT_MS = 1e10  # a longer one is no limit
 

@@ -13,22 +13,22 @@ from core.config import RouterConfig, TelemetryConfig
 from core.errors import DeadlineExceeded, TandemError
 from core.lifecycle import Stage, Timeline
 from core.service import Endpoint
-from router import events
-from router.choice_stream import ChoiceStream
-from router.events import RouterAction, RouterEvent
-from router.fleet_metrics import readings
-from router.machine import RouterMachine
-from router.request_metrics import RequestMetrics
-from router.request_ring import EndedChoice, RequestRing
-from router.request_spans import spans_of
-from router.routed_request import request_id_of
-from router.timed_workers import TimedWorkers
-from router.worker_link import WorkerLink
+from router.links.worker_link import WorkerLink
+from router.operations.fleet_metrics import readings
+from router.operations.request_metrics import RequestMetrics
+from router.operations.request_ring import EndedChoice, RequestRing
+from router.operations.request_spans import spans_of
+from router.requests import events
+from router.requests.events import RouterAction, RouterEvent
+from router.requests.machine import RouterMachine
+from router.requests.routed_request import request_id_of
+from router.routing.timed_workers import TimedWorkers
+from router.serving.choice_stream import ChoiceStream
 from runtime.driver import Driver
-from runtime.metrics import Metric
-from runtime.metrics_page import Metrics
-from runtime.security import Credentials
-from runtime.telemetry import Telemetry
+from runtime.prometheus.metrics import Metric
+from runtime.prometheus.metrics_page import Metrics
+from runtime.rpc.security import Credentials
+from runtime.tracing.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The simulated transfer agent: performs a machine's actions on simulated memory, in virtual time.
 
-It owes the machine what kv_transfer/events.py says: a READY carries the blocks' digests, and each `StartRead`
+It owes the machine what kv_transfer/protocol/events.py says: a READY carries the blocks' digests, and each `StartRead`
 has one end, after which nothing writes into its targets. A read copies one half of its blocks in the middle of its time
 and the other half at its end, so whatever is reused meanwhile shows in what was read.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
 from core.handoff import Abort, AbortReason, HandoffMessage, Ready, Release
 from core.paths import Lane
-from kv_transfer.events import (
+from core.scheduling.block_pool import BlockPool, Column
+from kv_transfer.protocol.events import (
     AgentAction,
     ComputeDigests,
     Connect,

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from core.step_cost import PRIOR, StepCost, StepWork
+from core.cost.step_cost import PRIOR, StepCost, StepWork
 from simulator.cost_model import RDMA_400G, LinkCost, layout_8b
 from simulator.costs import Costs
 from simulator.replay import Replay

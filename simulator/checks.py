@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from core.block_pool import Column
 from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -25,9 +24,10 @@ from core.errors import (
 from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
-from router.events import Deliver, Outcome
-from router.machine import RouterMachine
-from router.routed_request import request_id_of
+from core.scheduling.block_pool import Column
+from router.requests.events import Deliver, Outcome
+from router.requests.machine import RouterMachine
+from router.requests.routed_request import request_id_of
 from simulator.memory import expected_output
 from simulator.node import WorkerNode
 from simulator.scenario import ClientRequest, Scenario

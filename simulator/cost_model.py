@@ -1,4 +1,4 @@
-"""The time of a step (`core/step_cost.py`) and of a transfer: a cost model in place of a model and a network card.
+"""The time of a step (`core/cost/step_cost.py`) and of a transfer: a cost model in place of a model and a network card.
 
 `H100_8B` is the fit of `simulator/public_points.py` to the 42 measured points of Llama-3.1-8B-Instruct on one H100
 with TensorRT-LLM that ai-dynamo/aiconfigurator has (Apache-2.0): batch 8 to 128, prompts of 1,024 to 4,096 tokens,
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
-from core.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from core.cost.step_cost import StepCost
 from core.kv_layout import KVLayout
-from core.step_cost import StepCost
 from simulator.cost_model import H100_8B, RDMA_400G, LinkCost, layout_8b
 
 VERSION = 1

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.cost.step_cost import StepWork, work_of
 from core.step import ScheduledChunk, StepPlan
-from core.step_cost import StepWork, work_of
 from decode_worker.machine import DecodeMachine
 
 

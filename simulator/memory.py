@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from core.errors import TandemError
 from core.lifecycle import FinishReason
 from core.request import Request
-from core.sequence import Sequence
+from core.scheduling.sequence import Sequence
 from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, StepPlan
 
 VOCAB_SIZE = 64

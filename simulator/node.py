@@ -14,22 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
 from core.errors import OutOfDeviceMemory, TandemError, TokenStreamEnded
 from core.handoff import AgentAddress, Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
-from core.scheduler import Scheduler
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.worker_load import WorkerChanges
 from core.step import StepOutput, StepPlan, TokenEvent
-from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
 from decode_worker.pull_queue import PullQueue
-from kv_transfer.events import AgentAction
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.events import AgentAction
+from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
-from router import events
+from router.requests import events
 from simulator.agent import MEMORY_BYTES_PER_S, SimulatedAgent
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, Memory

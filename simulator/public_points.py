@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.step_cost import StepCost
+from core.cost.step_cost import StepCost
 
 MIN_POINTS = 6  # four constants, and points that can contradict them
 MODE = "agg"  # prefill and decode on one worker: the mode that the formula describes

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from core.block_pool import Column
 from core.config import TransferConfig
 from core.lifecycle import ServiceRole, Stage
 from core.request import Request, SamplingParams
+from core.scheduling.block_pool import Column
 from simulator.agent import ReadFaults, SimulatedAgent
 from simulator.network import Network, NetworkFaults
 from simulator.replay_config import ReplayConfig

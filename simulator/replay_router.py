@@ -10,11 +10,11 @@ from typing import Any, assert_never
 
 from core.errors import TandemError
 from core.request import Request
-from core.worker_load import CallId
+from core.scheduling.worker_load import CallId
 from decode_worker.machine import DecodeArrived
 from prefill_worker.machine import PrefillArrived
-from router import events
-from router.machine import RouterMachine
+from router.requests import events
+from router.requests.machine import RouterMachine
 from simulator.machine_timer import MachineTimer
 from simulator.replay_config import ReplayConfig
 from simulator.replay_worker import Caller, ReplayWorker, TimedTokens

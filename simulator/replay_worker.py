@@ -22,23 +22,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig, WorkerConfig
+from core.cost.step_cost import StepCost, work_of
+from core.cost.step_cost_fit import StepCostFit
 from core.errors import TandemError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
 from core.machine import Tick
-from core.scheduler import Scheduler
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.worker_load import WorkerChanges
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
-from core.step_cost import StepCost, work_of
-from core.step_cost_fit import StepCostFit
-from core.worker_load import WorkerChanges
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, DecodeMachine, EmitTokens
-from kv_transfer.events import AgentAction, StartRead
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.events import AgentAction, StartRead
+from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone, PrefillFailed, PrefillMachine
-from router import events
+from router.requests import events
 from simulator.agent import SimulatedAgent
 from simulator.cost_model import LinkCost
 from simulator.decode_stretch import skip_steps, stretch_length

@@ -2,9 +2,9 @@
 
 The process may die. The next one starts at the same address with an empty machine.
 
-A connection carries the report stream, the token stream and the calls, as router/worker_link.py does in production. A
-broken stream is opened again at once. A report of a worker that the machine had counted as lost opens a new stream. A
-decode worker reports only after its token stream is open.
+A connection carries the report stream, the token stream and the calls, as router/links/worker_link.py does in
+production. A broken stream is opened again at once. A report of a worker that the machine had counted as lost opens a
+new stream. A decode worker reports only after its token stream is open.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from core.config import RouterConfig
 from core.errors import TandemError, TokenStreamEnded, WorkerUnavailable
 from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
-from core.worker_load import CallId
+from core.scheduling.worker_load import CallId
 from decode_worker.machine import DecodeArrived
 from prefill_worker.machine import PrefillArrived
-from router import events
-from router.machine import RouterMachine
+from router.requests import events
+from router.requests.machine import RouterMachine
 from simulator.checks import Oracle
 from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS

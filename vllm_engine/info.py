@@ -6,9 +6,9 @@ import datetime
 
 from smg_grpc_proto import vllm_engine_pb2
 
-from core.block_pool import Column
 from core.errors import TandemError
 from core.model_info import ModelInfo
+from core.scheduling.block_pool import Column
 from worker.service import WorkerParts
 
 # smg carries the parameters of this connector from the prefill to the decode worker without looking at them.

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from smg_grpc_proto.generated import common_pb2
 
 from core.block_hash import unpack_token_ids
-from core.block_pool import BlockEvent, BlockPool, BlockRemoved, PrefixBlock
+from core.scheduling.block_pool import BlockEvent, BlockPool, BlockRemoved, PrefixBlock
 
 MAX_BATCHES_BEHIND = 64
 BLOCKS_PER_CHUNK = 1024  # under 4 MiB, the default limit of a gRPC message, for blocks of 256 tokens

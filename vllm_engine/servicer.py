@@ -22,12 +22,12 @@ import grpc.aio
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from core.block_pool import BlockEvent
 from core.errors import DeadlineExceeded, InvalidRequest, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import TransferId
 from core.request import Request
+from core.scheduling.block_pool import BlockEvent
 from runtime.driver import Driver
-from runtime.grpc_server import WRITE_GRACE_S, abort, remaining_s
+from runtime.rpc.grpc_server import WRITE_GRACE_S, abort, remaining_s
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 from vllm_engine import hand_off, info

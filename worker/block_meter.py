@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from core.sequence import Sequence
+from core.scheduling.sequence import Sequence
 from core.step import ScheduledChunk
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from core.lifecycle import Stage, Timeline
 from protos import worker_pb2
-from runtime.span_names import Attribute, SpanName
+from runtime.tracing.span_names import Attribute, SpanName
 
 
 @dataclass(slots=True)

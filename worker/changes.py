@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from core.block_pool import BlockEvent, BlockStored
 from core.paths import PathStatus
-from core.worker_load import WorkerChanges, WorkerLoad
+from core.scheduling.block_pool import BlockEvent, BlockStored
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 
 
 class ChangeTracker:

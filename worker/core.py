@@ -19,21 +19,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from core.block_pool import BlockPool
+from core.cost.step_cost import StepWork, work_of
+from core.cost.step_cost_fit import StepCostFit
 from core.deadlines import Deadlines
 from core.errors import InvalidRequest, TandemError
 from core.handoff import OwnerState
-from core.ledger import Claim, SequenceState
 from core.lifecycle import Stage, Timeline, WorkerState
 from core.request import Request
-from core.scheduler import Scheduler
-from core.sequence import Rank, Sequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.ledger import Claim, SequenceState
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Rank, Sequence
+from core.scheduling.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
 from core.step import StepOutput, StepPlan, TokenEvent
-from core.step_cost import StepWork, work_of
-from core.step_cost_fit import StepCostFit
-from core.worker_load import NO_CALL, CallId, RouterCalls, WorkerLoad
-from kv_transfer.machine import TransferMachine
-from kv_transfer.peers import Drop
+from kv_transfer.protocol.machine import TransferMachine
+from kv_transfer.protocol.peers import Drop
 from worker.block_meter import BlockMeter
 from worker.call_record import CallRecord, StepCounts
 from worker.reported_load import ReportedCost, backlog_of, decode_contexts

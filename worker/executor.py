@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from core.scheduler import MAX_STEPS_IN_FLIGHT
+from core.scheduling.scheduler import MAX_STEPS_IN_FLIGHT
 from core.step import StepOutput, StepPlan
 from engine.runner import Runner
 from worker.core import Planned

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from core.sequence import Sequence
-from core.step_cost import StepCost, StepWork
-from core.worker_load import NUM_SIZE_CLASSES, size_class
+from core.cost.step_cost import StepCost, StepWork
+from core.scheduling.sequence import Sequence
+from core.scheduling.worker_load import NUM_SIZE_CLASSES, size_class
 
 REPORTED_CHANGE = 0.02  # of the predicted duration of a typical step; smaller changes are noise
 

@@ -20,7 +20,7 @@ from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
 from protos import codec, worker_pb2, worker_pb2_grpc
-from runtime.grpc_server import abort
+from runtime.rpc.grpc_server import abort
 
 MAX_REPORTS_BEHIND = 64
 MAX_HOLDERS = 1024  # in one response of DescribeLedger

@@ -15,20 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from core.block_pool import BlockEvent
 from core.config import WorkerConfig
 from core.errors import DeviceLost, TandemError, WorkerUnavailable
-from core.ledger import Claim, count_once
 from core.lifecycle import ServiceRole
+from core.scheduling.block_pool import BlockEvent
+from core.scheduling.ledger import Claim, count_once
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.service import Endpoint
 from core.step import StepOutput
-from core.worker_load import WorkerChanges, WorkerLoad
 from kv_transfer.agent import TransferAgent
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.machine import TransferMachine
 from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
 from runtime.driver import Driver
-from runtime.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
-from runtime.security import OPEN, Credentials, worker_rules
+from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
+from runtime.rpc.security import OPEN, Credentials, worker_rules
 from worker.changes import ChangeTracker
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.executor import StepExecutor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from core.model_work import ModelSizes, Peak
-from core.step_cost import StepWork
-from core.worker_load import STEP_BOUNDS_S
+from core.cost.model_work import ModelSizes, Peak
+from core.cost.step_cost import StepWork
+from core.scheduling.worker_load import STEP_BOUNDS_S
 
 RECENT_S = 1.0  # of steps that the shares of the peak are means of; older steps count less and less
 

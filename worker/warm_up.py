@@ -13,10 +13,10 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
+from core.cost.step_cost import work_of
+from core.cost.step_cost_fit import StepCostFit
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepOutput, StepPlan
-from core.step_cost import work_of
-from core.step_cost_fit import StepCostFit
 from worker.core import Planned
 from worker.executor import StepExecutor
 

@@ -12,7 +12,7 @@ from benchmarks.dataplane.http2_load import Connection, LoadFailed, receive_for
 from benchmarks.dataplane.processes import MeasuredProcess
 from benchmarks.dataplane.sleeping_runner import FIRST_ID, age_s
 from core.request import Request, SamplingParams
-from core.worker_load import CallId
+from core.scheduling.worker_load import CallId
 from protos import codec, inference_pb2, worker_pb2
 
 GENERATE, GENERATE_MANY = "/tandem.v1.Inference/Generate", "/tandem.v1.Inference/GenerateMany"

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 
 from benchmarks.engine.programs import FIRST_WORD_ID, LAST_WORD_ID
-from core.block_pool import BlockPool
 from core.config import EngineConfig, SchedulerConfig, TandemConfig
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
 from core.step import ScheduledChunk, TokenEvent
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner

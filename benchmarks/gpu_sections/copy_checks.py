@@ -12,7 +12,7 @@ from benchmarks.gpu_sections.pool_end import copy_and_wait, random_bytes
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
 from engine.gpu.device_memory import CudaDeviceMemory
-from kv_transfer.device_memory import Copy
+from kv_transfer.device.device_memory import Copy
 
 POOL_BYTES, TINY_POOL_BYTES = 64 << 20, 1 << 20
 NUM_RUNS, TINY_NUM_RUNS = 2000, 40

@@ -13,7 +13,7 @@ from benchmarks.gpu_sections.driver import Driver, build, fill_with_noise, rando
 from benchmarks.gpu_sections.measure import copy_rate
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
-from core.step_cost import StepWork
+from core.cost.step_cost import StepWork
 from engine.runner import StepLimits
 
 CASES = [(1, 2048), (32, 2048), (1, 8192), (32, 8192), (128, 2048), (128, 8192)]  # (batch, context)

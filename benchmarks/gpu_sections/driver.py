@@ -19,11 +19,11 @@ import torch
 
 from benchmarks.gpu_sections.measure import finish
 from benchmarks.gpu_sections.section import Section
-from core.block_pool import BlockPool
 from core.config import EngineConfig, SchedulerConfig
 from core.request import Request, SamplingParams
-from core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from core.sequence import Sequence as LiveSequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+from core.scheduling.sequence import Sequence as LiveSequence
 from core.step import StepOutput, StepPlan
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits

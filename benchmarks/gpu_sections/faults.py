@@ -32,7 +32,7 @@ from benchmarks.report import Line
 from core.errors import DeviceLost, OutOfDeviceMemory, TransportError
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
-from kv_transfer.device_memory import Copy
+from kv_transfer.device.device_memory import Copy
 
 MODEL, NUM_OUTPUT, NUM_NEIGHBOURS = "random:smollm2-135m", 24, 4
 BIG_PROMPT, ROOM_BYTES = 8000, 48 << 20  # its activations need more than this

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.child_process import ChildProcess
 from benchmarks.gpu_sections.harness import ROOT
 from benchmarks.gpu_sections.pool_end import PoolOwner, copy_and_wait
-from kv_transfer.device_memory import Copy
+from kv_transfer.device.device_memory import Copy
 
 
 class Owner(ChildProcess):

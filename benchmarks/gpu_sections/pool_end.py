@@ -16,11 +16,11 @@ from benchmarks.gpu_sections.measure import finish
 from core.errors import TransportError
 from core.handoff import AgentAddress, DevicePath
 from core.kv_layout import KVLayout
-from kv_transfer.device_memory import Copy
-from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.device.device_memory import Copy
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
-from kv_transfer.plan import Run
-from kv_transfer.transports.device_transport import DeviceTransport
+from kv_transfer.protocol.plan import Run
+from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
 LLAMA_8B = KVLayout("bench", "bfloat16", num_layers=32, num_kv_heads=8, block_size=16, head_dim=128)

@@ -11,7 +11,7 @@ from benchmarks.gpu_sections.driver import Driver, build, random_prompt, request
 from benchmarks.gpu_sections.measure import matrix_rate
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
-from core.step_cost import StepWork
+from core.cost.step_cost import StepWork
 from engine.runner import StepLimits
 
 CASES = [(2048, 2048), (8192, 8192), (8192, 2048)]  # (tokens of the prompt, tokens of a step)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from core.config import RouterConfig
-from core.step_cost import StepWork
-from router.policy import (
+from core.cost.step_cost import StepWork
+from router.routing.policy import (
     Candidate,
     Option,
     Policy,

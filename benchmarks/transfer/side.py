@@ -22,17 +22,17 @@ import numpy as np
 import xxhash
 
 from cli.compose import open_transport
-from core.block_pool import BlockPool
 from core.config import EngineConfig, TransferConfig
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.request import SamplingParams
+from core.scheduling.block_pool import BlockPool
 from core.step import ScheduledChunk, SequenceView, StepPlan
 from engine.runner import run_step
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.events import AgentEvent, AgentFailed, OfferEnded, PullCompleted, PullFailed, PullStats
+from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.transport import PoolMemory
 from runtime.driver import Driver
 

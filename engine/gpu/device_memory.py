@@ -1,4 +1,5 @@
-"""CudaDeviceMemory: the pool's memory as the transfer agent uses it (the interface: kv_transfer/device_memory.py).
+"""CudaDeviceMemory: the pool's memory as the transfer agent uses it (the interface:
+kv_transfer/device/device_memory.py).
 
     export --handle--> map in a peer's process --address--> start_copies --handle--> has_ended
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from core.config import EngineConfig
+from core.cost.model_work import ModelSizes
 from core.errors import ConfigError, OutOfDeviceMemory, TandemError
 from core.kv_layout import KVLayout
-from core.model_work import ModelSizes
 from core.step import SampledToken, ScheduledChunk, StepOutput, StepPlan
 from engine.fp8 import FP8
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue

@@ -74,7 +74,7 @@ def _worker_view(worker: cluster_pb2.FleetWorker) -> Json:
 
 
 def _step_ms(load: worker_pb2.LoadReport) -> float:
-    """The predicted time of a step of the sequences in decode, without prompts (core/step_cost.py)."""
+    """The predicted time of a step of the sequences in decode, without prompts (core/cost/step_cost.py)."""
     cost = load.step_cost
     return 1e3 * (cost.step_s + load.num_decoding * cost.sequence_s + load.decode_context * cost.context_s)
 

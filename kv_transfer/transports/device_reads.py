@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from core.handoff import AgentAddress
-from kv_transfer.plan import Runs
+from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.transport import ReadBroken, ReadDone
 
 ReadEnd = ReadDone | ReadBroken

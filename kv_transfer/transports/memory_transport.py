@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.paths import Lane
-from kv_transfer.plan import Run, Runs, runs_of_blocks
+from kv_transfer.protocol.plan import Run, Runs, runs_of_blocks
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
 
 Fate = Callable[[str, str, bytes], Sequence[int]]

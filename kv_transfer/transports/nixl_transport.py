@@ -27,7 +27,7 @@ import numpy as np
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.paths import Lane
-from kv_transfer.plan import Runs
+from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_package import import_nixl
 from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent

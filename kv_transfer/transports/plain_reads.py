@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from core.handoff import AgentAddress
-from kv_transfer.plan import Runs
+from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.device_reads import ReadEnd
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport
 

@@ -19,8 +19,8 @@ from core.errors import TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
 from core.paths import Lane
-from kv_transfer.device_memory import DeviceMemory
-from kv_transfer.plan import Runs
+from kv_transfer.device.device_memory import DeviceMemory
+from kv_transfer.protocol.plan import Runs
 
 
 @dataclass(frozen=True, slots=True)

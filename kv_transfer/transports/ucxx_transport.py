@@ -29,7 +29,7 @@ import numpy as np
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.paths import Lane
-from kv_transfer.plan import Runs, runs_of_blocks
+from kv_transfer.protocol.plan import Runs, runs_of_blocks
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.poll_time import PollTime
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent

@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from protos import cluster_pb2, inference_pb2_grpc
-from runtime import grpc_server
+from runtime.rpc import grpc_server
 from tandem_client import AsyncClient, CallFailed, GenerateRequest, StopConditions
 from tandem_client.credentials import CHANNEL_OPTIONS
 from tests.support.deployment import Deployment, another_router, deploy, machine_of, transfers
@@ -141,7 +141,7 @@ async def test_a_client_ends_its_stream_if_its_router_vanishes(monkeypatch: pyte
 async def test_a_worker_that_is_silent_is_listed_without_a_ledger_and_in_time(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.cluster_servicer.LEDGER_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("router.operations.cluster_servicer.LEDGER_TIMEOUT_S", 0.6)
     bystander = await Stream(scene.bystanders.inference, prompt_of(3), 200).reach(3)
     scene.link.vanish()
     for timeout_s, within_s in ((20.0, 0.6), (0.3, 0.3)):

@@ -13,7 +13,7 @@ import pytest
 from cli.compose import build_prefill_worker
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import HandoffMessage, Heartbeat, OwnerState, PullerState, Ready, Release, Want
-from kv_transfer.peers import Drop
+from kv_transfer.protocol.peers import Drop
 from kv_transfer.transports.memory_transport import MemoryFabric
 from tests.support.deployment import busy_blocks, deploy, place, transfers, wait_until_known
 from tests.support.faults import LEASE_S, Stream, Wire, fault_config, prompt_of, serves_on

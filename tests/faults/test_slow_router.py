@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from core.request import Request, SamplingParams
-from core.worker_load import CallId
+from core.scheduling.worker_load import CallId
 from decode_worker import token_stream
 from decode_worker.servicer import DecodeServicer
 from protos import codec, worker_pb2, worker_pb2_grpc

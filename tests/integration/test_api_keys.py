@@ -15,7 +15,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import ApiKeyConfig, SecurityConfig, TelemetryConfig
-from runtime.api_keys import hash_of
+from runtime.rpc.api_keys import hash_of
 from tandem_client import (
     NO_RETRY,
     AsyncClient,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from protos import inference_pb2
-from runtime.grpc_server import FIELD_KEY
+from runtime.rpc.grpc_server import FIELD_KEY
 from tests.support.deployment import Deployment, deploy
 from tests.support.faults import Stream, fault_config, prompt_of
 

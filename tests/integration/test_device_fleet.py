@@ -9,7 +9,7 @@ import pytest
 
 from core.paths import Lane, PathState
 from core.request import Request, SamplingParams
-from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
 from protos import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config, transfers

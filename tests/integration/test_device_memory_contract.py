@@ -12,9 +12,9 @@ import torch
 from core.errors import TransportError
 from engine.gpu.cuda_driver import Allocation
 from engine.gpu.device_memory import CudaDeviceMemory
-from kv_transfer.device_memory import Copy, DeviceMemory
-from kv_transfer.digests import of_blocks
-from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.device.device_memory import Copy, DeviceMemory
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
+from kv_transfer.protocol.digests import of_blocks
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 4096
 

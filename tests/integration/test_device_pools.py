@@ -19,10 +19,10 @@ from core.handoff import AbortReason, AgentAddress, DevicePath, OwnerState, Pool
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PeerJoined
 from engine.gpu.device_memory import CudaDeviceMemory
-from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
-from kv_transfer.fake_device_memory import FakeDeviceMemory
-from kv_transfer.transports import staged_reads
-from kv_transfer.transports.device_transport import DeviceTransport
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
+from kv_transfer.protocol.events import OfferEnded, PullCompleted, PullFailed
+from kv_transfer.transports.device import staged_reads
+from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import address_of, device_pool, host_pool, known_bytes

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from core.config import ApiKeyConfig
 from gateway.fleets import Fleets
-from runtime.api_keys import hash_of
+from runtime.rpc.api_keys import hash_of
 from tests.support.deployment import deploy, tiny_config
 from tests.support.gateway import serving_gateway
 

@@ -14,7 +14,7 @@ import pytest
 
 from core.config import SecurityConfig
 from protos import cluster_pb2, worker_pb2
-from router import cluster_servicer
+from router.operations import cluster_servicer
 from tests.support.deployment import SLACK_S, Deployment, deploy, tiny_config
 from worker.reports import ReportFeed
 

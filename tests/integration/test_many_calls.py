@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from runtime.grpc_server import RETRY_AFTER_KEY
+from runtime.rpc.grpc_server import RETRY_AFTER_KEY
 from tests.support.deployment import Deployment, deploy
 from tests.support.faults import Stream, fault_config, prompt_of
 from tests.support.live_objects import count_live, growth

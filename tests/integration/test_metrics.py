@@ -15,7 +15,7 @@ from core.config import TelemetryConfig
 from core.handoff import Abort, AbortReason
 from kv_transfer.transports.memory_transport import MemoryTransport
 from protos.handoff_codec import encode
-from router.request_metrics import PHASES, TRANSFER_PHASES
+from router.operations.request_metrics import PHASES, TRANSFER_PHASES
 from tests.support.deployment import deploy, generate_beside_a_full_queue, tiny_config, wait_until_known
 
 Page = dict[str, list[tuple[dict[str, str], float]]]  # name -> (labels, value) of each series

@@ -13,7 +13,7 @@ from core.errors import LayoutMismatch
 from engine.fake_runner import FakeRunner
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
-from kv_transfer.plan import TransferPlan
+from kv_transfer.protocol.plan import TransferPlan
 from protos import inference_pb2
 from protos.codec import decode_layout, encode_layout
 from tests.integration.test_two_pools import BLOCK, expected_tokens, prompt_of

@@ -13,7 +13,7 @@ import pytest
 
 from core.config import MIN_MESSAGE_BYTES, ApiKeyConfig
 from protos import inference_pb2
-from runtime.api_keys import hash_of
+from runtime.rpc.api_keys import hash_of
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Finished, GenerateRequest
 from tests.support.deployment import Deployment, another_router, deploy, make_request, tiny_config
 from tests.support.steps import slow_down

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from protos import inference_pb2_grpc
-from router.inference_servicer import InferenceServicer
+from router.serving.inference_servicer import InferenceServicer
 from tests.support.deployment import deploy, make_request, tiny_config
 
 TIMEOUT_S = 1.0

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from core.config import TelemetryConfig
-from runtime.span_names import Attribute, SpanName
+from runtime.tracing.span_names import Attribute, SpanName
 from tests.support.deployment import Answer, deploy, generate_beside_a_full_queue, make_request, tiny_config
 
 MIN_COVERAGE = 0.98

@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.block_pool import Column
 from core.config import TransferConfig
 from core.errors import TransportError
 from core.handoff import AbortReason, OwnerState, Ready, Release
 from core.kv_layout import KVLayout
+from core.scheduling.block_pool import Column
 from kv_transfer.agent import NICENESS
-from kv_transfer.events import (
+from kv_transfer.protocol.events import (
     AgentEvent,
     AgentFailed,
     Connect,
@@ -28,7 +28,7 @@ from kv_transfer.events import (
     PullFailed,
     SendMessage,
 )
-from kv_transfer.plan import Runs
+from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import Transport

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.block_pool import Column
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import AbortReason
 from core.kv_layout import KVLayout
-from kv_transfer.events import OfferEnded, PullCompleted, PullFailed
+from core.scheduling.block_pool import Column
+from kv_transfer.protocol.events import OfferEnded, PullCompleted, PullFailed
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Transport
 from tests.integration.transfer_owner_process import real_transport

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from core.errors import PeerDisconnected, TransportError
-from kv_transfer.plan import Run
+from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, pool_for, real_transport

@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from core.config import SecurityConfig
 from core.handoff import OwnerState, PullerState
-from runtime.security import load_credentials
+from runtime.rpc.security import load_credentials
 from tests.support.deployment import Deployment, busy_blocks, deploy, machine_of, tiny_config, trailers_of, transfers
 from tests.support.steps import slow_down
 from tests.support.vllm_calls import REMOTE_DECODE, complete, engine_of, generate_request, with_vllm_engine

@@ -14,9 +14,9 @@ import pytest
 
 from core.handoff import AgentAddress, DevicePath
 from core.kv_layout import KVLayout
-from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
-from kv_transfer.transports.device_transport import DeviceTransport
+from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
 from protos import codec, worker_pb2
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from core.block_pool import BlockPool
 from core.config import TransferConfig
 from core.kv_layout import KVLayout
 from core.machine import Tick
+from core.scheduling.block_pool import BlockPool
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.events import (
+from kv_transfer.protocol.events import (
     AgentAction,
     AgentEvent,
     AgentFailed,
@@ -23,7 +23,7 @@ from kv_transfer.events import (
     PullFailed,
     TransferAction,
 )
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.transport import PoolMemory, Transport
 from tests.integration.transfer_owner_process import host_pool
 

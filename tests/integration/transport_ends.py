@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_transfer.plan import Run
+from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.transport import PoolMemory, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, address_of, host_pool, known_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.sequence import Sequence
+from core.scheduling.sequence import Sequence
 
 Content = int  # hash of a cache salt and all tokens up to a position
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.block_hash import FullBlock
-from core.block_pool import BlockPool, BlockStored, Column, PrefixBlock
+from core.scheduling.block_pool import BlockPool, BlockStored, Column, PrefixBlock
 
 NUM_BLOCKS = 8
 counts = st.integers(0, NUM_BLOCKS + 1)

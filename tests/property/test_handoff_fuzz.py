@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.block_pool import Column
 from core.config import TransferConfig
 from core.handoff import (
     Abort,
@@ -25,7 +24,8 @@ from core.handoff import (
     Want,
 )
 from core.kv_layout import KVLayout
-from kv_transfer.events import AgentFailed, MessageReceived, PullCompleted
+from core.scheduling.block_pool import Column
+from kv_transfer.protocol.events import AgentFailed, MessageReceived, PullCompleted
 from kv_transfer.transports.nixl_transport import NixlTransport
 from protos.handoff_codec import MalformedMessage, decode, encode
 from tests.integration.transfer_owner_process import host_pool

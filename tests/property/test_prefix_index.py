@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prefix_index import PrefixIndex
+from router.routing.prefix_index import PrefixIndex
 
 WORKERS = st.sampled_from(("a", "b", "c"))
 BLOCKS = st.lists(st.integers(1, 12), max_size=6)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.prompt_order import QUANTUM_S, PromptOrder
+from core.scheduling.prompt_order import QUANTUM_S, PromptOrder
 
 CHUNK_S = 0.2
 ROUNDING_S = 1e-6

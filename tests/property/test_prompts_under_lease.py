@@ -10,11 +10,11 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput, StepPlan
 
 BLOCK_SIZE = 4

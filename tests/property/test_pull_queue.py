@@ -19,7 +19,7 @@ from core.errors import QueueFull
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OfferedBlocks, Ready, Release, Want
 from decode_worker.machine import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
-from kv_transfer.events import ReadFailed, ReadFinished, StartRead
+from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 

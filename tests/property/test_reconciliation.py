@@ -14,13 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from core.block_pool import Column
 from core.config import SchedulerConfig
 from core.errors import TandemError
 from core.lifecycle import ServiceRole, WorkerState
-from core.worker_load import CallId, WorkerLoad
+from core.scheduling.block_pool import Column
+from core.scheduling.worker_load import CallId, WorkerLoad
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
-from router.worker_record import CallWork, WorkerRecord
+from router.routing.worker_record import CallWork, WorkerRecord
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 

@@ -10,7 +10,7 @@ from core.config import RouterConfig
 from core.model_info import ModelInfo
 from core.request import Request
 from protos import codec, inference_pb2, worker_pb2
-from router.validation import prepare
+from router.serving.validation import prepare
 from tests.support.requests import VOCAB_SIZE, requests
 from text.tokenizer import ByteCodec, ModelTokenizer
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from core.block_hash import HashChain, pack_token_ids, root_hash, sequence_hashes, unpack_token_ids
 from core.lifecycle import Stage, Timeline
-from router.prefix_index import PrefixIndex
-from router.request_queue import RequestQueue
-from router.routed_request import RoutedRequest
+from router.requests.request_queue import RequestQueue
+from router.requests.routed_request import RoutedRequest
+from router.routing.prefix_index import PrefixIndex
 from tests.unit.router.driving_router import request
 
 OPERATIONS = st.lists(

@@ -20,16 +20,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig
+from core.cost.step_cost import StepWork, work_of
 from core.errors import InvalidRequest, OutOfDeviceMemory, QueueFull
 from core.lifecycle import FinishReason
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
-from core.sequence import Rank, Sequence
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Rank, Sequence
+from core.scheduling.step_budget import MIN_PROMPT_TOKENS
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
-from core.step_budget import MIN_PROMPT_TOKENS
-from core.step_cost import StepWork, work_of
 from tests.property.shadow_memory import Content, ShadowMemory, contents
 
 BLOCK_SIZE = 4

@@ -8,8 +8,8 @@ from dataclasses import astuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.step_cost import PRIOR, StepCost, StepWork
-from core.step_cost_fit import StepCostFit
+from core.cost.step_cost import PRIOR, StepCost, StepWork
+from core.cost.step_cost_fit import StepCostFit
 
 coefficients = st.floats(1e-10, 1.0)
 costs = st.builds(StepCost, coefficients, coefficients, coefficients, coefficients, coefficients)

@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from core.block_pool import Column
 from core.config import TransferConfig
 from core.handoff import AbortReason, OwnerState, PullerState, TransferId
 from core.machine import Tick
 from core.paths import PeerLeft
-from kv_transfer.events import OfferEnded, PeerLost, PullCompleted, PullFailed
+from core.scheduling.block_pool import Column
+from kv_transfer.protocol.events import OfferEnded, PeerLost, PullCompleted, PullFailed
 from tests.unit.kv_transfer.transfer_pair import Pair, Side
 
 CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=2, max_reads_in_flight=2, max_transfers=8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.errors import LayoutMismatch
 from core.kv_layout import FLOAT8, KVLayout
-from kv_transfer.plan import Run, TransferPlan, runs_of_blocks
+from kv_transfer.protocol.plan import Run, TransferPlan, runs_of_blocks
 
 POOL_BLOCKS = 10
 

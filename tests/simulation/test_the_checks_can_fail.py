@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from core.block_pool import BlockPool
 from core.errors import QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.handoff import AbortReason, PullerState
 from core.lifecycle import FinishReason, ServiceRole
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from core.step import SampledToken
 from decode_worker.machine import DecodeMachine
-from kv_transfer.events import Actions, PullFailed
-from kv_transfer.owner import Owner
-from kv_transfer.pull import Pull
-from kv_transfer.puller import Puller
-from router import events
-from router.machine import RouterMachine
-from router.routed_request import RoutedRequest
+from kv_transfer.protocol.events import Actions, PullFailed
+from kv_transfer.protocol.owner import Owner
+from kv_transfer.protocol.pull import Pull
+from kv_transfer.protocol.puller import Puller
+from router.requests import events
+from router.requests.machine import RouterMachine
+from router.requests.routed_request import RoutedRequest
 from simulator.agent import ReadFaults
 from simulator.network import Call, NetworkFaults
 from simulator.node import WorkerNode

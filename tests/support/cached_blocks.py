@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.block_hash import FullBlock
-from core.block_pool import BlockPool, PrefixBlock
+from core.scheduling.block_pool import BlockPool, PrefixBlock
 
 
 def full_blocks(hashes: Iterable[int]) -> list[FullBlock]:

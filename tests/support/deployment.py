@@ -17,18 +17,18 @@ import grpc
 import grpc.aio
 
 from cli.compose import build_decode_worker, build_prefill_worker, build_router
-from core.block_pool import Column
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TelemetryConfig, TransferConfig
 from core.paths import PathState
+from core.scheduling.block_pool import Column
 from core.service import Endpoint
 from decode_worker.machine import DecodeMachine
 from fleet.service_host import Placement
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
 from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.service import RouterService
-from runtime.grpc_server import open_channel
-from runtime.security import load_credentials
+from runtime.rpc.grpc_server import open_channel
+from runtime.rpc.security import load_credentials
 from tests.support.waiting import until
 from worker.service import WorkerService
 

@@ -9,7 +9,7 @@ import pytest
 import engine.factory
 from core.config import EngineConfig
 from engine.fake_runner import FakeRunner
-from kv_transfer.fake_device_memory import FakeDeviceMemory
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 
 
 class DeviceRunner(FakeRunner):

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig, TransferConfig
 from core.errors import OutOfDeviceMemory, TandemError
 from core.handoff import AgentAddress, HandoffMessage
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.scheduler import Scheduler
 from core.step import SampledToken, StepOutput, StepPlan
 from decode_worker.machine import DecodeMachine
-from kv_transfer.events import MessageReceived, SendMessage
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.events import MessageReceived, SendMessage
+from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
 from worker.core import RunStep, StepFailed, StepFinished, WorkerCore
 

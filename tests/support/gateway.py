@@ -10,7 +10,7 @@ from core.config import GatewayConfig, TelemetryConfig
 from gateway.fleets import Fleets
 from gateway.server import listen, make_server
 from gateway.tracing import SERVICE
-from runtime.telemetry import Telemetry
+from runtime.tracing.telemetry import Telemetry
 
 START_TIMEOUT_S = 10.0
 

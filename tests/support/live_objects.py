@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.request_ring import RequestRing
+from router.operations.request_ring import RequestRing
 
 PACKAGES = frozenset(
     ("core", "runtime", "text", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "fleet")
@@ -59,20 +59,21 @@ def _slots(kind: type) -> tuple[str, ...]:
 # Bounded by label sets, by a pool, by the pools of all workers, by max_transfers, by the sizes of a step, by the number
 # of workers, or by the members of an enum. The heap of deadlines has at most 64 entries more than twice the deadlines.
 BOUNDED = (
-    "runtime.metric_series.",
-    "core.block_pool.",
+    "runtime.prometheus.metric_series.",
+    "core.scheduling.block_pool.",
     "core.deadlines.Deadlines._heap",
-    "router.policy.SecondsPolicy.compared",
-    "router.policy.Candidate",  # the policy keeps those of the last decision; choices that leak are found by themselves
-    "router.prefix_index.",
+    "router.routing.policy.SecondsPolicy.compared",
+    # The policy keeps the candidates of the last decision; choices that leak are found by themselves.
+    "router.routing.policy.Candidate",
+    "router.routing.prefix_index.",
     "kv_transfer.offered_digests.",
-    "kv_transfer.peers.TransferCounters.",
-    "kv_transfer.owner.Owner._ended",
-    "kv_transfer.puller.Puller._ended",
+    "kv_transfer.protocol.peers.TransferCounters.",
+    "kv_transfer.protocol.owner.Owner._ended",
+    "kv_transfer.protocol.puller.Puller._ended",
     "core.step.",
     "worker.core.StepTimes.",
-    "core.step_cost_fit.StepCostFit._bins",
-    "core.step_cost.StepCost",
+    "core.cost.step_cost_fit.StepCostFit._bins",
+    "core.cost.step_cost.StepCost",
 )
 
 

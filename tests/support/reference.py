@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from core.block_pool import BlockPool
 from core.config import EngineConfig, SchedulerConfig
 from core.request import Request
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from engine.factory import build_runner
 from engine.runner import Runner, run_step
 

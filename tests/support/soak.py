@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.report import Line, Report
 from cli import compose
 from core.errors import PeerDisconnected, TransportError
-from kv_transfer.plan import Run
+from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory
 from protos import inference_pb2

@@ -10,7 +10,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from core.config import TandemConfig
-from runtime.grpc_server import open_channel
+from runtime.rpc.grpc_server import open_channel
 from tests.support.deployment import Deployment
 from worker.service import WorkerService
 

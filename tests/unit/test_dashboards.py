@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from runtime.metrics import METRICS, Kind, Metric
+from runtime.prometheus.metrics import METRICS, Kind, Metric
 from tests.support.observability import BOARDS, rules, targets
 
 HISTOGRAMS = (Kind.HISTOGRAM, Kind.DISTRIBUTION)

@@ -47,5 +47,5 @@ def test_a_soak_that_grows_fails_by_what_has_grown(grown: Footprint, message: st
 
 
 def test_containers_that_a_pool_bounds_may_grow() -> None:
-    grown = replace(FLAT, live=Counter({"router.prefix_index.PrefixIndex._holders": 5000}))
+    grown = replace(FLAT, live=Counter({"router.routing.prefix_index.PrefixIndex._holders": 5000}))
     check_flat(FLAT, grown, 10_000)

@@ -15,9 +15,9 @@ from benchmarks.policies.cases import CASES
 from benchmarks.policies.figures import case_table, goal_lines, ttft_ms
 from benchmarks.policies.rivals import OURS, POLICIES, SGLANG_MAX_DIFFERENCE
 from core.config import RouterConfig
-from core.step_cost import StepCost
-from core.worker_load import size_class
-from router.policy import Candidate, Option, RoutingQuestion, WorkerView
+from core.cost.step_cost import StepCost
+from core.scheduling.worker_load import size_class
+from router.routing.policy import Candidate, Option, RoutingQuestion, WorkerView
 from simulator.replay_result import ReplayResult, RequestRecord
 from tests.unit.test_benchmarks import run_benchmark
 

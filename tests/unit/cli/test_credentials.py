@@ -18,7 +18,7 @@ from cli.config_file import load_config
 from cli.credentials import client_of, find_credentials, token_file, with_cluster_token
 from core.config import MIN_TOKEN_CHARS, SecurityConfig, TandemConfig
 from core.errors import ConfigError
-from runtime.security import OPEN
+from runtime.rpc.security import OPEN
 
 TOKEN = "0123456789abcdef-token"
 ROUTER = "127.0.0.1:50051"

@@ -12,7 +12,7 @@ from rich.console import Console
 from cli.key import print_new_key
 from core.config import from_mapping
 from core.errors import ConfigError
-from runtime.api_keys import ApiKeys
+from runtime.rpc.api_keys import ApiKeys
 
 
 def printed(name: str, tenant: str = "") -> str:

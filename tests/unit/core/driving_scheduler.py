@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 
-from core.block_pool import BlockPool
 from core.config import SchedulerConfig
 from core.errors import OutOfDeviceMemory
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput, StepPlan, TokenEvent
 
 BLOCK_SIZE = 4

@@ -10,11 +10,11 @@ import struct
 import pytest
 
 from core.block_hash import FullBlock, chain_hash, extend_full_blocks, local_hash, root_hash, sequence_hashes
-from core.block_pool import BlockPool, BlockRemoved, BlockStored, PrefixBlock
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored, PrefixBlock
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput
 
 BLOCK_SIZE = 16
@@ -150,7 +150,7 @@ def test_no_block_is_registered_behind_a_block_outside_the_cache() -> None:
 
 
 def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.sequence.root_hash", lambda _salt: 1)
+    monkeypatch.setattr("core.scheduling.sequence.root_hash", lambda _salt: 1)
     worker = Worker()
     worker.compute("mine", HONEST, OTHER, salt="mine")
     assert worker.compute("yours", HONEST, OTHER, salt="yours") == 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.block_pool import BlockPool, Column
 from core.handoff import OwnerState, PullerState
-from core.ledger import Claim, SequenceState, check_claims, count_once
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.ledger import Claim, SequenceState, check_claims, count_once
 from tests.support.cached_blocks import register_prefix
 
 

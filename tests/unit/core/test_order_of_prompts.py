@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from core.prompt_order import QUANTUM_S, _Share
-from core.step_cost import StepCost
+from core.cost.step_cost import StepCost
+from core.scheduling.prompt_order import QUANTUM_S, _Share
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.block_pool import Column
 from core.lifecycle import FinishReason
+from core.scheduling.block_pool import Column
 from core.step import SampledToken, StepOutput
 from tests.unit.core.driving_scheduler import EOS, Driven, make_sequence
 

@@ -6,7 +6,7 @@ import pytest
 
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
-from core.sequence import Sequence
+from core.scheduling.sequence import Sequence
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven, make_sequence
 
 # ---- the token budget

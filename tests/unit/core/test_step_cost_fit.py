@@ -7,8 +7,8 @@ from dataclasses import astuple
 
 import pytest
 
-from core.step_cost import PRIOR, StepCost, StepWork
-from core.step_cost_fit import StepCostFit
+from core.cost.step_cost import PRIOR, StepCost, StepWork
+from core.cost.step_cost_fit import StepCostFit
 
 CPU = StepCost(step_s=2.5e-2, sequence_s=2e-3, context_s=2e-6, token_s=4e-3, pair_s=1e-6)
 GPU = StepCost(step_s=6e-3, sequence_s=3e-5, context_s=2e-8, token_s=2e-5, pair_s=1e-9)

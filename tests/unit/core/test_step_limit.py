@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.step_budget import LIMIT_SHARE, MIN_PROMPT_TOKENS, StepBudget
-from core.step_cost import StepCost, StepWork, work_of
+from core.cost.step_cost import StepCost, StepWork, work_of
+from core.scheduling.step_budget import LIMIT_SHARE, MIN_PROMPT_TOKENS, StepBudget
 from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven
 
 # 20 ms, 1 ms for each decode and prompt token: a step of 100 ms has room for 70 ms, and a decode leaves 69 tokens of it

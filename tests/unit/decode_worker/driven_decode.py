@@ -9,7 +9,7 @@ from core.handoff import OfferedBlocks, Ready, Want
 from core.request import Request
 from decode_worker.machine import DecodeArrived, DecodeDone, DecodeMachine, EmitTokens
 from decode_worker.pull_queue import MAX_STALL_S
-from kv_transfer.events import ReadFinished, StartRead
+from kv_transfer.protocol.events import ReadFinished, StartRead
 from tests.support.driven_worker import DrivenWorker
 
 

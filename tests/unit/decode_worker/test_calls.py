@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from core.block_pool import Column
 from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -17,8 +16,9 @@ from core.errors import (
 )
 from core.handoff import AbortReason, Release, Want
 from core.kv_layout import KVLayout
-from core.ledger import SequenceState
 from core.lifecycle import Stage, WorkerState
+from core.scheduling.block_pool import Column
+from core.scheduling.ledger import SequenceState
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed
 from tests.support.driven_worker import LAYOUT, address, request
 from tests.unit.decode_worker.driven_decode import Decode

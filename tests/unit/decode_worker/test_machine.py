@@ -9,7 +9,7 @@ from core.errors import TransferFailed
 from core.handoff import Abort, AbortReason, Release, Want
 from core.lifecycle import FinishReason, Stage
 from decode_worker.machine import DecodeDone, DecodeFailed, EmitTokens
-from kv_transfer.events import PeerLost, ReadFailed, ReadTimedOut, StartRead
+from kv_transfer.protocol.events import PeerLost, ReadFailed, ReadTimedOut, StartRead
 from tests.support.driven_worker import EOS, LEASE_S, request
 from tests.unit.decode_worker.driven_decode import Decode
 

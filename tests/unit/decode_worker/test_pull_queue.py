@@ -10,7 +10,7 @@ from core.errors import TransferFailed
 from core.handoff import AbortReason, Heartbeat, Release
 from decode_worker.machine import DecodeCancelled, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
-from kv_transfer.events import ReadFailed, StartRead
+from kv_transfer.protocol.events import ReadFailed, StartRead
 from tests.support.driven_worker import LEASE_S, request
 from tests.unit.decode_worker.driven_decode import Decode
 

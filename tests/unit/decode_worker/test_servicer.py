@@ -10,8 +10,8 @@ import pytest
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.request import Request, SamplingParams
+from core.scheduling.worker_load import CallId
 from core.step import SampledToken, TokenEvent
-from core.worker_load import CallId
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec, worker_pb2

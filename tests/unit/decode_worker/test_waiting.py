@@ -7,7 +7,7 @@ from core.errors import TransferFailed
 from core.handoff import AbortReason, Want
 from core.machine import Tick
 from decode_worker.machine import DecodeDone, DecodeFailed
-from kv_transfer.events import ReadFailed, StartRead
+from kv_transfer.protocol.events import ReadFailed, StartRead
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from core.block_pool import BlockPool, Column
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
-from core.scheduler import Scheduler
-from core.sequence import Sequence
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.sequence import Sequence
 from engine.runner import Runner, run_step
 
 

@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.service_host import Placement, ServiceHost, reachable
-from runtime.grpc_server import GrpcServer, open_channel
-from runtime.security import OPEN, ServerRules
+from runtime.rpc.grpc_server import GrpcServer, open_channel
+from runtime.rpc.security import OPEN, ServerRules
 
 MESSAGE_BYTES = 1 << 20
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from core.config import TransferConfig
 from core.kv_layout import KVLayout
 from kv_transfer.agent import AgentIdentity, TransferAgent
-from kv_transfer.events import AgentEvent, AgentFailed
+from kv_transfer.protocol.events import AgentEvent, AgentFailed
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory
 

@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import ConfigError
 from core.handoff import DevicePath
-from kv_transfer.device_checks import check_environment, has_gpudirect, paths_of
+from kv_transfer.device.device_checks import check_environment, has_gpudirect, paths_of
 
 MAPPED, DIRECT, STAGED = DevicePath
 

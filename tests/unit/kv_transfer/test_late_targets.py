@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.block_pool import Column
 from core.handoff import AbortReason, Heartbeat, PullerState
+from core.scheduling.block_pool import Column
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
 

@@ -14,7 +14,7 @@ import pytest
 from core.errors import TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
-from kv_transfer.plan import Run
+from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.nixl_package import import_nixl
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory

@@ -12,8 +12,8 @@ import xxhash
 
 from core.handoff import OfferedBlocks, Ready
 from core.kv_layout import KVLayout
-from kv_transfer.digests import Digests
 from kv_transfer.offered_digests import OfferedDigests
+from kv_transfer.protocol.digests import Digests
 from kv_transfer.transports.transport import PoolMemory
 
 LAYOUT = KVLayout("m", "float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from core.handoff import Abort, AbortReason, Bind, Heartbeat, OwnerState, Ready, Release, Want
-from kv_transfer.events import Connect, MessageReceived, PullCompleted, PullFailed
-from kv_transfer.peers import Drop
+from kv_transfer.protocol.events import Connect, MessageReceived, PullCompleted, PullFailed
+from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 

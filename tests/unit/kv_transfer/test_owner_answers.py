@@ -9,8 +9,8 @@ import pytest
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Release, Want
-from kv_transfer.events import Connect, MessageReceived
-from kv_transfer.peers import Drop
+from kv_transfer.protocol.events import Connect, MessageReceived
+from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
 

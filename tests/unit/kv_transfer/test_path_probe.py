@@ -12,7 +12,6 @@ from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.paths import Lane, PathState, PathStatus
-from kv_transfer.events import PathProbed, ProbeFailed, ProbePath
 from kv_transfer.location import COPIED_BYTES, locate
 from kv_transfer.path_probe import (
     MAX_DEVICE_PROBE_BYTES,
@@ -24,6 +23,7 @@ from kv_transfer.path_probe import (
     seen,
     traffic,
 )
+from kv_transfer.protocol.events import PathProbed, ProbeFailed, ProbePath
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone
 

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from core.block_pool import BlockPool
 from core.config import TransferConfig
 from core.handoff import AgentAddress, HandoffMessage, Location, OfferedBlocks, Ping, Ready, Want
 from core.kv_layout import KVLayout
 from core.machine import Tick
 from core.paths import Lane, PathState, PathStatus, PeerJoined, PeerLeft
-from kv_transfer.events import (
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.protocol.events import (
     Connect,
     Disconnect,
     LogPath,
@@ -28,8 +28,8 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
-from kv_transfer.machine import TransferMachine
-from kv_transfer.paths import FIRST_PROBE_BYTES, MAX_PATHS, NUM_PINGS, NUM_SPEEDS, RETRY_S
+from kv_transfer.protocol.machine import TransferMachine
+from kv_transfer.protocol.paths import FIRST_PROBE_BYTES, MAX_PATHS, NUM_PINGS, NUM_SPEEDS, RETRY_S
 from tests.unit.kv_transfer.transfer_pair import address
 
 CONFIG = TransferConfig(connect_timeout_s=5.0, slow_path_share=0.25)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from core.block_pool import BlockPool
 from core.config import TransferConfig
 from core.errors import TransferFailed
 from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, Ready, Want
-from kv_transfer import puller
-from kv_transfer.events import (
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.protocol import puller
+from kv_transfer.protocol.events import (
     MessageReceived,
     PeerLost,
     PullCompleted,
@@ -20,8 +20,8 @@ from kv_transfer.events import (
     StartRead,
     TargetsNeeded,
 )
-from kv_transfer.machine import TransferMachine
-from kv_transfer.peers import Drop
+from kv_transfer.protocol.machine import TransferMachine
+from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 

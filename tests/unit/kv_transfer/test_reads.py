@@ -11,8 +11,8 @@ from core.errors import PeerDisconnected, TransportError
 from core.handoff import AbortReason, AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
 from core.paths import Lane
-from kv_transfer.events import ReadFailed, ReadFinished, StartRead
-from kv_transfer.plan import Runs, TransferPlan, runs_of_blocks
+from kv_transfer.protocol.events import ReadFailed, ReadFinished, StartRead
+from kv_transfer.protocol.plan import Runs, TransferPlan, runs_of_blocks
 from kv_transfer.reads import MAX_SLICES_IN_FLIGHT, SLICE_BYTES, Read, Reads
 from kv_transfer.transports.transport import PoolMemory, TransportEvent
 

@@ -6,8 +6,8 @@ import pytest
 
 from core.errors import TransportError
 from core.kv_layout import KVLayout
-from kv_transfer.fake_device_memory import FakeDeviceMemory
-from kv_transfer.transports.staging_messages import (
+from kv_transfer.device.fake_device_memory import FakeDeviceMemory
+from kv_transfer.transports.device.staging_messages import (
     MAGIC,
     Ask,
     Done,
@@ -18,8 +18,8 @@ from kv_transfer.transports.staging_messages import (
     decode_staging,
     encode_staging,
 )
-from kv_transfer.transports.staging_owner import LEASE_S, MAX_ASKED, StagingOwner
-from kv_transfer.transports.staging_ring import SLOTS_PER_HALF, StagingRing
+from kv_transfer.transports.device.staging_owner import LEASE_S, MAX_ASKED, StagingOwner
+from kv_transfer.transports.device.staging_ring import SLOTS_PER_HALF, StagingRing
 from kv_transfer.transports.transport import PoolMemory
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=8)

@@ -8,8 +8,8 @@ import pytest
 
 from core.errors import TransferFailed
 from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Release, TransferId, Want
-from kv_transfer.events import MessageReceived, PullCompleted
-from kv_transfer.peers import Drop, short_name, transfer_name
+from kv_transfer.protocol.events import MessageReceived, PullCompleted
+from kv_transfer.protocol.peers import Drop, short_name, transfer_name
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 # (name, incarnation) of senders that are not the reader the offer was made for.

@@ -1,9 +1,9 @@
 """Hand-offs that are given up, and reads that fail: nothing is written after the end, and nothing stays leased."""
 
-from core.block_pool import Column
 from core.handoff import AbortReason, OwnerState, PullerState
 from core.machine import Tick
-from kv_transfer.events import PullCompleted, PullGivenUp
+from core.scheduling.block_pool import Column
+from kv_transfer.protocol.events import PullCompleted, PullGivenUp
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
 

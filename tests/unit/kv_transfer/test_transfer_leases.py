@@ -6,8 +6,8 @@ import pytest
 
 from core.handoff import Abort, AbortReason, AgentAddress, Heartbeat, OwnerState, PullerState
 from core.machine import Tick
-from kv_transfer.events import Connect, Disconnect, MessageReceived, PeerLost, PullFailed
-from kv_transfer.peers import Drop
+from kv_transfer.protocol.events import Connect, Disconnect, MessageReceived, PeerLost, PullFailed
+from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Mail, Pair, Side, address
 

@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from core.block_pool import Column
 from core.config import TransferConfig
 from core.errors import LayoutMismatch, MemoryMismatch, QueueFull, TransferFailed
 from core.handoff import AbortReason, DevicePath, OwnerState, PoolAccess, PullerState, Ready, Want
 from core.paths import PathState, PeerJoined
-from kv_transfer import owner
-from kv_transfer.events import Connect, PullCompleted
+from core.scheduling.block_pool import Column
+from kv_transfer.protocol import owner
+from kv_transfer.protocol.events import Connect, PullCompleted
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, Side, address
 
 

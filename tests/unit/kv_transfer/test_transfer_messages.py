@@ -6,9 +6,9 @@ import pytest
 
 from core.config import TransferConfig
 from core.handoff import Abort, AbortReason, HandoffMessage, OfferedBlocks, OwnerState, Ready, Release, Want
-from kv_transfer import puller
-from kv_transfer.events import MessageReceived, PullCompleted
-from kv_transfer.peers import Drop
+from kv_transfer.protocol import puller
+from kv_transfer.protocol.events import MessageReceived, PullCompleted
+from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Mail, Pair
 

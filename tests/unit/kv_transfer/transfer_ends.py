@@ -1,7 +1,7 @@
 """How a hand-off of a `Pair` (transfer_pair.py) has ended, on both sides."""
 
 from core.handoff import AbortReason, OwnerState, PullerState
-from kv_transfer.events import PullCompleted, PullFailed
+from kv_transfer.protocol.events import PullCompleted, PullFailed
 from tests.unit.kv_transfer.transfer_pair import Pair
 
 

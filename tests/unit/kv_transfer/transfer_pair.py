@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from core.block_pool import BlockPool, Column
 from core.config import TransferConfig
 from core.handoff import AbortReason, AgentAddress, HandoffMessage, OwnerState, PullerState, Ready, TransferId
 from core.kv_layout import KVLayout
 from core.machine import Tick
-from kv_transfer.events import (
+from core.scheduling.block_pool import BlockPool, Column
+from kv_transfer.protocol.events import (
     ComputeDigests,
     Connect,
     Disconnect,
@@ -35,7 +35,7 @@ from kv_transfer.events import (
     TransferAction,
     TransferEvent,
 )
-from kv_transfer.machine import TransferMachine
+from kv_transfer.protocol.machine import TransferMachine
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
 CONFIG = TransferConfig(lease_s=12.0, max_blocks_per_read=4, max_reads_in_flight=2)

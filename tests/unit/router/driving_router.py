@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from core.block_pool import Column
 from core.config import RouterConfig
 from core.errors import TandemError
 from core.handoff import AgentAddress
@@ -14,11 +13,12 @@ from core.kv_layout import KVLayout
 from core.lifecycle import FinishReason, ServiceRole, WorkerState
 from core.machine import Tick
 from core.request import Request, SamplingParams
+from core.scheduling.block_pool import Column
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.step import SampledToken
-from core.worker_load import WorkerChanges, WorkerLoad
-from router import events
-from router.events import RouterAction, RouterEvent
-from router.machine import RouterMachine
+from router.requests import events
+from router.requests.events import RouterAction, RouterEvent
+from router.requests.machine import RouterMachine
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=1)
 NUM_BLOCKS = 64

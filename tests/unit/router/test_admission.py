@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from core.cost.step_cost import PRIOR, StepCost
 from core.errors import QueueFull, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.step_cost import PRIOR, StepCost
-from router import events
-from router.admission import QueueWait, refusal
+from router.requests import events
+from router.requests.admission import QueueWait, refusal
 from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, agent, request
 
 SHED = replace(CONFIG, admission="shed", slo_ttft_ms=1000.0, max_queued=20)

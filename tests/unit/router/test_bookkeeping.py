@@ -8,7 +8,7 @@ from core.block_hash import sequence_hashes
 from core.errors import QueueFull, TransferFailed, WorkerUnavailable
 from core.lifecycle import ServiceRole, Stage, WorkerState
 from core.step import SampledToken
-from router import events
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, request
 
 LOST = WorkerUnavailable("connection reset")

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from router.bounded_pool import CORES_PER_LONG_CALL, MAX_LONG_CALLS, MAX_SHORT_BYTES, BoundedPool
+from router.serving.bounded_pool import CORES_PER_LONG_CALL, MAX_LONG_CALLS, MAX_SHORT_BYTES, BoundedPool
 
 SHORT, LONG = MAX_SHORT_BYTES, MAX_SHORT_BYTES + 1
 NUM_LONG = 2

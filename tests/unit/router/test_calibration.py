@@ -11,13 +11,13 @@ from core.config import RouterConfig
 from core.errors import QueueFull
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
-from router.choice_stream import ChoiceStream
-from router.events import Fail, Finish, Outcome
-from router.policy import Candidate
-from router.request_metrics import RequestMetrics
-from router.request_spans import route_attributes
-from runtime.metrics import RATIO_BUCKETS, Metric
-from runtime.metrics_page import Metrics
+from router.operations.request_metrics import RequestMetrics
+from router.operations.request_spans import route_attributes
+from router.requests.events import Fail, Finish, Outcome
+from router.routing.policy import Candidate
+from router.serving.choice_stream import ChoiceStream
+from runtime.prometheus.metrics import RATIO_BUCKETS, Metric
+from runtime.prometheus.metrics_page import Metrics
 
 CANDIDATE = Candidate(
     "prefill-0", "decode-0", cached_tokens=64, uncached_tokens=16, transfer_blocks=5, num_dispatched=0, queue_s=0.1,

@@ -10,7 +10,7 @@ import pytest
 from core.errors import InvalidRequest
 from core.model_info import ModelInfo
 from protos.inference_pb2 import ChatMessage, ChatPrompt, Tool, ToolCall
-from router.chat_prompt import MAX_JSON_CHARS, MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOLS, check_chat
+from router.serving.chat_prompt import MAX_JSON_CHARS, MAX_JSON_DEPTH, MAX_TOOL_CALLS, MAX_TOOLS, check_chat
 from text.chat_template import ChatTemplate
 from text.tokenizer import ByteCodec, ModelTokenizer, load_tokenizer
 

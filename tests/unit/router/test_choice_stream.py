@@ -13,8 +13,8 @@ from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
 from protos import inference_pb2
-from router.choice_stream import ChoiceStream
-from router.events import Deliver, Fail
+from router.requests.events import Deliver, Fail
+from router.serving.choice_stream import ChoiceStream
 from text.detokenizer import IncrementalDetokenizer
 from text.text_stream import TextStream
 

@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import DeadlineExceeded, QueueFull, RequestCancelled, TransferFailed, WorkerUnavailable
 from core.lifecycle import FinishReason, ServiceRole, Stage
-from router import events
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
 

@@ -9,7 +9,7 @@ import pytest
 from core.errors import LayoutMismatch, OutOfDeviceMemory, QueueFull, TandemError, TransferFailed, WorkerUnavailable
 from core.lifecycle import FinishReason, RequestPath, ServiceRole
 from core.step import SampledToken
-from router import events
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, EOS, LAYOUT, DrivenRouter, request
 
 LOST = WorkerUnavailable("connection reset")

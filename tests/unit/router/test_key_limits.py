@@ -12,9 +12,9 @@ from core.config import ApiKeyConfig
 from core.errors import KeyLimitReached
 from core.request import MAX_CACHE_SALT_CHARS
 from protos import inference_pb2
-from router.callers import Callers, tenant_salt
-from router.key_limits import WINDOW_S, KeyLimits
-from runtime.api_keys import ApiKeys, hash_of
+from router.serving.callers import Callers, tenant_salt
+from router.serving.key_limits import WINDOW_S, KeyLimits
+from runtime.rpc.api_keys import ApiKeys, hash_of
 
 STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=2)
 MINUTE = ApiKeyConfig(name="bob", sha256=hash_of("bob's key"), tenant="builders", requests_per_minute=3)

@@ -10,7 +10,7 @@ from core.block_hash import sequence_hashes
 from core.errors import DeadlineExceeded, InvalidRequest, LayoutMismatch, QueueFull, RequestCancelled, WorkerUnavailable
 from core.lifecycle import FinishReason, RequestPath, ServiceRole, Stage, WorkerState
 from core.step import SampledToken
-from router import events
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, LAYOUT, DrivenRouter, agent, request
 
 LOST = WorkerUnavailable("connection reset")

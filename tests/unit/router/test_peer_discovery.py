@@ -6,9 +6,9 @@ from collections import Counter
 
 from core.lifecycle import ServiceRole
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
-from core.worker_load import WorkerChanges
-from router.events import UpdatePeers, WorkerLost, WorkerReported
-from router.peer_discovery import MAX_ANNOUNCED_PEERS
+from core.scheduling.worker_load import WorkerChanges
+from router.requests.events import UpdatePeers, WorkerLost, WorkerReported
+from router.requests.peer_discovery import MAX_ANNOUNCED_PEERS
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, agent
 
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.config import RouterConfig
+from core.cost.step_cost import StepCost
 from core.lifecycle import RequestPath
 from core.paths import Lane, PathState, PathStatus
-from core.step_cost import StepCost
-from core.worker_load import NUM_SIZE_CLASSES, size_class
-from router.policy import (
+from core.scheduling.worker_load import NUM_SIZE_CLASSES, size_class
+from router.routing.policy import (
     MAX_PAIRED,
     MESSAGE_S,
     UNKNOWN_BYTES_PER_S,
@@ -26,7 +26,7 @@ from router.policy import (
     WorkerView,
     reason_for,
 )
-from router.prefix_index import PrefixIndex
+from router.routing.prefix_index import PrefixIndex
 
 BLOCK = 4
 COST = StepCost(step_s=0.01, sequence_s=0.001, context_s=1e-6, token_s=0.001, pair_s=0.0)

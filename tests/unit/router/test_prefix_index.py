@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.prefix_index import PrefixIndex
+from router.routing.prefix_index import PrefixIndex
 
 
 def held_and_reachable(index: PrefixIndex, prefix: list[int], worker: str = "w") -> tuple[int, int]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from core.cost.step_cost import PRIOR
 from core.errors import QueueFull, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
-from core.step_cost import PRIOR
-from core.worker_load import RouterCalls, WorkerChanges
-from router import events
+from core.scheduling.worker_load import RouterCalls, WorkerChanges
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, SERVING, DrivenRouter, request
 
 FULL = replace(CONFIG, max_in_flight_per_worker=1, max_queued=20_000)

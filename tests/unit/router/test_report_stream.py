@@ -13,9 +13,9 @@ import pytest_asyncio
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from protos import worker_pb2
-from router.events import WorkerJoined, WorkerLost, WorkerReported
-from router.worker_link import WorkerLink
-from runtime.security import OPEN
+from router.links.worker_link import WorkerLink
+from router.requests.events import WorkerJoined, WorkerLost, WorkerReported
+from runtime.rpc.security import OPEN
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 
@@ -60,7 +60,7 @@ class Broken(Reports):
 
 @pytest_asyncio.fixture
 async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
-    monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
+    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
     worker = Worker()
     yield worker
     assert worker.link is not None

@@ -12,13 +12,13 @@ from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, Queue
 from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
-from router.choice_stream import ChoiceStream
-from router.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
-from router.policy import Candidate
-from router.request_metrics import RequestMetrics, reason_of
-from runtime.metric_series import Buckets
-from runtime.metrics import MAX_TENANTS, OTHER_TENANTS, Metric
-from runtime.metrics_page import Metrics
+from router.operations.request_metrics import RequestMetrics, reason_of
+from router.requests.events import DecodeResult, Fail, Finish, Outcome, PrefillResult, Promise
+from router.routing.policy import Candidate
+from router.serving.choice_stream import ChoiceStream
+from runtime.prometheus.metric_series import Buckets
+from runtime.prometheus.metrics import MAX_TENANTS, OTHER_TENANTS, Metric
+from runtime.prometheus.metrics_page import Metrics
 
 CANDIDATE = Candidate("p", "d", 64, 16, 5, 0)
 TIMELINE = Timeline(

@@ -8,7 +8,7 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import TransferFailed
-from router import events
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
 EPSILON_S = 0.001

@@ -12,8 +12,8 @@ import pytest
 from core.errors import InvalidRequest, QueueFull, TandemError
 from protos import inference_pb2
 from router import shared_stream
-from router.call_messages import CallMessages
-from router.call_writer import CallWriter
+from router.serving.call_messages import CallMessages
+from router.serving.call_writer import CallWriter
 from router.shared_stream import SharedStream
 from tests.support.waiting import until
 

@@ -12,8 +12,8 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from protos import worker_pb2
 from router.shell import RouterShell
-from runtime.security import OPEN
-from runtime.telemetry import Telemetry
+from runtime.rpc.security import OPEN
+from runtime.tracing.telemetry import Telemetry
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}

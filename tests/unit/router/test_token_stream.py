@@ -17,10 +17,10 @@ from core.request import Request, SamplingParams
 from core.service import Endpoint
 from core.step import SampledToken
 from protos import inference_pb2, worker_pb2
-from router.events import DecodeReturned, StartDecode, StepTokens, TokenStreamLost, WorkerJoined, WorkerLost
-from router.token_stream import decode_step_tokens
-from router.worker_link import WorkerLink
-from runtime.security import OPEN
+from router.links.token_stream import decode_step_tokens
+from router.links.worker_link import WorkerLink
+from router.requests.events import DecodeReturned, StartDecode, StepTokens, TokenStreamLost, WorkerJoined, WorkerLost
+from runtime.rpc.security import OPEN
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 BROKEN = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "reset", None)
@@ -69,7 +69,7 @@ class Worker:
 
 @pytest_asyncio.fixture
 async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
-    monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
+    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
     worker = Worker()
     yield worker
     await worker.link.close()
@@ -121,14 +121,14 @@ async def test_between_two_streams_no_report_reaches_the_machine_and_every_call_
 
 
 async def test_a_stream_that_does_not_open_loses_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
-    monkeypatch.setattr("router.worker_link.CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
+    monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 0.01)
     worker = Worker()
     worker.silent = True
     assert isinstance(await worker.event(), WorkerLost)
     assert worker.num_watches == 0
     worker.silent = False
-    monkeypatch.setattr("router.worker_link.CONNECT_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("router.links.worker_link.CONNECT_TIMEOUT_S", 5.0)
     worker.reports.put(snapshot("w"))
     async with asyncio.timeout(5):
         while not isinstance(await worker.posted.get(), WorkerJoined):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from core.errors import WorkerUnavailable
 from core.lifecycle import FinishReason, ServiceRole
 from core.step import SampledToken
-from router import events
-from router.machine import MISSING_TOKENS_S
+from router.requests import events
+from router.requests.machine import MISSING_TOKENS_S
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request, step_tokens
 
 

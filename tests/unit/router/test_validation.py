@@ -10,7 +10,7 @@ from core.config import RouterConfig
 from core.errors import InvalidRequest
 from core.request import MAX_CACHE_SALT_CHARS, MAX_USER_CHARS
 from protos.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
-from router.validation import prepare
+from router.serving.validation import prepare
 from text.tokenizer import load_tokenizer
 
 MANY = 2_000_000

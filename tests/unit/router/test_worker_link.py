@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from core.block_pool import Column
 from core.errors import WorkerUnavailable
 from core.handoff import LIVE_STATES
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PeerLeft
 from core.request import Request, SamplingParams
+from core.scheduling.block_pool import Column
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.service import Endpoint
-from core.worker_load import WorkerChanges, WorkerLoad
 from protos import report_codec, worker_pb2
-from router.events import (
+from router.links.worker_link import WorkerLink
+from router.requests.events import (
     DecodeReturned,
     PrefillReturned,
     StartDecode,
@@ -30,8 +31,7 @@ from router.events import (
     WorkerLost,
     WorkerReported,
 )
-from router.worker_link import WorkerLink
-from runtime.security import OPEN
+from runtime.rpc.security import OPEN
 from tests.support.driven_worker import address
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
@@ -172,7 +172,7 @@ async def test_the_link_logs_a_refused_snapshot_and_subscribes_again(
 async def test_after_an_unexpected_exception_the_worker_is_lost_and_joins_by_its_next_snapshot(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.worker_link.RETRY_S", (0.0,))
+    monkeypatch.setattr("router.links.worker_link.RETRY_S", (0.0,))
     worker.reports.put(snapshot("w"))
     with monkeypatch.context() as broken, caplog.at_level(logging.ERROR):
         broken.setattr("protos.report_codec.decode_load", lambda _: 1 // 0)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from core.block_pool import Column
 from core.lifecycle import ServiceRole
-from router.worker_record import ReleaseRate, WorkerRecord
+from core.scheduling.block_pool import Column
+from router.routing.worker_record import ReleaseRate, WorkerRecord
 from tests.unit.router.driving_router import SERVING, agent
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.lifecycle import ServiceRole, WorkerState
-from router import events
+from router.requests import events
 from tests.unit.router.driving_router import CONFIG, DrivenRouter, request
 
 FULL = replace(CONFIG, max_in_flight_per_worker=1, report_stale_s=1000.0, worker_lost_s=1000.0)

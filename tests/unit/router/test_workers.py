@@ -8,16 +8,16 @@ import pytest
 
 from core.block_hash import sequence_hashes
 from core.config import RouterConfig
+from core.cost.step_cost import PRIOR
 from core.errors import InvalidRequest, LayoutMismatch, MemoryMismatch
 from core.handoff import DevicePath, PoolAccess
 from core.lifecycle import ServiceRole, WorkerState
 from core.request import Request
-from core.sequence import Sequence
-from core.step_cost import PRIOR
-from core.worker_load import WorkerChanges, WorkerLoad
-from router.policy import Candidate, SecondsPolicy
-from router.worker_record import CallWork, WorkerRecord
-from router.workers import WorkerTable, hashes_of
+from core.scheduling.sequence import Sequence
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from router.routing.policy import Candidate, SecondsPolicy
+from router.routing.worker_record import CallWork, WorkerRecord
+from router.routing.workers import WorkerTable, hashes_of
 from tests.unit.router.driving_router import LAYOUT, SERVING, agent, request
 
 CONFIG = RouterConfig(report_stale_s=3.0, max_in_flight_per_worker=2)

@@ -8,8 +8,8 @@ import pytest
 
 from core.config import ApiKeyConfig
 from core.errors import ConfigError, PermissionDenied, Unauthenticated
-from runtime.api_keys import ApiKeys, hash_of, new_key
-from runtime.security import TOKEN_KEY
+from runtime.rpc.api_keys import ApiKeys, hash_of, new_key
+from runtime.rpc.security import TOKEN_KEY
 
 USER, OPERATOR = "tandem-user-key", "tandem-operator-key"
 TOKEN = "the-token-of-this-cluster"

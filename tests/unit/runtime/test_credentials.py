@@ -8,7 +8,7 @@ import pytest
 
 from core.config import SecurityConfig, from_mapping
 from core.errors import ConfigError
-from runtime.security import OPEN, load_credentials, router_rules
+from runtime.rpc.security import OPEN, load_credentials, router_rules
 from tests.support.certificates import Authority
 
 TOKEN = "0123456789abcdef-token"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.errors import ConfigError
-from runtime.grpc_server import GrpcServer
-from runtime.security import OPEN, ServerRules
+from runtime.rpc.grpc_server import GrpcServer
+from runtime.rpc.security import OPEN, ServerRules
 from tests.support.limits import no_more_descriptors
 
 MESSAGE_BYTES = 1 << 20

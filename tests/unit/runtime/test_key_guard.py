@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from core.config import ApiKeyConfig
 from core.errors import ErrorCode, TandemError
-from runtime.api_keys import hash_of
-from runtime.grpc_server import FIELD_KEY, RETRYABLE_KEY, GrpcServer
-from runtime.security import OPEN, ServerRules
+from runtime.rpc.api_keys import hash_of
+from runtime.rpc.grpc_server import FIELD_KEY, RETRYABLE_KEY, GrpcServer
+from runtime.rpc.security import OPEN, ServerRules
 
 KEY = "tandem-key-of-a-test"
 SERVICE = "some.other.Protocol"

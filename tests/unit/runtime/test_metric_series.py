@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.metric_series import Buckets, Series
+from runtime.prometheus.metric_series import Buckets, Series
 
 
 def test_a_bucket_includes_its_upper_end() -> None:

@@ -11,8 +11,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import TelemetryConfig
-from runtime.metrics import ALIASES, METRICS, TYPES, Kind, Metric, length_class
-from runtime.metrics_page import Metrics, Reading
+from runtime.prometheus.metrics import ALIASES, METRICS, TYPES, Kind, Metric, length_class
+from runtime.prometheus.metrics_page import Metrics, Reading
 
 
 def constants(module: object) -> set[object]:

@@ -13,8 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.errors import ConfigError
-from runtime.grpc_server import GrpcServer, open_channel
-from runtime.security import OPEN, ServerRules
+from runtime.rpc.grpc_server import GrpcServer, open_channel
+from runtime.rpc.security import OPEN, ServerRules
 from runtime.shared_port import PortClaim
 
 MESSAGE_BYTES = 1 << 20

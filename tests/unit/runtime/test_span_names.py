@@ -6,7 +6,7 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import error_attributes, gen_ai_attributes
 from opentelemetry.semconv.attributes import http_attributes, url_attributes
 
-from runtime.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS, Attribute, SpanName
+from runtime.tracing.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS, Attribute, SpanName
 
 NAMES = [value for key, value in vars(Attribute).items() if key.isupper()]
 CONVENTIONS = {

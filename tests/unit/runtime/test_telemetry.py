@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from core.config import TelemetryConfig
 from core.errors import ConfigError
-from runtime.span_names import SpanName
-from runtime.telemetry import SpanRecord, Telemetry
-from runtime.trace_file import JsonLinesExporter
+from runtime.tracing.span_names import SpanName
+from runtime.tracing.telemetry import SpanRecord, Telemetry
+from runtime.tracing.trace_file import JsonLinesExporter
 from tests.support.limits import no_file_larger_than
 
 PATIENCE_S = 10.0
@@ -80,7 +80,7 @@ class StuckProvider:
 
 
 def test_close_does_not_wait_for_a_collector_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.telemetry.CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("runtime.tracing.telemetry.CLOSE_TIMEOUT_S", 0.01)
     telemetry, stuck = Telemetry(TelemetryConfig(), "tandem-test"), StuckProvider()
     telemetry._processor = stuck  # type: ignore[assignment]
     telemetry.close()

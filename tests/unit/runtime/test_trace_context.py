@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.trace_context import start_trace
+from runtime.tracing.trace_context import start_trace
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from core.config import RouterConfig
-from core.step_cost import PRIOR, StepCost
+from core.cost.step_cost import PRIOR, StepCost
 from simulator.calibration import MeasuredRequest, MeasuredWorker, compare, costs_of, simulate_run
 from simulator.cost_model import RDMA_400G, LinkCost
 from simulator.replay_config import ReplayConfig

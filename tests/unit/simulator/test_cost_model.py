@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from core.cost.step_cost import work_of
 from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView, StepPlan
-from core.step_cost import work_of
 from simulator.cost_model import H100_8B, layout_8b
 
 # (concurrency, prompt, output) -> measured gap between tokens in ms: Llama-3.1-8B-Instruct, one H100, TensorRT-LLM.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.step_cost import StepCost
+from core.cost.step_cost import StepCost
 from simulator.cost_model import H100_8B
 from simulator.public_points import Filters, Group, Point, fit_file, fit_points
 

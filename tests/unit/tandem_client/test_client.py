@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull
 from protos import inference_pb2, inference_pb2_grpc
-from runtime.grpc_server import abort
+from runtime.rpc.grpc_server import abort
 from tandem_client import AsyncClient, CallFailed, Client, GenerateRequest
 from tests.support.shared_calls import generate_each
 

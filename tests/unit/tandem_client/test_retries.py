@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull, TandemError
 from protos import inference_pb2, inference_pb2_grpc
-from runtime.grpc_server import abort
+from runtime.rpc.grpc_server import abort
 from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, GenerateRequest, RetryPolicy
 from tandem_client.retries import HINT_SPREAD
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("smg_grpc_proto", reason="needs the extra smg: pip install smg-grpc-proto")
 
 from core.block_hash import FullBlock, extend_full_blocks
-from core.block_pool import BlockPool, PrefixBlock
+from core.scheduling.block_pool import BlockPool, PrefixBlock
 from vllm_engine.kv_events import BLOCKS_PER_CHUNK, MAX_BATCHES_BEHIND, KvEvents
 
 BLOCK_SIZE = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.lifecycle import Stage, Timeline
-from runtime.span_names import Attribute, SpanName
+from runtime.tracing.span_names import Attribute, SpanName
 from worker.call_record import CallRecord, StepCounts, stage_spans
 
 NAMES = {

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
 from core.errors import InvalidRequest
 from core.handoff import LIVE_STATES
 from core.lifecycle import WorkerState
 from core.paths import PathState, PathStatus
-from core.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
+from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
+from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
 from protos import report_codec, worker_pb2
 from worker.changes import ChangeTracker
 

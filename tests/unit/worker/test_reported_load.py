@@ -7,10 +7,10 @@ from dataclasses import astuple
 import pytest
 
 from core.config import SchedulerConfig
-from core.step_budget import LIMIT_SHARE
-from core.step_cost import PRIOR, StepCost, StepWork
-from core.step_cost_fit import StepCostFit
-from core.worker_load import size_class
+from core.cost.step_cost import PRIOR, StepCost, StepWork
+from core.cost.step_cost_fit import StepCostFit
+from core.scheduling.step_budget import LIMIT_SHARE
+from core.scheduling.worker_load import size_class
 from tests.support.driven_worker import EOS, request
 from tests.unit.decode_worker.driven_decode import Decode
 from tests.unit.prefill_worker.driven_prefill import Prefill

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from core.block_pool import BlockPool, Column
 from core.config import WorkerConfig
 from core.errors import InvalidRequest
 from core.handoff import (
@@ -25,10 +24,11 @@ from core.handoff import (
     PullerState,
 )
 from core.kv_layout import KVLayout
-from core.ledger import BlockHolder, Claim, SequenceState
 from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
-from core.worker_load import RouterCalls, WorkerLoad
+from core.scheduling.block_pool import BlockPool, Column
+from core.scheduling.ledger import BlockHolder, Claim, SequenceState
+from core.scheduling.worker_load import RouterCalls, WorkerLoad
 from protos import codec, report_codec, worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
 from worker.service import WorkerService

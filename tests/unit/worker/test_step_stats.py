@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from core.model_work import ModelSizes, Peak
-from core.step_cost import StepWork
-from core.worker_load import STEP_BOUNDS_S
+from core.cost.model_work import ModelSizes, Peak
+from core.cost.step_cost import StepWork
+from core.scheduling.worker_load import STEP_BOUNDS_S
 from model_files.builtin_configs import RANDOM_CONFIGS
 from worker.step_stats import StepStats
 

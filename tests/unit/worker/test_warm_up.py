@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from core.config import EngineConfig
+from core.cost.step_cost import PRIOR, StepCost, StepWork, work_of
+from core.cost.step_cost_fit import StepCostFit
 from core.errors import OutOfDeviceMemory
 from core.kv_layout import KVLayout
 from core.step import StepOutput, StepPlan
-from core.step_cost import PRIOR, StepCost, StepWork, work_of
-from core.step_cost_fit import StepCostFit
 from engine.fake_runner import FakeRunner
 from worker.executor import StepExecutor
 from worker.warm_up import DECODES, TIME_LIMIT_S, warm_up

@@ -1,0 +1,92 @@
+"""One offer: the blocks leased for it, the pieces its puller wants, and the pieces announced so far.
+
+An offer names its reader, or is open: then the first agent that sends a BIND with the transfer id becomes its reader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from core.handoff import OWNER_STEPS, AbortReason, AgentAddress, OfferedBlocks, OwnerState, TransferId
+from kv_transfer.protocol.plan import TransferPlan
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    transfer_id: TransferId
+    peer: AgentAddress | None  # None until an open offer has a reader
+    plan: TransferPlan  # of an open offer, until it has a reader: between equal layouts
+    created_at: float
+    renewed_at: float  # last sign of life of the puller; the lease runs from here
+    is_open: bool = False  # was made without a reader
+    state: OwnerState = OwnerState.COMPUTING
+    leased: dict[int, int] = field(default_factory=dict)  # position -> block
+    wanted_pieces: frozenset[int] = frozenset()
+    wanted: frozenset[int] | None = None  # positions; None until the WANT has come
+    # announced: wanted and readable, in this order
+    announced_pieces: list[int] = field(default_factory=list)
+    announced_blocks: list[int] = field(default_factory=list)  # one for each piece
+    last: bool = False  # nothing more will be offered
+    first_token_id: int | None = None
+    newest: int = 0  # counter of the newest WANT, RELEASE or ABORT
+    renewed_by: int = 0  # counter of the newest message that renewed the lease
+    ready_sent_at: float = 0.0
+    num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
+    aborting: AbortReason | None = None
+    detail: str = ""
+
+    def lease_ends_at(self, lease_s: float) -> float:
+        """The lease of an offer without a reader starts with the end of the prompt: nobody can renew it before."""
+        return math.inf if self.peer is None and not self.last else self.renewed_at + lease_s
+
+    @property
+    def reader_name(self) -> str:
+        return "" if self.peer is None else self.peer.name
+
+    @property
+    def may_be_read(self) -> bool:
+        return bool(self.announced_pieces)
+
+    @property
+    def starved(self) -> bool:
+        """Blocks are leased, and the puller has no room for them."""
+        return bool(self.leased) and (self.wanted is None or self.num_unplaced > 0)
+
+    @property
+    def num_announced(self) -> int:
+        return len(self.announced_pieces)
+
+    def want(self, pieces: Sequence[int]) -> frozenset[int]:
+        """Take the pieces that the puller lacks. Returns the positions of their blocks."""
+        parts = self.plan.source_parts
+        self.wanted_pieces = wanted = frozenset(pieces)
+        self.wanted = wanted if parts == 1 else frozenset(piece // parts for piece in pieces)
+        return self.wanted
+
+    def announce(self, blocks: Mapping[int, int]) -> None:
+        """Announce the wanted pieces of blocks, given by position, in order of position."""
+        positions, parts = sorted(blocks), self.plan.source_parts
+        if parts == 1:  # each wanted position is a piece
+            self.announced_pieces += positions
+            self.announced_blocks += [blocks[position] for position in positions]
+            return
+        for position in positions:
+            pieces = range(position * parts, (position + 1) * parts)
+            wanted = [piece for piece in pieces if piece in self.wanted_pieces]
+            self.announced_pieces += wanted
+            self.announced_blocks += [blocks[position]] * len(wanted)
+
+    def announced(self, first: int, end: int) -> OfferedBlocks:
+        """Announced pieces [first, end). The agent fills in the digests."""
+        pieces = tuple(self.announced_pieces[first:end])
+        return OfferedBlocks(pieces, tuple(self.announced_blocks[first:end]), (0,) * len(pieces))
+
+    def renew(self, counter: int, now: float) -> None:
+        self.renewed_at = now
+        self.renewed_by = max(self.renewed_by, counter)
+
+    def step(self, state: OwnerState) -> None:
+        assert state in OWNER_STEPS[self.state], f"{self.state.name} -> {state.name} is not a step of an owner"
+        self.state = state

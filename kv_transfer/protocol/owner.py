@@ -1,0 +1,384 @@
+"""The owner's half of a hand-off: lease blocks, announce them, free them exactly once.
+
+    COMPUTING --first block--> OFFERED --RELEASE--> RELEASED
+        `----------------------------+--lease_s without a sign of the puller--> EXPIRED
+                                     `--abort, then RELEASE or end of lease--> ABORTED
+
+A block is leased when it is offered. Positions that the puller does not want are unleased when its WANT comes. All
+others are unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
+waits for the RELEASE or for the end of the lease. A peer whose connection broke may still read, so a broken connection
+does not end a lease; only the proven death of the peer's process does.
+
+Messages get lost. A READY counts the blocks announced before it, a heartbeat counts those that arrived, and the owner
+repeats the missing ones. A message that comes before its offer is kept for half a lease. A WANT for an ended offer is
+answered with the reason of its end.
+
+An open offer names no reader: the router does not know it yet. The first agent that sends a BIND with the transfer id
+becomes the reader, and the owner refuses every other one. Until then nothing can be read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from core.config import TransferConfig
+from core.errors import LayoutMismatch, QueueFull, TransferFailed
+from core.handoff import (
+    OWNER_STEPS,
+    Abort,
+    AbortReason,
+    AgentAddress,
+    Bind,
+    Heartbeat,
+    HeartbeatEntry,
+    OwnerState,
+    Ready,
+    Release,
+    TransferId,
+    Want,
+)
+from core.paths import refuse_memory
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.protocol.events import Actions, ComputeDigests, OfferEnded
+from kv_transfer.protocol.offer import Offer
+from kv_transfer.protocol.peers import Drop, Peers, transfer_name
+from kv_transfer.protocol.plan import TransferPlan
+
+# The puller reads the blocks of one READY while the digests of the next are computed. The first READY is small, so that
+# reads begin early. Each READY after it is four times as large, since each READY and each read costs the puller time.
+# Without digests, one READY has all blocks.
+FIRST_READY_BYTES = 33_554_432
+READY_GROWTH = 4
+MAX_BLOCKS_PER_READY = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A message that came before its offer."""
+
+    sender: str
+    message: Want | Release
+    arrived_at: float
+
+
+class Owner:
+    def __init__(self, config: TransferConfig, pool: BlockPool, peers: Peers) -> None:
+        self.config = config
+        self.pool = pool
+        self.offers: dict[TransferId, Offer] = {}  # alive
+        self._peers = peers
+        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # how, for a puller that still asks
+        self._early: dict[TransferId, _Early] = {}
+
+    # ---- from the worker
+
+    def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress | None) -> None:
+        """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
+        self._plan_for(peer)
+        if transfer_id in self.offers or transfer_id in self._ended:
+            raise TransferFailed(f"{transfer_name(transfer_id)} was offered before")
+        if len(self.offers) >= self.config.max_transfers:
+            raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
+
+    def offer(self, transfer_id: TransferId, peer: AgentAddress | None, now: float) -> Actions:
+        plan, is_open = self._plan_for(peer), peer is None
+        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, renewed_at=now, is_open=is_open)
+        early = self._early.pop(transfer_id, None)
+        if early is None:
+            return []
+        if isinstance(early.message, Want):
+            return self.on_want(early.sender, early.message, now)
+        return self.on_release(early.sender, early.message, now)
+
+    def add_ready(
+        self,
+        transfer_id: TransferId,
+        blocks: Iterable[tuple[int, int]],
+        last: bool,
+        first_token_id: int | None,
+        now: float,
+    ) -> Actions:
+        offer = self.offers.get(transfer_id)
+        if offer is None or offer.aborting is not None or offer.last:
+            return []
+        wanted = {
+            position: block
+            for position, block in blocks
+            if position not in offer.leased and (offer.wanted is None or position in offer.wanted)
+        }
+        self.pool.lease(wanted.values())
+        offer.leased |= wanted
+        if wanted and offer.state is OwnerState.COMPUTING:
+            offer.step(OwnerState.OFFERED)
+        if last:
+            offer.last, offer.first_token_id = True, first_token_id
+            if offer.peer is None:
+                offer.renewed_at = now
+        actions: Actions = []
+        if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
+            actions.append(ComputeDigests(tuple(wanted.values())))
+        if offer.wanted is not None and (wanted or last):
+            num_announced = offer.num_announced
+            offer.announce(wanted)
+            actions += self._announce(offer, num_announced, now)
+        return actions
+
+    def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> Actions:
+        offer = self.offers.get(transfer_id)
+        if offer is None or offer.aborting is not None:
+            return []
+        offer.aborting, offer.detail = reason, detail
+        actions = self._send_abort(offer.peer, transfer_id, reason, detail)
+        if not offer.may_be_read:  # always so without a reader
+            actions += self._end(offer, OwnerState.ABORTED, reason)
+        return actions
+
+    # ---- from the puller
+
+    def admits(self, sender: str, bind: Bind) -> bool:
+        """Whether the sender knows the id of an open offer, live or ended. Its address is worth nothing otherwise."""
+        offer, reader = self.offers.get(bind.transfer_id), bind.reader
+        if (sender, bind.incarnation) != (reader.name, reader.incarnation) or (offer and not offer.is_open):
+            self._peers.drop(Drop.FOREIGN)
+        elif offer is None and bind.transfer_id not in self._ended:
+            self._peers.drop(Drop.UNKNOWN_TRANSFER)
+        else:
+            return True
+        return False
+
+    def on_bind(self, bind: Bind, now: float) -> Actions:
+        """Bind an offer to its reader, which is a known peer since `admits`. Another reader is told that it is late."""
+        offer, reader = self.offers.get(bind.transfer_id), bind.reader
+        if offer is None:
+            return self._send_abort(reader, bind.transfer_id, self._ended[bind.transfer_id])
+        if offer.peer is None:
+            try:
+                offer.plan = self._plan_for(reader)
+            except LayoutMismatch as error:
+                return self._send_abort(reader, bind.transfer_id, AbortReason.LAYOUT_MISMATCH, str(error))
+            offer.peer = reader
+        elif (offer.peer.name, offer.peer.incarnation) != (reader.name, reader.incarnation):
+            self._peers.drop(Drop.FOREIGN)
+            return self._send_abort(reader, bind.transfer_id, AbortReason.UNKNOWN_TRANSFER, "it has another reader")
+        if not self._accept(offer, reader.name, bind):
+            return []
+        offer.renew(bind.counter, now)
+        return []
+
+    def on_want(self, sender: str, want: Want, now: float) -> Actions:
+        offer, actions = self._offer_for(sender, want, now)
+        if offer is None:
+            return actions
+        offer.renew(want.counter, now)
+        if offer.aborting is not None:
+            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        assert offer.peer is not None, "an offer without a reader accepts no WANT"
+        if want.layout_fingerprint != offer.peer.layout.fingerprint():
+            return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
+        if offer.wanted is None:
+            wanted = offer.want(want.positions)
+            self._unlease(offer, [position for position in offer.leased if position not in wanted])
+            offer.announce(offer.leased)
+        return self._announce(offer, 0, now)  # a puller that repeats its WANT has received nothing
+
+    def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> Actions:
+        if not self._peers.accept_heartbeat(sender, heartbeat):
+            return []
+        peer = self._peers.address_of(sender)
+        assert peer is not None
+        actions: Actions = []
+        renewed = []
+        for entry in heartbeat.entries:
+            offer = self.offers.get(entry.transfer_id)
+            if offer is None:
+                if entry.transfer_id in self._ended:
+                    actions += self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
+            elif offer.peer is None or (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
+                self._peers.drop(Drop.FOREIGN)
+            else:
+                offer.renew(heartbeat.counter, now)
+                offer.num_unplaced = entry.num_unplaced
+                renewed.append(HeartbeatEntry(entry.transfer_id, offer.num_announced))
+                actions += self._repeat_lost(offer, entry.num_ready, now)
+        answer = Heartbeat(*self._peers.stamp(), heartbeat.counter, tuple(renewed))
+        return actions + self._peers.send(peer, answer)
+
+    def on_release(self, sender: str, release: Release, now: float) -> Actions:
+        offer, actions = self._offer_for(sender, release, now)
+        if offer is None:
+            return actions
+        if release.reason is AbortReason.DIGEST_MISMATCH:
+            self.pool.invalidate(offer.leased.values())  # the prefix cache must not serve them again
+        if offer.aborting is not None:
+            return self._end(offer, OwnerState.ABORTED, offer.aborting)
+        return self._end(offer, OwnerState.RELEASED, release.reason)
+
+    def on_abort(self, sender: str, abort: Abort) -> Actions:
+        """The puller of a live offer gives up; its RELEASE follows when its reads have ended."""
+        offer = self.offers[abort.transfer_id]
+        if not self._accept(offer, sender, abort) or offer.aborting is not None:
+            return []
+        offer.aborting, offer.detail = abort.reason, abort.detail
+        return [] if offer.may_be_read else self._end(offer, OwnerState.ABORTED, abort.reason)
+
+    def on_peer_lost(self, name: str, died: bool) -> Actions:
+        actions: Actions = []
+        for offer in [offer for offer in self.offers.values() if offer.peer and offer.peer.name == name]:
+            offer.aborting = offer.aborting or AbortReason.PEER_LOST
+            if died or not offer.may_be_read:
+                actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
+        return actions
+
+    # ---- time
+
+    def on_tick(self, now: float) -> Actions:
+        actions: Actions = []
+        for offer in [o for o in self.offers.values() if now >= o.lease_ends_at(self.config.lease_s)]:
+            if offer.aborting is not None:
+                actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
+            else:
+                actions += self._end(offer, OwnerState.EXPIRED, AbortReason.LEASE_EXPIRED)
+        for transfer_id, early in list(self._early.items()):
+            if now >= early.arrived_at + self._early_kept_s:
+                del self._early[transfer_id]
+                self._peers.drop(Drop.UNKNOWN_TRANSFER)
+                peer = self._peers.address_of(early.sender)
+                if peer is not None and isinstance(early.message, Want):
+                    actions += self._send_abort(peer, transfer_id, AbortReason.UNKNOWN_TRANSFER)
+        return actions
+
+    def deadlines(self) -> list[float]:
+        leases = [offer.lease_ends_at(self.config.lease_s) for offer in self.offers.values()]
+        early = [early.arrived_at + self._early_kept_s for early in self._early.values()]
+        return [when for when in leases if when < math.inf] + early
+
+    @property
+    def _early_kept_s(self) -> float:
+        # The router calls both workers at once: an offer that was not made within half a lease will not be made.
+        return self.config.lease_s / 2
+
+    # ---- inside
+
+    def _offer_for(self, sender: str, message: Want | Release, now: float) -> tuple[Offer | None, Actions]:
+        """The live offer a message is for. Without one, the message is kept, answered by the actions, or dropped."""
+        offer = self.offers.get(message.transfer_id)
+        if offer is None:
+            return None, self._without_offer(sender, message, now)
+        return (offer if self._accept(offer, sender, message) else None), []
+
+    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort | Bind) -> bool:
+        if offer.peer is None:
+            self._peers.drop(Drop.FOREIGN)
+            return False
+        accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
+        if accepted:
+            offer.newest = message.counter
+        return accepted
+
+    def _without_offer(self, sender: str, message: Want | Release, now: float) -> Actions:
+        ended_by = self._ended.get(message.transfer_id)
+        if ended_by is not None:
+            self._peers.drop(Drop.LATE)
+            peer = self._peers.address_of(sender)
+            if peer is None or not isinstance(message, Want):
+                return []
+            return self._send_abort(peer, message.transfer_id, ended_by)
+        kept = self._early.get(message.transfer_id)
+        if kept is None and len(self._early) >= self.config.max_transfers:
+            self._peers.drop(Drop.TABLE_FULL)
+        elif kept is None or message.counter > kept.message.counter:
+            self._early[message.transfer_id] = _Early(sender, message, now if kept is None else kept.arrived_at)
+        return []
+
+    def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
+        """READYs for all announced blocks from `first_block` on. At least one READY: it also acknowledges the WANT."""
+        assert offer.peer is not None
+        actions: Actions = []
+        total, start = offer.num_announced, first_block
+        count = MAX_BLOCKS_PER_READY
+        if self._has_digests(offer):
+            count = max(1, min(FIRST_READY_BYTES // self._peers.address.layout.block_bytes, count))
+        while start == first_block or start < total:
+            end = min(start + count, total)
+            last = offer.last and end == total
+            ready = Ready(
+                offer.transfer_id,
+                *self._peers.stamp(),
+                ack=offer.renewed_by,
+                first_block=start,
+                blocks=offer.announced(start, end),
+                last=last,
+                first_token_id=offer.first_token_id if last else None,
+            )
+            actions += self._peers.send(offer.peer, ready)
+            start, count = start + count, min(READY_GROWTH * count, MAX_BLOCKS_PER_READY)
+        offer.ready_sent_at = now
+        return actions
+
+    def _repeat_lost(self, offer: Offer, num_received: int, now: float) -> Actions:
+        """A puller that lists the transfer has not received its end, or is still reading."""
+        if offer.aborting is not None:
+            return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
+        if (
+            offer.wanted is None
+            or (num_received >= offer.num_announced and not offer.last)
+            or now - offer.ready_sent_at < self.config.heartbeat_s / 2
+        ):
+            return []
+        self._peers.counters.num_ready_repeated += 1
+        return self._announce(offer, min(num_received, offer.num_announced), now)
+
+    def _send_abort(
+        self, peer: AgentAddress | None, transfer_id: TransferId, reason: AbortReason, detail: str = ""
+    ) -> Actions:
+        return [] if peer is None else self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+
+    def _has_digests(self, offer: Offer) -> bool:
+        """A device has digests of whole blocks only."""
+        on_host = self._peers.address.access.device is None
+        return self.config.verify_digests and (on_host or offer.plan.moves_whole_blocks)
+
+    def _plan_for(self, peer: AgentAddress | None) -> TransferPlan:
+        """Raises `LayoutMismatch` for a peer that cannot read our pool."""
+        own = self._peers.address
+        if peer is None:
+            return TransferPlan(own.layout, own.layout)
+        refuse_memory(peer, own)
+        return TransferPlan(own.layout, peer.layout)
+
+    def _unlease(self, offer: Offer, positions: Sequence[int]) -> None:
+        self.pool.unlease([offer.leased.pop(position) for position in positions])
+
+    def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> Actions:
+        """The only way out: frees the blocks. An ended offer never comes back."""
+        offer.step(state)
+        self._unlease(offer, list(offer.leased))
+        del self.offers[offer.transfer_id]
+        self._ended[offer.transfer_id] = reason or AbortReason.UNKNOWN_TRANSFER
+        while len(self._ended) > self.config.max_transfers:
+            self._ended.popitem(last=False)
+        self._peers.counters.offers[state.value] += 1
+        return [OfferEnded(offer.transfer_id, state, reason)]
+
+    def check(self) -> None:
+        """The leases of the offers are the leases of the pool, block for block; tables are bounded."""
+        leases: Counter[int] = Counter()
+        for transfer_id, offer in self.offers.items():
+            assert transfer_id == offer.transfer_id
+            assert OWNER_STEPS[offer.state], "an ended offer is still in the table"
+            leases.update(offer.leased.values())
+            assert offer.peer is not None or (offer.is_open and offer.wanted is None)
+            if offer.wanted is None:
+                assert not offer.may_be_read
+            else:
+                assert offer.leased.keys() <= offer.wanted
+                announced = zip(offer.announced_pieces, offer.announced_blocks, strict=True)
+                assert {piece // offer.plan.source_parts: block for piece, block in announced} == offer.leased
+        for block in range(self.pool.num_blocks):
+            assert self.pool.num_leases(block) == leases[block], f"block {block}"
+        assert not self.offers.keys() & self._ended.keys()
+        assert not self.offers.keys() & self._early.keys()
+        assert max(len(self.offers), len(self._ended), len(self._early)) <= self.config.max_transfers

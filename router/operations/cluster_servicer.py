@@ -1,0 +1,178 @@
+"""The gRPC service `tandem.v1.Cluster`: the calls of operators."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+from core.config import RouterConfig
+from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.lifecycle import ServiceRole, WorkerState
+from core.service import SIZE_FIELDS, FleetRouter, PoolSizes, Scale
+from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2, report_codec, worker_pb2
+from router.links.worker_link import WorkerLink
+from router.operations.trace_messages import encode_candidate, list_requests, trace_of
+from router.routing.policy import reason_for
+from router.serving import validation
+from router.serving.bounded_pool import BoundedPool
+from router.serving.callers import Callers
+from router.shell import RouterShell
+from runtime.rpc.grpc_server import abort, remaining_s
+from text.tokenizer import ModelTokenizer
+
+LEDGER_TIMEOUT_S = 3.0
+ANSWER_SHARE = 0.9  # of the caller's time, for the worker to answer; the rest is for the way back
+MAX_HOLDERS = 16_384  # in one GetLedgerResponse, shared among the workers
+MIN_HOLDERS = 16  # for each worker, even if the sum then exceeds MAX_HOLDERS
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
+    """`scale` is None for a router without a supervisor, which refuses Scale. `routers` are those of the fleet."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        shell: RouterShell,
+        validation_pool: BoundedPool,
+        scale: Scale | None,
+        callers: Callers,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._shell = shell
+        self._validation_pool = validation_pool
+        self._scale = scale
+        self._callers = callers
+        self.routers: list[FleetRouter] = []
+
+    async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: Context) -> cluster_pb2.GetFleetResponse:
+        wanted: PoolSizes = {}
+        try:
+            if self._scale is not None:
+                wanted = await self._scale({})
+        except TandemError as error:
+            await abort(context, error)
+        links = sorted(self._shell.links.values(), key=lambda link: link.endpoint.service_id)
+        return cluster_pb2.GetFleetResponse(
+            workers=[self._describe(link) for link in links],
+            num_queued=self._shell.machine.num_queued,
+            num_in_flight=self._shell.machine.num_in_flight,
+            wanted_prefill=wanted.get(ServiceRole.PREFILL, 0),
+            wanted_decode=wanted.get(ServiceRole.DECODE, 0),
+            wanted_routers=wanted.get(ServiceRole.ROUTER, 0),
+            routers=[self._describe_router(router) for router in sorted(self.routers, key=lambda r: r.router_id)],
+        )
+
+    def _describe_router(self, router: FleetRouter) -> cluster_pb2.FleetRouter:
+        """A router knows the load of no other router."""
+        state = WorkerState.DRAINING if router.draining else WorkerState.SERVING
+        described = cluster_pb2.FleetRouter(
+            router_id=router.router_id, address=router.address, state=codec.STATE_TO_WIRE[state]
+        )
+        if router.router_id == self._shell.router_id:
+            described.num_queued = self._shell.machine.num_queued
+            described.num_in_flight = self._shell.machine.num_in_flight
+        return described
+
+    def _describe(self, link: WorkerLink) -> cluster_pb2.FleetWorker:
+        endpoint = link.endpoint
+        record = self._shell.machine.workers.get(endpoint.service_id)
+        age_s = self._shell.now() - link.reported_at if link.reported_at else 0.0
+        if record is not None:
+            state, load = record.load.state, report_codec.encode_load(record.load, record.paths.values())
+        elif link.load is not None:
+            state, load = WorkerState.LOST, report_codec.encode_load(link.load)
+        else:
+            state, load = WorkerState.STARTING, worker_pb2.LoadReport()
+        return cluster_pb2.FleetWorker(
+            worker_id=endpoint.service_id,
+            role=codec.ROLE_TO_WIRE[endpoint.role],
+            state=codec.STATE_TO_WIRE[state],
+            address=endpoint.address,
+            load=load,
+            report_age_ms=age_s * 1e3,
+            num_dispatched=0 if record is None else len(record.dispatched),
+        )
+
+    async def Explain(self, request: inference_pb2.GenerateRequest, context: Context) -> cluster_pb2.ExplainResponse:
+        machine = self._shell.machine
+        try:
+            self._callers.claim(request, context.invocation_metadata() or ())
+            generation = await self._validation_pool.run(
+                remaining_s(context, self._config.default_timeout_s), request.ByteSize(), validation.prepare,
+                request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
+            )  # fmt: skip
+            found = machine.find_candidates(generation.choices[0], self._shell.now())
+            if not found:
+                raise WorkerUnavailable("no worker can take the request now; it would wait in the router's queue")
+        except TandemError as error:
+            await abort(context, error)
+        chosen = found[0]
+        return cluster_pb2.ExplainResponse(
+            prompt_tokens=generation.choices[0].num_prompt_tokens,
+            candidates=[encode_candidate(candidate, candidate is chosen) for candidate in found],
+            path=codec.PATH_TO_WIRE[chosen.path],
+            reason=reason_for(chosen, machine.workers.has_role(ServiceRole.PREFILL)),
+        )
+
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
+        try:
+            if self._scale is None:
+                raise WorkerUnavailable("this router runs without a supervisor and cannot scale its workers")
+            sizes = {role: getattr(request, name) for role, name in SIZE_FIELDS.items() if request.HasField(name)}
+            if not sizes:
+                raise InvalidRequest("prefill", "prefill, decode or routers must be set, none is")
+            wanted = await self._scale(sizes)
+        except TandemError as error:
+            await abort(context, error)
+        return cluster_pb2.ScaleResponse(
+            wanted_prefill=wanted[ServiceRole.PREFILL],
+            wanted_decode=wanted[ServiceRole.DECODE],
+            wanted_routers=wanted[ServiceRole.ROUTER],
+        )
+
+    async def GetLedger(self, request: cluster_pb2.GetLedgerRequest, context: Context) -> cluster_pb2.GetLedgerResponse:
+        """Ask the workers at the same time. A worker that does not answer in time is listed with an error."""
+        links = self._shell.links
+        asked = [links[name] for name in sorted(set(request.worker_ids) or links) if name in links]
+        unknown = sorted(set(request.worker_ids) - links.keys())
+        if unknown:
+            await abort(context, InvalidRequest("worker_ids", f"{unknown[0]} is not a worker of this router"))
+        timeout_s = min(LEDGER_TIMEOUT_S, remaining_s(context, LEDGER_TIMEOUT_S))
+        max_holders = max(MIN_HOLDERS, MAX_HOLDERS // max(1, len(asked)))
+        return cluster_pb2.GetLedgerResponse(
+            workers=await asyncio.gather(*(_ask_for_ledger(link, max_holders, timeout_s) for link in asked))
+        )
+
+    async def ListRequests(
+        self, request: cluster_pb2.ListRequestsRequest, context: Context
+    ) -> cluster_pb2.ListRequestsResponse:
+        try:
+            return list_requests(self._shell.ring, request)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def GetTrace(self, request: cluster_pb2.GetTraceRequest, context: Context) -> cluster_pb2.Trace:
+        try:
+            return trace_of(self._shell.ring, request.id, self._shell.router_id)
+        except TandemError as error:
+            await abort(context, error)
+
+    async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: Context) -> cluster_pb2.GetMetricsResponse:
+        """In a thread, because a large fleet takes milliseconds."""
+        return cluster_pb2.GetMetricsResponse(text=await asyncio.to_thread(self._shell.metrics.text))
+
+
+async def _ask_for_ledger(link: WorkerLink, max_holders: int, timeout_s: float) -> cluster_pb2.WorkerLedger:
+    worker_id = link.endpoint.service_id
+    try:
+        return cluster_pb2.WorkerLedger(
+            worker_id=worker_id, ledger=await link.describe_ledger(max_holders, timeout_s * ANSWER_SHARE)
+        )
+    except TandemError as error:
+        return cluster_pb2.WorkerLedger(worker_id=worker_id, error=str(error))

@@ -1,0 +1,262 @@
+"""The events that RouterMachine takes, and the actions that it returns.
+
+A *dispatch* is one attempt to serve a request: one decode call and, on the disaggregated path, one prefill call at the
+same time. Both calls carry the dispatch id, by which the machine drops the results of an earlier dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from core.errors import TandemError
+from core.handoff import AgentAddress, TransferId
+from core.lifecycle import FinishReason, RequestPath, ServiceRole, Timeline
+from core.machine import Tick
+from core.paths import PathStatus, PeerJoined, PeerLeft
+from core.request import Request
+from core.scheduling.worker_load import WorkerChanges, WorkerLoad
+from core.step import SampledToken
+from router.routing.policy import Candidate
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """One call, whose choices are admitted or refused together. The choices in `others` start after the first token of
+    `request`, when their common prompt is cached."""
+
+    request: Request
+    arrived_at: float  # before tokenizing
+    deadline: float
+    others: tuple[Request, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCancelled:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatched:
+    """The text of the delivered tokens contains a stop string."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """The snapshot of a new worker, or a fresh snapshot of a known worker."""
+
+    worker_id: str
+    role: ServiceRole
+    agent: AgentAddress
+    cached_blocks: tuple[int, ...]
+    load: WorkerLoad
+    paths: tuple[PathStatus, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    worker_id: str
+    changes: WorkerChanges
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker_id: str
+    detail: str
+
+
+class WorkerStage(NamedTuple):
+    """One stage of a call, as the worker measured it."""
+
+    name: str  # of a span
+    start_s: float  # since the arrival of the call at the worker
+    duration_s: float
+    attributes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    index: int  # of the token in the output
+    token: SampledToken
+    finish_reason: FinishReason | None  # None: the sequence continues on the decode worker
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    stages: tuple[WorkerStage, ...] = ()
+    kv_block_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReturned:
+    dispatch_id: str
+    result: PrefillResult | TandemError
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Tokens of one or more steps of a decode worker, in columns: entry i of each column belongs to token i."""
+
+    calls: Sequence[int]  # StartDecode.call
+    indexes: Sequence[int]  # in the output
+    token_ids: Sequence[int]
+    logprobs: Mapping[int, SampledToken]  # place in the columns -> the token with its log-probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStreamLost:
+    """The token stream of a decode worker broke. `WorkerJoined` follows after the next stream is open."""
+
+    worker_id: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    finish_reason: FinishReason
+    num_tokens: int  # that the worker has put on the token stream; some may not have arrived yet
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    transfer_exposed_s: float
+    transferred_bytes: int
+    stages: tuple[WorkerStage, ...] = ()
+    kv_block_seconds: float = 0.0
+    num_moved_blocks: int = 0
+    num_skipped_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReturned:
+    dispatch_id: str
+    result: DecodeResult | TandemError
+
+
+RouterEvent = (
+    RequestArrived
+    | ClientCancelled
+    | StopMatched
+    | WorkerJoined
+    | WorkerReported
+    | WorkerLost
+    | PrefillReturned
+    | StepTokens
+    | TokenStreamLost
+    | DecodeReturned
+    | Tick
+)
+
+# ---- actions
+
+
+class Promise(NamedTuple):
+    """The router's prediction at dispatch."""
+
+    ttft_s: float  # from the arrival of the request
+    tpot_s: float  # a step of the decode worker with its sequences and this one, without prompts
+    path: RequestPath
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    dispatch_id: str
+    worker_id: str
+    request: Request
+    transfer_id: TransferId
+    reader: AgentAddress
+    timeout_s: float
+    call: int  # number of the call; the machine numbers all calls in the order in which they start
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    dispatch_id: str
+    worker_id: str
+    request: Request
+    source: tuple[TransferId, AgentAddress] | None  # None: the decode worker computes the prompt
+    timeout_s: float
+    call: int
+    promise: Promise | None = None  # for the client
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDispatch:
+    """Cancel the open calls of a dispatch."""
+
+    dispatch_id: str
+
+
+class Deliver(NamedTuple):
+    """New tokens for the client, in order, each index once. A tuple, because each step makes one for every request."""
+
+    request_id: str
+    first_index: int  # of the first token, in the output
+    token_ids: tuple[int, ...]
+    logprobs: tuple[SampledToken, ...]  # one for each token if the request has log-probabilities, else empty
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to serve a request, after its end."""
+
+    number: int  # from 1
+    candidate: Candidate
+    compared: Sequence[Candidate]  # with `candidate`, in no order
+    started_at: float
+    ended_at: float
+    prefill: PrefillResult | None  # None: the call did not return a result
+    decode: DecodeResult | None
+    error_code: str = ""  # of the call that failed, else empty
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The content of the last message of a choice."""
+
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    cached_tokens: int
+    path: RequestPath
+    attempts: int
+    timeline: Timeline
+    candidate: Candidate
+    first_token_s: float  # from arrival
+    predicted_first_token_s: float  # the same, as predicted at the last dispatch before it
+    prefill: PrefillResult | None
+    decode: DecodeResult | None
+    promise: Promise | None = None  # of the last dispatch
+    kv_block_seconds: float = 0.0  # on all workers, over all attempts
+    slo_itl_s: float = 0.0  # wanted time between tokens; 0 = none
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    request_id: str
+    outcome: Outcome
+    attempts: tuple[Attempt, ...] = ()  # the newest ones
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    request_id: str
+    error: TandemError
+    timeline: Timeline
+    attempts: tuple[Attempt, ...] = ()  # the newest ones
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePeers:
+    """Tell a worker which peers have joined or left."""
+
+    worker_id: str
+    changes: tuple[PeerJoined | PeerLeft, ...]
+
+
+RouterAction = StartPrefill | StartDecode | CancelDispatch | UpdatePeers | Deliver | Finish | Fail

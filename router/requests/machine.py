@@ -1,0 +1,485 @@
+"""The router: admits requests, chooses their workers, joins the two calls into one stream, and ends each request once.
+
+    RequestArrived -> QUEUE -> PREFILL -> DECODE -> Finish
+                        ^         |          |
+                        +---------+----------+   a call failed with a retryable error
+
+Each choice of a call is a request here. The first choice starts at once; the others wait in QUEUE for its first token.
+
+Laws:
+  1. Each request ends with exactly one Finish or Fail, at its deadline at the latest.
+  2. Each output index is delivered exactly once and in order, even if several workers send the same index.
+  3. A delivered token is never taken back: a new attempt continues after the delivered tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from core.config import RouterConfig
+from core.deadlines import Deadlines
+from core.errors import (
+    DeadlineExceeded,
+    ErrorCode,
+    OutOfDeviceMemory,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TransferFailed,
+    WorkerUnavailable,
+)
+from core.handoff import TransferId
+from core.lifecycle import FinishReason, Stage, Timeline
+from core.machine import Tick
+from core.request import Request
+from router.requests import events, peer_discovery
+from router.requests.admission import QueueWait, refusal
+from router.requests.events import RouterAction, RouterEvent
+from router.requests.open_dispatches import OpenDispatches
+from router.requests.request_queue import RequestQueue
+from router.requests.routed_request import Dispatch, RoutedRequest, workers_to_avoid
+from router.routing.policy import Candidate, Policy, SecondsPolicy
+from router.routing.worker_record import WorkerRecord
+from router.routing.workers import WorkerTable, hashes_of
+
+MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
+
+
+class RouterMachine:
+    """`new_ticket` returns a random 128-bit transfer id. `eos_token_ids` are the end-of-sequence tokens of the model:
+    when a worker dies after it sent one, the machine finishes the request instead of resuming it. `router_id` names the
+    router in its calls and in the reports of the workers."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        new_ticket: Callable[[], TransferId],
+        eos_token_ids: frozenset[int] = frozenset(),
+        router_id: str = "router",
+        policy: Policy | None = None,
+        workers: WorkerTable | None = None,
+    ) -> None:
+        self._config = config
+        self._eos_token_ids = eos_token_ids
+        self.router_id = router_id
+        self.workers = workers or WorkerTable(config, policy or SecondsPolicy(config))
+        self.num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
+        self._requests: dict[str, RoutedRequest] = {}
+        self._dispatches = OpenDispatches(self.workers, new_ticket)
+        self._queue = RequestQueue()
+        self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
+        self._queue_wait = QueueWait()
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
+        # keys: ("request" | "wait" | "retry" | "tokens", request id), ("worker" | "absent peers", worker id)
+        self._num_arrived = 0
+        self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
+            events.RequestArrived: self._on_arrived,
+            events.ClientCancelled: self._on_cancelled,
+            events.StopMatched: self._on_stop_matched,
+            events.WorkerJoined: self._on_joined,
+            events.WorkerReported: self._on_reported,
+            events.WorkerLost: self._on_lost,
+            events.PrefillReturned: self._on_prefill,
+            events.StepTokens: self._on_step_tokens,
+            events.TokenStreamLost: self._on_stream_lost,
+            events.DecodeReturned: self._on_decode,
+            Tick: self._on_tick,
+        }
+
+    # ---- the contract
+
+    def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
+        """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, or when
+        the wait for room alone is too long, and `InvalidRequest` when no pool can hold the request. `WorkerJoined`
+        raises `LayoutMismatch`."""
+        actions = self._handlers[type(event)](event, now)
+        if self._queue:
+            actions = actions + self._dispatch_queued(now)
+        return actions
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests without a dispatch, including choices that wait for the first one."""
+        return len(self._requests) - len(self._dispatches)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._dispatches)
+
+    def find_candidates(self, request: Request, now: float) -> list[Candidate]:
+        """The workers that could take `request` now, cheapest first. Changes nothing."""
+        return self.workers.candidates(hashes_of(request), frozenset(), now)
+
+    # ---- requests arrive and wait
+
+    def _on_arrived(self, event: events.RequestArrived, now: float) -> list[RouterAction]:
+        if self.num_queued >= self._config.max_queued:
+            raise QueueFull(f"{self.num_queued} requests are queued, and max_queued is {self._config.max_queued}")
+        self.workers.refuse_oversized(event.request)
+        if self._blocked is not None and not self.workers.room_changed:
+            predicted_s = now - event.arrived_at + self._queue_wait.seconds(len(self._queue))
+            refused = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
+            if refused is not None:
+                raise refused
+        first, *others = [self._admit(request, event, now) for request in (event.request, *event.others)]
+        first.held_choices = others
+        self._enqueue(first, now)
+        return []
+
+    def _admit(self, request: Request, event: events.RequestArrived, now: float) -> RoutedRequest:
+        request_id = request.request_id
+        assert request_id not in self._requests, f"{request_id} arrived twice"
+        timeline = Timeline(Stage.TOKENIZE, event.arrived_at)
+        timeline.enter(Stage.QUEUE, now)
+        routed = RoutedRequest(request, self._num_arrived, event.arrived_at, event.deadline, timeline)
+        self._num_arrived += 1
+        self._requests[request_id] = routed
+        self._deadlines.set(("request", request_id), event.deadline)
+        return routed
+
+    def _enqueue(self, routed: RoutedRequest, now: float) -> None:
+        routed.hashes, routed.queued_at = None, now
+        self._queue.add(routed, now)
+        self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
+
+    def _dispatch_queued(self, now: float) -> list[RouterAction]:
+        """Dispatch queued requests in rank order until one finds no worker with room. Skip retries that still pause.
+
+        A request that found no room is priced again only after a change of room: events come by the thousand.
+        """
+        actions: list[RouterAction] = []
+        while (routed := self._queue.first(now)) is not None:
+            if routed is self._blocked and not self.workers.room_changed:
+                break
+            routed.hashes = routed.hashes or hashes_of(routed.resumed())
+            candidate = self.workers.choose(routed.hashes, routed.failed_workers, now)
+            had_waited = routed is self._blocked
+            self._blocked, self.workers.room_changed = (routed if candidate is None else None), False
+            if candidate is None:
+                break
+            self._queue.remove(routed)
+            refused = self._refusal(routed, candidate, now)
+            if refused is not None:
+                actions += self._fail(routed, refused, now)
+                continue
+            if had_waited:
+                self._queue_wait.note_dispatch(now)
+            actions += self._dispatch(routed, candidate, now)
+        if not self._queue:
+            self._queue_wait.note_empty()
+        return actions
+
+    def _refusal(self, routed: RoutedRequest, candidate: Candidate, now: float) -> QueueFull | None:
+        if routed.has_streamed or not self.workers.has_fitted_cost(candidate):
+            return None
+        predicted_s = now - routed.arrived_at + candidate.first_token_s
+        return refusal(self._config, predicted_s, routed.deadline - routed.arrived_at)
+
+    def _dispatch(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
+        self._deadlines.cancel(("wait", routed.request_id))
+        routed.timeline.enter(Stage.PREFILL, now)
+        ttft_s = now - routed.arrived_at + candidate.first_token_s
+        if routed.first_token_at is None:
+            routed.predicted_first_token_s = ttft_s
+        num_tokens = routed.request.num_prompt_tokens + len(routed.delivered)
+        tpot_s = self.workers.step_seconds(candidate.decode_worker, num_tokens)
+        routed.promise = events.Promise(ttft_s, tpot_s, candidate.path)
+        routed.attempts += 1
+        routed.attempts_without_token += 1
+        return self._dispatches.start(routed, candidate, now)
+
+    # ---- answers of the workers
+
+    def _on_prefill(self, event: events.PrefillReturned, now: float) -> list[RouterAction]:
+        routed = self._dispatches.by_id.get(event.dispatch_id)
+        if routed is None:
+            return []
+        dispatch = _dispatch_of(routed)
+        prefill_worker = dispatch.candidate.prefill_worker
+        assert prefill_worker is not None
+        if isinstance(event.result, TandemError):
+            return self._on_prefill_failed(routed, event.result, now)
+        dispatch.prefill_open = False
+        self.workers.remove_dispatch(prefill_worker, event.dispatch_id)
+        dispatch.prefill = event.result
+        routed.kv_block_seconds += event.result.kv_block_seconds
+        token = event.result.token
+        routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
+        actions: list[RouterAction] = []
+        self._deliver_new(routed, actions, now)
+        if event.result.finish_reason is not None:
+            return actions + self._finish(routed, event.result.finish_reason, now)
+        return actions + self._finish_if_complete(routed, now)
+
+    def _on_prefill_failed(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
+        dispatch = _dispatch_of(routed)
+        prefill_worker = dispatch.candidate.prefill_worker
+        assert prefill_worker is not None
+        dispatch.prefill_open = False
+        self.workers.remove_dispatch(prefill_worker, dispatch.dispatch_id)
+        if routed.timeline.stage is Stage.DECODE:
+            return []  # the decode worker has the KV and sent the first token, so the prefill worker is done
+        return self._retry(routed, error, prefill_worker, now)
+
+    def _on_step_tokens(self, event: events.StepTokens, now: float) -> list[RouterAction]:
+        """Drops tokens of calls that have ended for the router."""
+        by_call, logprobs = self._dispatches.by_call, event.logprobs
+        accepting: dict[int, RoutedRequest] = {}
+        for place, (call, index, token_id) in enumerate(zip(event.calls, event.indexes, event.token_ids, strict=True)):
+            routed = by_call.get(call)
+            if routed is not None:
+                routed.accept(index, token_id, logprobs.get(place))
+                accepting[call] = routed
+        actions: list[RouterAction] = []
+        for routed in accepting.values():
+            self._deliver_new(routed, actions, now)
+            if _dispatch_of(routed).decode is not None:
+                actions += self._finish_if_complete(routed, now)
+        return actions
+
+    def _on_stream_lost(self, event: events.TokenStreamLost, now: float) -> list[RouterAction]:
+        """Retry every request with tokens to come. The worker ends the calls of a broken stream."""
+        record = self.workers.get(event.worker_id)
+        if record is None:
+            return []
+        self.workers.suspect(event.worker_id)
+        lost = WorkerUnavailable(f"the token stream of worker {event.worker_id} broke: {event.detail}")
+        return self._retry_dispatches(record, lost, now)
+
+    def _on_decode(self, event: events.DecodeReturned, now: float) -> list[RouterAction]:
+        routed = self._dispatches.by_id.get(event.dispatch_id)
+        if routed is None:
+            return []
+        dispatch = _dispatch_of(routed)
+        dispatch.decode_open = False
+        if isinstance(event.result, TandemError):
+            return self._retry(routed, event.result, dispatch.candidate.decode_worker, now)
+        dispatch.decode = event.result
+        routed.kv_block_seconds += event.result.kv_block_seconds
+        return self._finish_if_complete(routed, now)
+
+    def _deliver_new(self, routed: RoutedRequest, actions: list[RouterAction], now: float) -> None:
+        """Append a `Deliver` with the tokens that were accepted since the last call."""
+        deliver = routed.take_new()
+        if deliver is not None:
+            actions.append(deliver)
+            if routed.attempts_without_token:
+                self._on_first_token(routed, now)
+
+    def _on_first_token(self, routed: RoutedRequest, now: float) -> None:
+        """An attempt has delivered its first new token. The other choices of the call may start now."""
+        routed.attempts_without_token = 0
+        if routed.timeline.stage is Stage.PREFILL:
+            routed.timeline.enter(Stage.DECODE, now)
+        if routed.first_token_at is None:
+            routed.first_token_at, routed.has_streamed = now, True
+        for choice in self._take_held_choices(routed):
+            choice.has_streamed = True
+            self._enqueue(choice, now)
+
+    def _take_held_choices(self, routed: RoutedRequest) -> list[RoutedRequest]:
+        choices, routed.held_choices = routed.held_choices, []
+        return [choice for choice in choices if choice.request_id in self._requests]
+
+    # ---- ends and retries of requests
+
+    def _finish_if_complete(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """Finish when the decode call has returned, its tokens have arrived, and so has the first token."""
+        dispatch = routed.dispatch
+        if dispatch is None or dispatch.decode is None:
+            return []
+        if routed.misses_streamed_tokens():
+            self._deadlines.set(("tokens", routed.request_id), now + MISSING_TOKENS_S)
+            return []
+        self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
+        if len(routed.delivered) >= dispatch.first_index + dispatch.decode.num_tokens and not routed.early_tokens:
+            return self._finish(routed, dispatch.decode.finish_reason, now)
+        if dispatch.prefill_open:
+            return []  # the first token is still to come from the prefill worker
+        missing = TransferFailed(f"both calls ended without token {len(routed.delivered)}")
+        return self._retry(routed, missing, dispatch.candidate.decode_worker, now)
+
+    def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
+        actions = self._end_dispatch(routed, None, now)
+        self._forget(routed, now)
+        dispatch, slo_itl_s = _dispatch_of(routed), 0.0
+        decode = self.workers.get(dispatch.candidate.decode_worker)
+        if decode is not None:
+            slo_itl_s = decode.load.slo_itl_s
+            if dispatch.decode is None:
+                routed.kv_block_seconds += routed.unreported_block_seconds(decode.agent.layout.block_size)
+        outcome = routed.outcome(reason, slo_itl_s)
+        return [*actions, events.Finish(routed.request_id, outcome, tuple(routed.ended_attempts))]
+
+    def _retry(self, routed: RoutedRequest, error: TandemError, worker_id: str, now: float) -> list[RouterAction]:
+        """Queue a request again after one of its calls failed, or end it. The next attempt avoids the failed worker."""
+        if isinstance(error, WorkerUnavailable | QueueFull | OutOfDeviceMemory):
+            self.workers.suspect(worker_id)
+        finish_reason = routed.finish_reason(self._eos_token_ids)
+        if finish_reason is not None:
+            return self._finish(routed, finish_reason, now)
+        # A request that has streamed tokens waits for room until its deadline.
+        waits = isinstance(error, QueueFull) and routed.has_streamed
+        if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
+            return self._fail(routed, error, now)
+        actions = self._end_dispatch(routed, error, now)
+        self.num_retries[error.code] += 1
+        routed.failed_workers |= workers_to_avoid(error, worker_id, _dispatch_of(routed).candidate)
+        routed.last_error = str(error)
+        routed.early_tokens.clear()
+        routed.not_before = now + self._config.pause_after(routed.attempts_without_token)
+        self._deadlines.set(("retry", routed.request_id), routed.not_before)
+        routed.timeline.enter(Stage.QUEUE, now)
+        self._enqueue(routed, now)
+        return actions
+
+    def _fail(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
+        """Fail a request, and with it the choices that wait for its first token."""
+        actions = self._end_dispatch(routed, error, now)
+        self._forget(routed, now)
+        actions.append(events.Fail(routed.request_id, error, routed.timeline, tuple(routed.ended_attempts)))
+        for choice in self._take_held_choices(routed):
+            actions += self._fail(choice, error, now)
+        return actions
+
+    def _end_dispatch(self, routed: RoutedRequest, error: TandemError | None, now: float) -> list[RouterAction]:
+        routed.record_attempt(error, now)
+        self._deadlines.cancel(("tokens", routed.request_id))
+        return self._dispatches.end(routed)
+
+    def _forget(self, routed: RoutedRequest, now: float) -> None:
+        routed.timeline.enter(Stage.FINISHED, now)
+        del self._requests[routed.request_id]
+        self._queue.remove(routed)
+        if self._blocked is routed:
+            self._blocked = None
+        self._deadlines.cancel(("request", routed.request_id))
+        self._deadlines.cancel(("wait", routed.request_id))
+
+    def _on_cancelled(self, event: events.ClientCancelled, now: float) -> list[RouterAction]:
+        routed = self._requests.get(event.request_id)
+        return [] if routed is None else self._fail(routed, RequestCancelled("cancelled by the client"), now)
+
+    def _on_stop_matched(self, event: events.StopMatched, now: float) -> list[RouterAction]:
+        routed = self._requests.get(event.request_id)
+        return [] if routed is None else self._finish(routed, FinishReason.STOP, now)
+
+    def _on_tick(self, _: Tick, now: float) -> list[RouterAction]:
+        actions: list[RouterAction] = []
+        for kind, name in self._deadlines.expire(now):
+            if kind == "worker":
+                actions += self._lose_silent(name, now)
+                continue
+            if kind == "absent peers":
+                actions += self._drop_absent_peers(name, now)
+                continue
+            routed = self._requests.get(name)
+            if routed is None or kind == "retry":
+                continue
+            if kind == "tokens":
+                actions += self._retry_without_tokens(routed, now)
+            elif kind == "request":
+                stage = routed.timeline.stage.value
+                actions += self._fail(routed, DeadlineExceeded(f"the deadline passed in stage {stage}"), now)
+            else:
+                actions += self._fail_unserved(routed, now)
+        return actions
+
+    def _fail_unserved(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """Fail a queued request if no decode worker has served for `worker_wait_s`, else check again later."""
+        wait_s = self._config.worker_wait_s
+        due = max(self.workers.served_until, routed.queued_at) + wait_s
+        if due <= now:
+            return self._fail(routed, WorkerUnavailable(routed.no_worker_message), now)
+        self._deadlines.set(("wait", routed.request_id), min(due, now + wait_s))
+        return []
+
+    def _retry_without_tokens(self, routed: RoutedRequest, now: float) -> list[RouterAction]:
+        """Retry after a decode call that has returned, if the token stream does not bring the rest of its tokens."""
+        dispatch = routed.dispatch
+        if dispatch is None or dispatch.decode is None:
+            return []  # another deadline of the same Tick has ended the attempt
+        late = f"token {len(routed.delivered)} has not arrived {MISSING_TOKENS_S:g} s after the end of its call"
+        return self._retry(routed, WorkerUnavailable(late), dispatch.candidate.decode_worker, now)
+
+    # ---- workers join, report and leave
+
+    def _on_joined(self, event: events.WorkerJoined, now: float) -> list[RouterAction]:
+        record = WorkerRecord(
+            event.worker_id, event.role, event.agent, event.load, reported_at=now, router_id=self.router_id,
+            max_in_flight=self._config.max_in_flight_per_worker, paths={path.peer: path for path in event.paths},
+        )  # fmt: skip
+        self.workers.refuse_layout(record)
+        known = self.workers.get(event.worker_id)
+        actions: list[RouterAction] = []
+        if known is not None and known.agent.incarnation != event.agent.incarnation:
+            actions = self._on_lost(events.WorkerLost(event.worker_id, "the worker restarted"), now)
+        self.workers.join(record, event.cached_blocks)
+        self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
+        self._deadlines.set(("absent peers", event.worker_id), now + self._config.worker_lost_s)
+        return actions + peer_discovery.announce_join(record, self.workers)
+
+    def _drop_absent_peers(self, worker_id: str, now: float) -> list[RouterAction]:
+        """Tell this worker which of its reported peers have not joined for `worker_lost_s`."""
+        record = self.workers.get(worker_id)
+        if record is None:
+            return []  # the worker was lost in the same Tick
+        self._deadlines.set(("absent peers", worker_id), now + self._config.worker_lost_s)
+        return [*peer_discovery.drop_absent_peers(record, self.workers)]
+
+    def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
+        self.workers.take_report(event.worker_id, event.changes, now)
+        return []
+
+    def _lose_silent(self, worker_id: str, now: float) -> list[RouterAction]:
+        """Check a worker `worker_lost_s` after a report. Reports come by the thousand, so they move no deadline."""
+        record = self.workers.get(worker_id)
+        assert record is not None, "the deadline ends with the worker"
+        due = record.reported_at + self._config.worker_lost_s
+        if due > now:
+            self._deadlines.set(("worker", worker_id), due)
+            return []
+        return self._on_lost(events.WorkerLost(worker_id, f"silent for {self._config.worker_lost_s:g} s"), now)
+
+    def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
+        record = self.workers.leave(event.worker_id, now)
+        self._deadlines.cancel(("worker", event.worker_id))
+        self._deadlines.cancel(("absent peers", event.worker_id))
+        if record is None:
+            return []
+        lost = WorkerUnavailable(f"worker {event.worker_id} was lost: {event.detail}")
+        return [*peer_discovery.announce_leave(record, self.workers), *self._retry_dispatches(record, lost, now)]
+
+    def _retry_dispatches(self, record: WorkerRecord, error: TandemError, now: float) -> list[RouterAction]:
+        """Retry every request that still needs something of this worker."""
+        actions: list[RouterAction] = []
+        for dispatch_id in list(record.dispatched):
+            routed = self._dispatches.by_id.get(dispatch_id)
+            if routed is None:
+                continue
+            if record.worker_id == _dispatch_of(routed).candidate.prefill_worker:
+                actions += self._on_prefill_failed(routed, error, now)
+            else:
+                actions += self._retry(routed, error, record.worker_id, now)
+        return actions
+
+    def check(self) -> None:
+        """Every request is queued, held or dispatched, and the workers carry no dispatch that has ended."""
+        queued = [routed.request_id for routed in self._queue]
+        choices = [choice for routed in self._requests.values() for choice in routed.held_choices]
+        held = [choice.request_id for choice in choices if choice.request_id in self._requests]
+        dispatched = [r.request_id for r in self._requests.values() if r.dispatch is not None]
+        assert sorted(queued + held + dispatched) == sorted(self._requests)
+        assert self.num_queued == len(queued) + len(held)
+        self._queue.check()
+        self._dispatches.check(self._requests.values())
+        self.workers.check()
+
+
+def _dispatch_of(routed: RoutedRequest) -> Dispatch:
+    assert routed.last_dispatch is not None, f"{routed.request_id} was never dispatched"
+    return routed.last_dispatch

@@ -1,0 +1,83 @@
+"""The open dispatches of a router. Starts their calls, numbers them, and counts them on their workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from core.handoff import TransferId
+from router.requests import events
+from router.requests.events import RouterAction
+from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of
+from router.routing.policy import Candidate
+from router.routing.worker_record import CallWork
+from router.routing.workers import WorkerTable
+
+
+class OpenDispatches:
+    def __init__(self, workers: WorkerTable, new_ticket: Callable[[], TransferId]) -> None:
+        self._workers = workers
+        self._new_ticket = new_ticket
+        self._num_calls = 0  # to all workers, ever
+        self.by_id: dict[str, RoutedRequest] = {}
+        self.by_call: dict[int, RoutedRequest] = {}  # by number of the decode call
+
+    def start(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
+        """Start an attempt on these workers."""
+        dispatch_id = dispatch_id_of(routed.request_id, routed.attempts)
+        call, has_prefill = self._next_call(), candidate.prefill_worker is not None
+        routed.dispatch = Dispatch(
+            dispatch_id, candidate, call, len(routed.delivered), has_prefill, self._workers.compared, now
+        )
+        routed.last_dispatch = routed.dispatch
+        self.by_id[dispatch_id] = self.by_call[call] = routed
+        # Workers see the dispatch id as request id: an earlier attempt may still be ending on the same worker.
+        request = routed.resumed().derive(request_id=dispatch_id)
+        timeout_s = max(0.0, routed.deadline - now)
+        uncached, cached = candidate.uncached_tokens, candidate.cached_tokens
+        decode = self._workers.chosen(candidate.decode_worker)
+        if candidate.prefill_worker is None:
+            work_s = decode.step_cost.prompt_seconds(uncached, cached)
+            num_blocks = -(-uncached // decode.agent.layout.block_size)
+            decode.add_call(dispatch_id, call, CallWork(work_s, num_blocks))
+            return [events.StartDecode(dispatch_id, decode.worker_id, request, None, timeout_s, call, routed.promise)]
+        prefill, ticket, prefill_call = (
+            self._workers.chosen(candidate.prefill_worker),
+            self._new_ticket(),
+            self._next_call(),
+        )
+        decode.add_call(dispatch_id, call, CallWork(num_blocks=candidate.transfer_blocks))
+        prefill.add_call(dispatch_id, prefill_call, CallWork(prefill.step_cost.prompt_seconds(uncached, cached)))
+        return [
+            events.StartDecode(
+                dispatch_id, decode.worker_id, request, (ticket, prefill.agent), timeout_s, call, routed.promise
+            ),
+            events.StartPrefill(dispatch_id, prefill.worker_id, request, ticket, decode.agent, timeout_s, prefill_call),
+        ]
+
+    def _next_call(self) -> int:
+        self._num_calls += 1
+        return self._num_calls
+
+    def end(self, routed: RoutedRequest) -> list[RouterAction]:
+        """Remove the current attempt, if there is one, from its workers, and cancel its open calls."""
+        dispatch, routed.dispatch = routed.dispatch, None
+        if dispatch is None:
+            return []
+        del self.by_id[dispatch.dispatch_id], self.by_call[dispatch.call]
+        self._workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
+        if dispatch.candidate.prefill_worker is not None:
+            self._workers.remove_dispatch(dispatch.candidate.prefill_worker, dispatch.dispatch_id)
+        if dispatch.prefill_open or dispatch.decode_open:
+            return [events.CancelDispatch(dispatch.dispatch_id)]
+        return []
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def check(self, requests: Collection[RoutedRequest]) -> None:
+        """The current attempt of each request is open, and the workers carry no other."""
+        assert self.by_call.keys() == {r.dispatch.call for r in requests if r.dispatch}
+        assert self.by_id.keys() == {r.dispatch.dispatch_id for r in requests if r.dispatch}
+        for record in self._workers:
+            assert record.dispatched.keys() <= self.by_id.keys()
+            assert all(number <= self._num_calls for number in record.dispatched.values())

@@ -1,0 +1,199 @@
+"""The state of one request inside the router, and of one attempt (dispatch) to serve it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field, replace
+
+from core.block_hash import PromptHashes
+from core.errors import QueueFull, TandemError, TransferFailed
+from core.lifecycle import FinishReason, RequestPath, Stage, Timeline
+from core.request import Request
+from core.scheduling.sequence import Sequence
+from core.step import SampledToken
+from router.requests.events import Attempt, DecodeResult, Deliver, Outcome, PrefillResult, Promise
+from router.routing.policy import Candidate
+
+MAX_ATTEMPTS_KEPT = 16  # for the trace
+
+EarlyToken = tuple[int, SampledToken | None]  # id, and the token with its log-probabilities if the request has them
+
+
+def dispatch_id_of(request_id: str, attempt: int) -> str:
+    return f"{request_id}#{attempt}"
+
+
+def request_id_of(dispatch_id: str) -> str:
+    return dispatch_id.rpartition("#")[0]
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """One attempt: a decode call and, on the disaggregated path, a prefill call beside it."""
+
+    dispatch_id: str
+    candidate: Candidate
+    call: int  # number of the decode call
+    first_index: int  # of the first token of this attempt
+    prefill_open: bool  # the call has not returned
+    compared: Items[Candidate]  # with `candidate`
+    started_at: float
+    decode_open: bool = True
+    prefill: PrefillResult | None = None
+    decode: DecodeResult | None = None
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    request: Request
+    arrival: int  # order of arrival
+    arrived_at: float
+    deadline: float
+    timeline: Timeline
+    hashes: PromptHashes | None = None  # of resumed(); None until the first attempt to dispatch it
+    delivered: list[int] = field(default_factory=list)  # token ids, by output index
+    num_taken: int = 0  # of `delivered`, in a Deliver
+    new_logprobs: list[SampledToken] = field(default_factory=list)  # of delivered[num_taken:], if the request has them
+    early_tokens: dict[int, EarlyToken] = field(default_factory=dict)  # by output index; an earlier index is missing
+    dispatch: Dispatch | None = None  # the current attempt; None while queued
+    last_dispatch: Dispatch | None = None
+    attempts: int = 0
+    attempts_without_token: int = 0  # since the last delivered token
+    queued_at: float = 0.0
+    not_before: float = 0.0  # earliest time of the next dispatch
+    failed_workers: frozenset[str] = frozenset()
+    held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for the first token
+    last_error: str = ""
+    first_token_at: float | None = None
+    predicted_first_token_s: float = 0.0  # from arrival; by the last dispatch before the first token
+    ended_attempts: deque[Attempt] = field(default_factory=lambda: deque(maxlen=MAX_ATTEMPTS_KEPT))
+    promise: Promise | None = None  # of the last dispatch
+    kv_block_seconds: float = 0.0  # on workers, over all attempts that have reported them
+    has_streamed: bool = False  # the client has tokens of this choice or of another choice of the same call
+    needs_logprobs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.needs_logprobs = self.request.sampling.num_logprobs is not None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of dispatch: lower priority value, then earlier arrival."""
+        return (self.request.priority, self.arrival)
+
+    def resumed(self) -> Request:
+        """The request for the next worker: the prompt, then the delivered tokens."""
+        if not self.delivered:
+            return self.request
+        return replace(self.request, token_ids=self.request.token_ids + tuple(self.delivered))
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """The finish reason that the delivered tokens alone imply; None if the request is not complete."""
+        if not self.delivered:
+            return None
+        token_ids = [*self.request.token_ids, *self.delivered]
+        return Sequence(self.request, 0, token_ids=token_ids).finish_reason_after(token_ids[-1], eos_token_ids)
+
+    def record_attempt(self, error: TandemError | None, now: float) -> None:
+        """Note the end of the current attempt, if there is one, for the trace."""
+        dispatch = self.dispatch
+        if dispatch is None:
+            return
+        code, text = ("", "") if error is None else (error.code.value, str(error))
+        self.ended_attempts.append(
+            Attempt(
+                self.attempts, dispatch.candidate, dispatch.compared, dispatch.started_at, now, dispatch.prefill,
+                dispatch.decode, code, text,
+            )
+        )  # fmt: skip
+
+    def outcome(self, reason: FinishReason, slo_itl_s: float = 0.0) -> Outcome:
+        dispatch = self.last_dispatch
+        assert dispatch is not None
+        assert self.first_token_at is not None, "a request cannot finish without a token"
+        cached = dispatch.prefill or dispatch.decode
+        return Outcome(
+            finish_reason=reason,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_output_tokens=len(self.delivered),
+            cached_tokens=0 if cached is None else min(cached.cached_tokens, self.request.num_prompt_tokens),
+            path=dispatch.candidate.path if self.attempts == 1 else RequestPath.RECOMPUTED,
+            attempts=self.attempts,
+            timeline=self.timeline,
+            candidate=dispatch.candidate,
+            first_token_s=self.first_token_at - self.arrived_at,
+            predicted_first_token_s=self.predicted_first_token_s,
+            prefill=dispatch.prefill,
+            decode=dispatch.decode,
+            promise=self.promise,
+            kv_block_seconds=self.kv_block_seconds,
+            slo_itl_s=slo_itl_s,
+        )
+
+    def unreported_block_seconds(self, block_size: int) -> float:
+        """An estimate for a decode call that the router has cancelled, because a stop string ended the choice."""
+        mean_tokens = self.request.num_prompt_tokens + len(self.delivered) / 2
+        return -(-mean_tokens // block_size) * self.timeline.seconds_in(Stage.DECODE)
+
+    @property
+    def no_worker_message(self) -> str:
+        last = f"; the last attempt failed: {self.last_error}" if self.last_error else ""
+        return f"no decode worker is serving{last}"
+
+    def accept(self, index: int, token_id: int, logprobs: SampledToken | None) -> None:
+        """Accept one token. Tokens may come in any order and any number of times.
+
+        Ignores a token without the log-probabilities that the client asked for: the hand-off brings the first token to
+        the decode worker without them, and the answer of the prefill worker has them.
+        """
+        if self.needs_logprobs and logprobs is None:
+            return
+        delivered = self.delivered
+        if index != len(delivered):
+            if index > len(delivered):
+                self.early_tokens.setdefault(index, (token_id, logprobs))
+            return
+        delivered.append(token_id)
+        if logprobs is not None:
+            self.new_logprobs.append(logprobs)
+        while self.early_tokens and (early := self.early_tokens.pop(len(delivered), None)) is not None:
+            delivered.append(early[0])
+            if early[1] is not None:
+                self.new_logprobs.append(early[1])
+
+    def take_new(self) -> Deliver | None:
+        """The tokens accepted since the last call; None if there are none."""
+        delivered, first = self.delivered, self.num_taken
+        if first == len(delivered):
+            return None
+        self.num_taken = len(delivered)
+        logprobs: tuple[SampledToken, ...] = ()
+        if self.needs_logprobs:
+            logprobs, self.new_logprobs = tuple(self.new_logprobs), []
+        return Deliver(self.request.request_id, first, tuple(delivered[first:]), logprobs)
+
+    def misses_streamed_tokens(self) -> bool:
+        """The decode call has returned, and some of its tokens have not arrived on the token stream."""
+        dispatch = self.dispatch
+        assert dispatch is not None
+        assert dispatch.decode is not None
+        num_arrived = len(self.delivered) + len(self.early_tokens) - dispatch.first_index
+        if self.needs_logprobs and dispatch.prefill_open:
+            num_arrived += 1  # the first token, which only the prefill worker sends with its log-probabilities
+        return num_arrived < dispatch.decode.num_tokens
+
+
+def workers_to_avoid(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
+    """The workers that the next attempt avoids after `error`, which `worker_id` returned.
+
+    None after a full queue. Both workers after a failed hand-off, because either may have caused the failure.
+    """
+    if isinstance(error, QueueFull):
+        return set()
+    if isinstance(error, TransferFailed) and candidate.prefill_worker is not None:
+        return {candidate.prefill_worker, candidate.decode_worker}
+    return {worker_id}

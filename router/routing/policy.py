@@ -1,0 +1,343 @@
+"""The routing policy: the predicted seconds of every way that a request may take. The lowest sum wins.
+
+For a pair (prefill worker P, decode worker D), and for D alone, which then computes the prompt itself:
+
+    cost = queue_s         until the computing worker begins the prompt: its step, and the prompts that go first
+         + prefill_s       to compute the uncached tokens, in steps that other prompts and D's streams share
+         + transfer_s      that the second token is late for the part of the transfer which no compute hides
+         + room_wait_s     until D has blocks, after the prompt is computed; for D alone, before
+         + gap_s x num_streams    what D's steps become longer, times the sequences that feel it
+
+Every term follows from what the workers report: the fitted time of their steps (`core/cost/step_cost.py`), their
+prompts by remaining work, their blocks, and the measured bandwidth of the path from P to D. Nothing is weighed. A token
+is late if its gap exceeds the step limit of D, which follows from `slo_itl_ms`. So streams within the limit cost
+nothing, and D computes prompts while it has time to spare. Among candidates of nearly the same cost, the workers with
+the fewest requests of this router win.
+
+A path belongs to a pair, so pairs are compared, but only those of the cheapest workers of each pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple, Protocol
+
+from core.config import RouterConfig
+from core.cost.step_cost import PRIOR, StepCost, StepWork
+from core.lifecycle import RequestPath
+from core.paths import PathStatus
+from core.scheduling.step_budget import MIN_PROMPT_TOKENS
+from core.scheduling.worker_load import size_class
+
+MAX_TIMED = 8  # of each role: the workers whose times are predicted, those with the least work by a rough estimate
+MAX_PAIRED = 4  # of each role: the workers whose pairs are compared
+NEAR_TIE_SHARE = 0.02
+NEAR_TIE_S = 0.0005
+MESSAGE_S = 0.002  # from the router to a worker and back
+UNKNOWN_ROOM_WAIT_S = 1.0  # for a full decode worker that has released nothing yet
+UNKNOWN_BYTES_PER_S = 1e10  # of a path that nobody has measured: high, so that its first transfer measures it
+
+
+_NONE_ARRIVING = (0.0,)
+_new_tuple = tuple.__new__  # a decision makes a hundred candidates, and the constructor takes twice as long
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """One worker, as the policy compares it for all requests. Never changed: a change of the worker makes a new view.
+
+    Calls that no report has yet are counted.
+    """
+
+    worker_id: str
+    num_sequences: int
+    num_dispatched: int  # requests of this router
+    cost: StepCost = PRIOR
+    step_limit_s: float = 0.0  # of a step with sequences in decode; 0 = no limit
+    max_step_tokens: int = 512
+    num_decoding: int = 0  # sequences in decode
+    decode_context: int = 0  # their tokens
+    backlog: tuple[float, ...] = ()  # seconds of prompt work in the newest report, by size class
+    reported_at: float = 0.0  # time of this report; the worker has worked since then
+    arriving: tuple[float, ...] = ()  # seconds of prompt work that no report has yet, by size class
+    num_free_blocks: int = 2**31  # available, less those promised to pulls
+    blocks_released_per_s: float = 0.0
+    block_bytes: int = 0
+    agent_name: str = ""
+    paths: Mapping[str, PathStatus] = field(default_factory=dict)  # over which the worker reads, by name of the owner
+    num_blocks: int = 0  # of the whole pool
+    streams_s: float = field(init=False)  # of a step without prompts
+    reported_s: tuple[float, ...] = field(init=False)  # prompt work of the report in classes below 0, 1, 2, ...
+    arriving_s: tuple[float, ...] = field(init=False)  # likewise of `arriving`
+    prompts_s: float = field(init=False)  # all prompt work
+
+    def __post_init__(self) -> None:
+        self.streams_s = self.cost.seconds(StepWork(self.num_decoding, self.decode_context, 0, 0.0))
+        self.reported_s = tuple(accumulate(self.backlog, initial=0.0))
+        self.arriving_s = tuple(accumulate(self.arriving, initial=0.0)) if self.arriving else _NONE_ARRIVING
+        self.prompts_s = self.reported_s[-1] + self.arriving_s[-1]
+
+
+Option = tuple[WorkerView, int]  # a worker with room, and the number of tokens of the prompt that it has cached
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingQuestion:
+    """A prompt and its possible workers. Those with room are options.
+
+    `prefill_alive` is True if a prefill worker serves, with room or without, that has not failed the request.
+    `block_size` is that of the decode workers.
+    """
+
+    num_tokens: int
+    prefill: Sequence[Option]
+    decode: Sequence[Option]
+    prefill_alive: bool
+    block_size: int
+    now: float = 0.0
+
+    def uncached(self, cached_tokens: int) -> int:
+        # The last prompt token is always computed: the first output token is drawn from its logits.
+        return self.num_tokens - cached_tokens or 1
+
+    def missing_blocks(self, cached_tokens: int) -> int:
+        return -(-self.num_tokens // self.block_size) - cached_tokens // self.block_size
+
+
+class Candidate(NamedTuple):
+    """A way to serve a request, with its predicted times in seconds."""
+
+    prefill_worker: str | None  # None: the decode worker computes the prompt
+    decode_worker: str
+    cached_tokens: int  # on the worker that computes the prompt
+    uncached_tokens: int
+    transfer_blocks: int
+    num_dispatched: int  # requests of this router on the workers
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    room_wait_s: float = 0.0
+    gap_s: float = 0.0
+    num_streams: int = 0
+
+    @property
+    def path(self) -> RequestPath:
+        return RequestPath.LOCAL if self.prefill_worker is None else RequestPath.DISAGGREGATED
+
+    @property
+    def first_token_s(self) -> float:
+        """Predicted, from the dispatch on."""
+        wait_s = self.room_wait_s if self.prefill_worker is None else 0.0
+        return wait_s + self.queue_s + self.prefill_s + MESSAGE_S
+
+    @property
+    def cost(self) -> float:
+        """Seconds."""
+        ready_s = self.queue_s + self.prefill_s + self.transfer_s + self.room_wait_s
+        return ready_s + self.gap_s * self.num_streams
+
+    @property
+    def order(self) -> tuple[float, int, str, str]:
+        return self.cost, self.num_dispatched, self.prefill_worker or "", self.decode_worker
+
+
+class Policy(Protocol):
+    compared: Sequence[Candidate]  # by the last `choose`
+
+    def choose(self, question: RoutingQuestion) -> Candidate | None:
+        """None if the request has to wait for a worker with room."""
+
+    def candidates(self, question: RoutingQuestion) -> list[Candidate]:
+        """The candidates that `choose` compares, its choice first."""
+
+
+class SecondsPolicy:
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self.compared: Sequence[Candidate] = ()
+
+    def choose(self, question: RoutingQuestion) -> Candidate | None:
+        self.compared = found = self._all(question)
+        return _spread(found) if found else None
+
+    def candidates(self, question: RoutingQuestion) -> list[Candidate]:
+        found = self._all(question)
+        if not found:
+            return []
+        chosen = _spread(found)
+        return [chosen, *sorted((c for c in found if c is not chosen), key=lambda candidate: candidate.order)]
+
+    def _all(self, question: RoutingQuestion) -> list[Candidate]:
+        decode = question.decode
+        found: list[Candidate] = []
+        if self._config.local_prefill == "auto" or not question.prefill_alive:
+            found = [alone(question, worker, cached) for worker, cached in _promising(question, decode)]
+        if question.prefill and decode:
+            promising = _promising(question, question.prefill)
+            computing = [(prompt_times(question, *option), *option) for option in promising]
+            computing = nsmallest(MAX_PAIRED, computing, key=lambda terms: (terms[0].total_s, terms[1].worker_id))
+            reading = decode
+            if len(decode) > MAX_PAIRED:
+                reading = nsmallest(MAX_PAIRED, decode, key=lambda option: _reading_cost(question, *option))
+            found += [
+                pair(question, times, p, p_cached, d, d_cached)
+                for times, p, p_cached in computing
+                for d, d_cached in reading
+            ]
+        return found
+
+
+def _promising(question: RoutingQuestion, options: Sequence[Option]) -> Sequence[Option]:
+    if len(options) <= MAX_TIMED:
+        return options
+    num_tokens = question.num_tokens
+    rough_s = [
+        (
+            (num_tokens - cached) * worker.cost.token_s + worker.streams_s + worker.prompts_s,
+            worker.num_dispatched,
+            place,
+        )
+        for place, (worker, cached) in enumerate(options)
+    ]
+    return [options[place] for _, _, place in nsmallest(MAX_TIMED, rough_s)]
+
+
+class PromptTimes(NamedTuple):
+    """Seconds of a prompt on the worker that computes it."""
+
+    queue_s: float
+    prefill_s: float
+    gap_s: float  # that steps with this prompt are longer than the step limit; without a limit, than other steps
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+def prompt_times(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> PromptTimes:
+    """A step computes all streams, and then prompts, those with the least work first, up to its limit.
+
+    |  step that runs | streams | prompts that go first | streams | first | this prompt | others fill the step |
+     <----------------------- queue_s -------------------------------> <------------ prefill_s --------------->
+    """
+    cost = worker.cost
+    uncached = question.num_tokens - cached_tokens or 1
+    start = question.num_tokens - uncached
+    work_s = cost.prompt_seconds(uncached, start)
+    streams_s, age_s = worker.streams_s, max(0.0, question.now - worker.reported_at)
+    token_s, spare_s = work_s / uncached, 0.0
+    chunk_s = max(token_s * worker.max_step_tokens, 1e-9)
+    if worker.num_decoding and worker.step_limit_s:
+        spare_s = max(0.0, worker.step_limit_s - streams_s)
+        chunk_s = min(chunk_s, max(spare_s, token_s * MIN_PROMPT_TOKENS, 1e-9))
+
+    place, reported, arriving = size_class(work_s) + 1, worker.reported_s, worker.arriving_s
+    reported_s = reported[place] if place < len(reported) else reported[-1]
+    behind_s = reported[-1] - reported_s
+    # A worker without prompts that go first runs a step of its streams and longer prompts, and reports at its end.
+    is_busy = worker.num_decoding or behind_s
+    rest_s = max(0.0, streams_s + min(chunk_s, behind_s) - age_s) if is_busy and not reported_s else 0.0
+    done_s = age_s * chunk_s / (chunk_s + streams_s)  # in the time since the report
+    ahead_s = max(0.0, reported_s - done_s)
+    if len(arriving) > 1:
+        arriving_s = arriving[min(place, len(arriving) - 1)]
+        ahead_s += arriving_s
+        behind_s += arriving[-1] - arriving_s
+    num_before, num_after = int(ahead_s / chunk_s), ceil((ahead_s + work_s) / chunk_s)  # steps
+    fill_s = min(behind_s, max(0.0, num_after * chunk_s - ahead_s - work_s))
+    queue_s = rest_s + ahead_s + num_before * streams_s
+    prefill_s = work_s + fill_s + (num_after - num_before) * streams_s
+    gap_s = max(0.0, min(chunk_s, work_s) - spare_s) if worker.num_decoding else 0.0
+    return _new_tuple(PromptTimes, (queue_s, prefill_s, gap_s))
+
+
+def pair(
+    question: RoutingQuestion,
+    times: PromptTimes,
+    prefill: WorkerView,
+    prefill_cached: int,
+    decode: WorkerView,
+    decode_cached: int,
+) -> Candidate:
+    missing, uncached = question.missing_blocks(decode_cached), question.uncached(prefill_cached)
+    transfer_s = _late_transfer_s(question, prefill, decode, missing, times.prefill_s)
+    terms = (
+        prefill.worker_id, decode.worker_id, question.num_tokens - uncached, uncached, missing,
+        prefill.num_dispatched + decode.num_dispatched, times.queue_s, times.prefill_s, transfer_s,
+        _room_wait_s(decode, missing, times.total_s), _stream_s(question, decode), decode.num_sequences,
+    )  # fmt: skip
+    return _new_tuple(Candidate, terms)
+
+
+def alone(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> Candidate:
+    """The decode worker computes the prompt, in steps that its streams share."""
+    uncached, times = question.uncached(cached_tokens), prompt_times(question, worker, cached_tokens)
+    terms = (
+        None, worker.worker_id, question.num_tokens - uncached, uncached, 0, worker.num_dispatched, times.queue_s,
+        times.prefill_s, 0.0, _room_wait_s(worker, question.missing_blocks(cached_tokens), 0.0),
+        times.gap_s + _stream_s(question, worker), worker.num_sequences,
+    )  # fmt: skip
+    return _new_tuple(Candidate, terms)
+
+
+def _reading_cost(question: RoutingQuestion, worker: WorkerView, cached_tokens: int) -> tuple[float, int, str]:
+    missing = question.missing_blocks(cached_tokens)
+    moved_s = missing * worker.block_bytes / UNKNOWN_BYTES_PER_S
+    cost = _room_wait_s(worker, missing, 0.0) + moved_s + _stream_s(question, worker) * worker.num_sequences
+    return cost, worker.num_dispatched, worker.worker_id
+
+
+def _stream_s(question: RoutingQuestion, worker: WorkerView) -> float:
+    """Seconds that one more sequence in decode adds to each step."""
+    return worker.cost.sequence_s + question.num_tokens * worker.cost.context_s
+
+
+def _late_transfer_s(
+    question: RoutingQuestion, prefill: WorkerView, decode: WorkerView, missing: int, prefill_s: float
+) -> float:
+    """Blocks move while the prompt is computed. What remains is the last chunk, or what a slow path lags behind.
+
+    The first token does not wait for it. The second one is late if it takes longer than the step limit.
+    """
+    if not missing:
+        return 0.0
+    path = decode.paths.get(prefill.agent_name)
+    bytes_per_s = path.bytes_per_s or path.expected_bytes_per_s if path is not None else 0.0
+    total_s = missing * decode.block_bytes / (bytes_per_s or UNKNOWN_BYTES_PER_S)
+    last_blocks = min(missing, -(-prefill.max_step_tokens // question.block_size))
+    exposed_s = max(total_s - prefill_s, total_s * last_blocks / missing) + (0.0 if path is None else path.latency_s)
+    return max(0.0, exposed_s - decode.step_limit_s)
+
+
+def _room_wait_s(worker: WorkerView, num_blocks: int, later_s: float) -> float:
+    """Until `num_blocks` are free, counted from `later_s` on."""
+    lacking = num_blocks - worker.num_free_blocks
+    if lacking <= 0:
+        return 0.0
+    if worker.blocks_released_per_s <= 0.0:
+        return UNKNOWN_ROOM_WAIT_S
+    return max(0.0, lacking / worker.blocks_released_per_s - later_s)
+
+
+def _spread(found: list[Candidate]) -> Candidate:
+    """Of the candidates that cost about as little as the cheapest, the one with the fewest requests of this router."""
+    costs = [candidate.cost for candidate in found]
+    most = min(costs) * (1.0 + NEAR_TIE_SHARE) + NEAR_TIE_S
+    near = [candidate for candidate, cost in zip(found, costs, strict=True) if cost <= most]
+    return min(near, key=lambda candidate: (candidate.num_dispatched, *candidate.order))
+
+
+def reason_for(candidate: Candidate, has_prefill_workers: bool) -> str:
+    """The sentence of `ExplainResponse.reason`."""
+    if candidate.prefill_worker is not None:
+        return f"the lowest predicted cost ({candidate.cost:.3f} s), the first token in {candidate.first_token_s:.3f} s"
+    if not has_prefill_workers:
+        return "no prefill worker serves: the decode worker computes the prompt"
+    return (
+        f"the decode worker alone costs least ({candidate.cost:.3f} s), the first token in "
+        f"{candidate.first_token_s:.3f} s"
+    )

@@ -1,0 +1,284 @@
+"""The router's table of workers: their newest reports, their cached prefixes, and the open calls of this router."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from core.block_hash import PromptHashes, root_hash
+from core.config import RouterConfig
+from core.cost.step_cost import PRIOR
+from core.errors import InvalidRequest, LayoutMismatch
+from core.lifecycle import ServiceRole, WorkerState
+from core.paths import refuse_memory
+from core.request import Request
+from core.scheduling.worker_load import WorkerChanges
+from router.routing.policy import Candidate, Option, Policy, RoutingQuestion
+from router.routing.prefix_index import PrefixIndex
+from router.routing.worker_record import WorkerRecord
+
+
+class WorkerTable:
+    """The workers by id, and the prefix index. A worker without a report for `report_stale_s` gets no request.
+
+    `room_changed` is True if a worker may have room that it did not have when the flag was last cleared, or if other
+    workers serve than then. The owner of the table clears the flag.
+    """
+
+    def __init__(self, config: RouterConfig, policy: Policy) -> None:
+        self._config = config
+        self._policy = policy
+        self._records: dict[str, WorkerRecord] = {}
+        self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
+        self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
+        self._longest_request: int | None = None
+        self._other_routers: Counter[str] = Counter()  # router id -> workers with open calls of this router
+        self._num_routers = 1  # with open calls; this router counts always
+        self.index = PrefixIndex()
+        self.served_until = -math.inf  # time when the last serving decode worker left; inf while one serves
+        self.room_changed = True
+
+    def step_seconds(self, worker_id: str, num_tokens: int) -> float:
+        """Predicted time of a step of a decode worker with one more sequence of `num_tokens` in decode, and without
+        prompts."""
+        view = self._records[worker_id].view
+        return view.streams_s + view.cost.sequence_s + num_tokens * view.cost.context_s
+
+    # ---- workers join, report and leave
+
+    def join(self, record: WorkerRecord, cached_blocks: Collection[int]) -> None:
+        """Add a worker, or replace its record by a new snapshot. Raises `LayoutMismatch`, as `refuse_layout` does."""
+        self.refuse_layout(record)
+        known = self._records.get(record.worker_id)
+        if known is not None:
+            record.dispatched, record.on_the_way, record.release = known.dispatched, known.on_the_way, known.release
+            record.take_load(record.load)
+            self._count_routers(known, -1)
+        self._count_routers(record, 1)
+        record.num_routers = self._num_routers
+        record.refresh()
+        self._records[record.worker_id] = self._pools[record.role][record.worker_id] = record
+        self._set_num_routers()
+        self._share_costs()
+        self.index.replace(record.worker_id, cached_blocks)
+        self._update_pools(record.reported_at)
+
+    def refuse_layout(self, record: WorkerRecord) -> None:
+        """Raise `LayoutMismatch` if the layout differs from that of another worker, or if no path leads between the
+        memories of a prefill and a decode worker. Only the block sizes of the two pools may differ, and one must be a
+        multiple of the other."""
+        layout = record.agent.layout
+        for other in self._records.values():
+            if other.role is not record.role and other.worker_id != record.worker_id:
+                decode, prefill = sorted((record, other), key=lambda one: one.role is ServiceRole.PREFILL)
+                refuse_memory(decode.agent, prefill.agent)
+            if other.agent.layout == layout:
+                continue
+            differences = other.agent.layout.differences(layout)
+            small, large = sorted((layout.block_size, other.agent.layout.block_size))
+            if other.role is not record.role and large % small == 0:
+                differences.pop("block_size", None)
+            if differences and other.worker_id != record.worker_id:
+                raise LayoutMismatch(differences)
+
+    def take_report(self, worker_id: str, changes: WorkerChanges, now: float) -> bool:
+        """False if the worker has not joined."""
+        record = self._records.get(worker_id)
+        if record is None:
+            return False
+        was_usable, last_state = self._usable(record, now), record.load.state
+        record.reported_at, was_suspect, record.suspect = now, record.suspect, False
+        if changes.load is not None:
+            self._count_routers(record, -1)
+            last_cost = record.load.step_cost
+            record.take_load(changes.load)
+            if last_cost != changes.load.step_cost:
+                self._share_costs()
+            self._count_routers(record, 1)
+            self._set_num_routers()
+        elif was_suspect:
+            record.refresh()
+        for sequence_hashes, is_stored in changes.blocks:
+            if is_stored:
+                self.index.store(worker_id, sequence_hashes)
+            else:
+                self.index.remove(worker_id, sequence_hashes)
+        record.paths |= {path.peer: path for path in changes.paths}
+        for peer in changes.removed_paths:
+            record.paths.pop(peer, None)
+        if record.load.state is not last_state:
+            self._update_pools(now)
+        self.room_changed = self.room_changed or (record.has_room and not was_usable)
+        return True
+
+    def leave(self, worker_id: str, now: float) -> WorkerRecord | None:
+        record = self._records.pop(worker_id, None)
+        if record is not None:
+            self._count_routers(record, -1)
+            self.index.forget(worker_id)
+            del self._pools[record.role][worker_id]
+            self._set_num_routers()
+            self._update_pools(now)
+        return record
+
+    def _count_routers(self, record: WorkerRecord, change: int) -> None:
+        """Add (1) or remove (-1) the other routers in the load of a worker. Call `_set_num_routers` afterwards."""
+        for router_id in record.load.router_calls:
+            if router_id != record.router_id:
+                self._other_routers[router_id] += change
+                if not self._other_routers[router_id]:
+                    del self._other_routers[router_id]
+
+    def _set_num_routers(self) -> None:
+        """Tell every record how many routers have open calls, this one included."""
+        if self._num_routers != len(self._other_routers) + 1:
+            self._num_routers = len(self._other_routers) + 1
+            for record in self._records.values():
+                record.num_routers = self._num_routers
+                record.refresh()
+
+    def _share_costs(self) -> None:
+        """Price workers that have measured no step like their measured peers. Else nobody would try them."""
+        measured = {record.role: record.step_cost for record in self._records.values() if record.has_measured}
+        for record in self._records.values():
+            peer_cost = measured.get(record.role) or next(iter(measured.values()), PRIOR)
+            if not record.has_measured and record.peer_cost != peer_cost:
+                record.peer_cost = peer_cost
+                record.refresh()
+
+    def _update_pools(self, now: float) -> None:
+        """Compute what follows from the workers of both pools and from their states."""
+        self._block_sizes = {
+            role: next(iter(pool.values())).agent.layout.block_size for role, pool in self._pools.items() if pool
+        }
+        decode = self._pools[ServiceRole.DECODE].values()
+        # The last token is sampled but never computed, so it needs no slot in the pool.
+        longest = [record.agent.num_blocks * record.agent.layout.block_size + 1 for record in decode]
+        self._longest_request = max(longest, default=None)
+        if self.has_role(ServiceRole.DECODE):
+            self.served_until = math.inf
+        elif self.served_until == math.inf:
+            self.served_until = now
+        self.room_changed = True
+
+    # ---- queries
+
+    def get(self, worker_id: str) -> WorkerRecord | None:
+        return self._records.get(worker_id)
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(self._records.values())
+
+    def has_role(self, role: ServiceRole, avoid: frozenset[str] = frozenset()) -> bool:
+        """True if a worker of this role serves that is not one of `avoid`."""
+        return any(
+            record.load.state is WorkerState.SERVING and record.worker_id not in avoid
+            for record in self._pools[role].values()
+        )
+
+    def refuse_oversized(self, request: Request) -> None:
+        """Raise `InvalidRequest` if the whole pool of no decode worker has room for the request."""
+        longest = self.longest_request()
+        if longest is not None and request.max_total_tokens > longest:
+            raise InvalidRequest(
+                "max_tokens",
+                f"prompt + max_tokens must be at most {longest} tokens to fit the largest decode worker, "
+                f"is {request.max_total_tokens}",
+            )
+
+    def longest_request(self) -> int | None:
+        """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
+        return self._longest_request
+
+    def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Candidate | None:
+        """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room."""
+        question = self._question(prompt, avoid, now)
+        return None if question is None else self._policy.choose(question)
+
+    @property
+    def compared(self) -> Sequence[Candidate]:
+        """The candidates that the last `choose` compared, in no order."""
+        return self._policy.compared
+
+    def candidates(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> list[Candidate]:
+        """The candidates for a prompt now, cheapest first."""
+        question = self._question(prompt, avoid, now)
+        return [] if question is None else self._policy.candidates(question)
+
+    def has_fitted_cost(self, candidate: Candidate) -> bool:
+        """True if the worker that computes the prompt, or a peer, has measured steps."""
+        return self.chosen(candidate.prefill_worker or candidate.decode_worker).step_cost != PRIOR
+
+    def _question(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> RoutingQuestion | None:
+        """None if no decode worker has room. Then no block of the prompt is hashed."""
+        decode = self._with_room(ServiceRole.DECODE, avoid, now)
+        if not decode:
+            return None
+        prefill_alive = self.has_role(ServiceRole.PREFILL, avoid)
+        # If every prefill worker has failed the request, the decode worker prefills, whatever the others have cached.
+        prefill = self._with_room(ServiceRole.PREFILL, avoid, now) if prefill_alive else []
+        block_size = self._block_sizes[ServiceRole.DECODE]
+        matched = self.index.match(prompt.chain(block_size))
+        decode_options = _options(decode, matched, block_size)
+        if prefill and self._block_sizes[ServiceRole.PREFILL] != block_size:
+            block_size = self._block_sizes[ServiceRole.PREFILL]
+            matched = self.index.match(prompt.chain(block_size))
+        return RoutingQuestion(
+            prompt.num_tokens,
+            _options(prefill, matched, block_size),
+            decode_options,
+            prefill_alive,
+            self._block_sizes[ServiceRole.DECODE],
+            now,
+        )
+
+    def _with_room(self, role: ServiceRole, avoid: frozenset[str], now: float) -> list[WorkerRecord]:
+        """Workers of this role that can take a request now. Those in `avoid` only if there are no others."""
+        oldest = now - self._config.report_stale_s
+        usable = [record for record in self._pools[role].values() if record.has_room and record.reported_at >= oldest]
+        return [record for record in usable if record.worker_id not in avoid] or usable if avoid else usable
+
+    def _usable(self, record: WorkerRecord, now: float) -> bool:
+        return record.has_room and record.reported_at >= now - self._config.report_stale_s
+
+    # ---- the calls of this router
+
+    def chosen(self, worker_id: str) -> WorkerRecord:
+        record = self._records.get(worker_id)
+        assert record is not None, f"worker {worker_id} was chosen but has not joined"
+        return record
+
+    def remove_dispatch(self, worker_id: str, dispatch_id: str) -> None:
+        """Forget a call that has ended. Does nothing after the worker has left."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            had_room = record.has_room
+            record.remove_call(dispatch_id)
+            self.room_changed = self.room_changed or (record.has_room and not had_room)
+
+    def suspect(self, worker_id: str) -> None:
+        """Dispatch nothing to this worker until its next report, because a call to it failed."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            record.suspect = True
+            record.refresh()
+
+    def check(self) -> None:
+        self.index.check()
+        assert (self.served_until == math.inf) == self.has_role(ServiceRole.DECODE)
+        assert sum(map(len, self._pools.values())) == len(self._records)
+        routers = Counter(name for r in self._records.values() for name in r.load.router_calls if name != r.router_id)
+        assert routers == self._other_routers
+        assert all(r.num_routers == self._num_routers == len(routers) + 1 for r in self._records.values())
+        for record in self._records.values():
+            record.check()
+            assert len(record.dispatched) <= self._config.max_in_flight_per_worker
+
+
+def hashes_of(request: Request) -> PromptHashes:
+    return PromptHashes(request.packed_token_ids(), root_hash(request.cache_salt))
+
+
+def _options(records: list[WorkerRecord], matched: dict[str, int], block_size: int) -> list[Option]:
+    return [(record.view, matched.get(record.worker_id, 0) * block_size) for record in records]

@@ -1,0 +1,75 @@
+"""The messages of one call, from all of its choices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from protos import inference_pb2
+from router.requests.events import Fail, Promise
+from router.serving.choice_stream import ChoiceStream
+
+MakeResponse = Callable[[], inference_pb2.GenerateResponse]
+
+
+class CallMessages:
+    """Tokens that arrive before the writer of the call takes them go into one message of their choice."""
+
+    def __init__(self, streams: Sequence[ChoiceStream], min_interval_s: float, now: Callable[[], float]) -> None:
+        """`min_interval_s`: the least time between two messages of a choice."""
+        self._first = streams[0]
+        self._open = list(streams)
+        self._min_interval_s = min_interval_s
+        self._now = now
+        self._has_promised = False
+        self.receipts: list[inference_pb2.Receipt] = []  # of the choices that have ended
+
+    @property
+    def have_ended(self) -> bool:
+        """The last message of every choice is taken."""
+        return not self._open
+
+    def take_promise(self) -> Promise | None:
+        """The prediction for the first choice, once, when there is one."""
+        promise = self._first.promise
+        if promise is None or self._has_promised:
+            return None
+        self._has_promised = True
+        return promise
+
+    def due(self, make: MakeResponse = inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
+        """The messages to write now. `make` gives each empty message. Raises the error of the first choice that fails.
+
+        A message has the tokens up to the moment at which the iterator reaches it.
+        """
+        ended = False
+        for stream in self._open:
+            if stream.is_due:
+                if self._min_interval_s and stream.result is None:
+                    stream.rest(self._min_interval_s)
+                end = len(stream.token_ids)
+                while stream.num_taken < end:
+                    yield stream.take_chunk(make())
+            ended = ended or stream.result is not None
+        if ended:
+            for stream in [stream for stream in self._open if stream.result is not None]:
+                self._open.remove(stream)
+                yield from self._last_messages(stream, make)
+
+    def _last_messages(self, stream: ChoiceStream, make: MakeResponse) -> Iterator[inference_pb2.GenerateResponse]:
+        while stream.has_chunk:
+            yield stream.take_chunk(make())
+        if isinstance(stream.result, Fail):
+            raise stream.result.error
+        assert stream.result is not None
+        rest = stream.last_chunk()
+        if rest is not None:
+            response = make()
+            response.tokens.CopyFrom(rest)
+            yield response
+        finished = stream.finished(stream.result.outcome, self._now())
+        if stream.text.stop_match:
+            finished.finish_reason = inference_pb2.FINISH_REASON_STOP
+        self.receipts.append(finished.receipt)
+        response = make()
+        response.finished.CopyFrom(finished)
+        yield response

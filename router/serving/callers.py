@@ -1,0 +1,59 @@
+"""The callers of a router: each request belongs to the tenant of its API key, and stays inside the limits of the key.
+
+A fleet without keys takes every request as it is. With keys, a request cannot name another tenant, and finds cached
+prefixes of its own tenant only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+from core.request import MAX_CACHE_SALT_CHARS
+from protos import inference_pb2
+from router.serving.key_limits import KeyLimits
+from runtime.rpc.api_keys import AUTHORIZATION, ApiKeys, Metadata
+
+
+class Callers:
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+        self._limits = KeyLimits()
+
+    def claim(self, request: inference_pb2.GenerateRequest, metadata: Metadata) -> None:
+        """Give `request` to the tenant of its key, in place. Raises `Unauthenticated`.
+
+        A call that the token of the cluster has opened has no key, and may name any tenant.
+        """
+        if all(name != AUTHORIZATION for name, _ in metadata):
+            return
+        key = self._keys.find(metadata)
+        if key is not None:
+            _give(request, key.effective_tenant)
+
+    @contextlib.contextmanager
+    def admit(self, request: inference_pb2.GenerateRequest, metadata: Metadata, now: float) -> Iterator[None]:
+        """`claim`, and count the request as open inside this context. Raises `KeyLimitReached`, too."""
+        key = self._keys.find(metadata)
+        if key is None:
+            yield
+            return
+        self._limits.admit(key, now)
+        try:
+            _give(request, key.effective_tenant)
+            yield
+        finally:
+            self._limits.release(key)
+
+
+def _give(request: inference_pb2.GenerateRequest, tenant: str) -> None:
+    """A salt that is too long stays, so that validation refuses the request with the length that the client sent."""
+    request.user = tenant
+    if len(request.cache_salt) <= MAX_CACHE_SALT_CHARS:
+        request.cache_salt = tenant_salt(tenant, request.cache_salt)
+
+
+def tenant_salt(tenant: str, salt: str) -> str:
+    """A cache salt that no other tenant has. A tenant's name is printable, so the separator ends it."""
+    return hashlib.sha256(f"{tenant}\x1f{salt}".encode()).hexdigest()

@@ -1,0 +1,200 @@
+"""One choice of a Generate call, from admission to its last message: its tokens, its text, its messages and its trace.
+
+Delivered tokens wait here until the writer of the call takes all of them as one message. They become text only then, in
+one run. With stop strings they become text at once: a stop string ends the output at the worker, whether the client
+reads or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from core.errors import WorkerUnavailable
+from core.lifecycle import FinishReason, Stage
+from core.request import Request
+from core.step import SampledToken
+from protos import codec, inference_pb2
+from router.operations.request_ring import EndedChoice
+from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
+from router.serving.receipt import encode_promise, receipt_of
+from runtime.tracing.trace_context import TraceContext
+from text.detokenizer import TokenBytes
+from text.text_stream import TextStream
+
+MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one message: at most some 100 KB
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceStream:
+    choice: int
+    model: str
+    operation: str  # "chat" or "text_completion"
+    request: Request
+    client_request_id: str
+    arrived_at: float
+    text: TextStream
+    trace: TraceContext
+    changed: Callable[[], None]  # tells the writer of the call of new tokens, and of the end
+    token_name: TokenBytes  # for log-probabilities; names special tokens too
+    result: Finish | Fail | None = None  # None until the machine has ended the choice
+    token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
+    num_taken: int = 0  # of token_ids, in a chunk
+    promise: Promise | None = None  # of the newest dispatch; None before the first
+    last_token_at: float = 0.0  # when tokens came last; 0 = not yet
+    _rest: asyncio.TimerHandle | None = None  # ends the least time between two chunks
+    _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
+    _text: str = ""  # of token_ids[num_taken:], with stop strings
+
+    def deliver(self, delivered: Deliver) -> bool:
+        """Take new tokens of the machine. Returns True if their text completes a stop string."""
+        if self.text.stop_match:
+            return False
+        if self._rest is None and not self.has_chunk:
+            self.changed()  # once for all tokens of a chunk
+        num_used = len(delivered.token_ids)
+        if self.text.has_stop_strings:
+            text, num_used = self.text.push(delivered.token_ids)
+            self._text += text
+        self.token_ids += delivered.token_ids[:num_used]
+        self._logprobs += delivered.logprobs[:num_used]
+        return bool(self.text.stop_match)
+
+    def dispatched(self, promise: Promise | None) -> None:
+        self.promise = promise
+        self.changed()
+
+    def end(self, result: Finish | Fail) -> None:
+        self.result = result
+        self.changed()
+
+    @property
+    def has_chunk(self) -> bool:
+        return self.num_taken < len(self.token_ids)
+
+    @property
+    def is_due(self) -> bool:
+        """There is a chunk to write now. The end does not wait for the least time between two chunks."""
+        return self.has_chunk and (self._rest is None or self.result is not None)
+
+    def rest(self, seconds: float) -> None:
+        """Let no chunk be due for `seconds`, because one was written."""
+        self._rest = asyncio.get_running_loop().call_later(seconds, self.end_rest)
+
+    def end_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+            self.changed()
+
+    def take_chunk(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
+        """Fill an empty message with the tokens that are in no chunk yet, up to its limit."""
+        first = self.num_taken
+        self.num_taken = min(len(self.token_ids), first + self._max_chunk_tokens)
+        token_ids = self.token_ids[first : self.num_taken]
+        if self.text.has_stop_strings:
+            text, self._text = self._text, ""
+        else:
+            text, _ = self.text.push(token_ids)
+        chunk = response.tokens
+        chunk.choice, chunk.index, chunk.text = self.choice, first, text
+        chunk.token_ids.extend(token_ids)
+        if self._logprobs:
+            taken, self._logprobs = self._logprobs[: len(token_ids)], self._logprobs[len(token_ids) :]
+            chunk.logprobs.extend(map(codec.encode_logprobs, taken))
+            for token, entry in zip(taken, chunk.logprobs, strict=True):
+                codec.name_tokens(entry, token.token_id, self.token_name)
+        return response
+
+    @property
+    def _max_chunk_tokens(self) -> int:
+        num_logprobs = self.request.sampling.num_logprobs
+        return MAX_CHUNK_ITEMS if num_logprobs is None else MAX_CHUNK_ITEMS // (2 + num_logprobs)
+
+    def last_chunk(self) -> inference_pb2.TokenChunk | None:
+        """The message for text that was held back as the possible start of a stop string; None if there is none."""
+        rest = self.text.flush()
+        if not rest:
+            return None
+        return inference_pb2.TokenChunk(choice=self.choice, index=len(self.token_ids), text=rest)
+
+    def finished(self, outcome: Outcome, now: float) -> inference_pb2.Finished:
+        candidate, decode = outcome.candidate, outcome.decode
+        return inference_pb2.Finished(
+            choice=self.choice,
+            finish_reason=codec.FINISH_TO_WIRE[outcome.finish_reason],
+            usage=inference_pb2.Usage(
+                prompt_tokens=outcome.num_prompt_tokens,
+                completion_tokens=len(self.token_ids),
+                cached_tokens=outcome.cached_tokens,
+            ),
+            timings=phase_timings(outcome, now - self.arrived_at),
+            prefill_worker=candidate.prefill_worker or candidate.decode_worker,
+            decode_worker=candidate.decode_worker,
+            path=codec.PATH_TO_WIRE[outcome.path],
+            attempts=outcome.attempts,
+            transferred_bytes=0 if decode is None else decode.transferred_bytes,
+            request_id=self.client_request_id,
+            seed=self.request.sampling.seed,
+            trace_id=self.trace.trace_id_hex,
+            stop_match=self._stop_match(outcome.finish_reason),
+            promise=None if outcome.promise is None else encode_promise(outcome.promise),
+            receipt=receipt_of(outcome),
+        )
+
+    def _stop_match(self, reason: FinishReason) -> str:
+        if self.text.stop_match or reason is not FinishReason.STOP:
+            return self.text.stop_match
+        return str(self.token_ids[-1])
+
+    # ---- the trace
+
+    def ended(self, now: float) -> EndedChoice:
+        """The choice for the ring and the trace. Call it after the last message."""
+        result, request = self.result, self.request
+        outcome, error, timeline = None, None, None
+        match result:
+            case Finish():
+                outcome, timeline = result.outcome, result.outcome.timeline
+            case Fail():
+                error, timeline = result.error, result.timeline
+            case None:
+                error = WorkerUnavailable("the router stopped before the request ended")
+        return EndedChoice(
+            trace=self.trace,
+            request_id=self.client_request_id,
+            choice=self.choice,
+            operation=self.operation,
+            model=self.model,
+            arrived_at=self.arrived_at,
+            ended_at=now,
+            arrived_unix_s=time.time() - (now - self.arrived_at),
+            tenant=request.tenant,
+            sampling=request.sampling,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=len(self.token_ids),
+            stages=() if timeline is None else tuple(timeline.history),
+            generated_at=None if timeline is None else timeline.entered_at,
+            outcome=outcome,
+            error_code="" if error is None else error.code.value,
+            error="" if error is None else str(error),
+            attempts=() if result is None else result.attempts,
+        )
+
+
+def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:
+    timeline, prefill, decode = outcome.timeline, outcome.prefill, outcome.decode
+    computed = prefill or decode
+    return inference_pb2.PhaseTimings(
+        tokenize_ms=timeline.seconds_in(Stage.TOKENIZE) * 1e3,
+        router_queue_ms=timeline.seconds_in(Stage.QUEUE) * 1e3,
+        prefill_queue_ms=0.0 if computed is None else computed.queue_s * 1e3,
+        prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
+        first_token_ms=outcome.first_token_s * 1e3,
+        transfer_ms=0.0 if decode is None else decode.transfer_s * 1e3,
+        transfer_exposed_ms=0.0 if decode is None else decode.transfer_exposed_s * 1e3,
+        decode_ms=timeline.seconds_in(Stage.DECODE) * 1e3,
+        total_ms=total_s * 1e3,
+    )

@@ -1,0 +1,165 @@
+"""The gRPC service `tandem.v1.Inference`: the calls of clients."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from typing import Any
+
+from core.config import RouterConfig
+from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
+from core.request import MAX_SEED
+from protos import inference_pb2, inference_pb2_grpc
+from router.serving import validation
+from router.serving.bounded_pool import BoundedPool
+from router.serving.call_messages import CallMessages
+from router.serving.call_writer import CallWriter, Context, StreamWriter
+from router.serving.callers import Callers
+from router.serving.choice_stream import ChoiceStream
+from router.shared_stream import SharedStream
+from router.shell import RouterShell
+from runtime.rpc.grpc_server import WRITE_GRACE_S, abort, remaining_s
+from text.text_stream import TextStream
+from text.tokenizer import ModelTokenizer
+
+MAX_DETOKENIZE_TOKENS = 1_000_000
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        shell: RouterShell,
+        validation_pool: BoundedPool,
+        callers: Callers,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._shell = shell
+        self._validation_pool = validation_pool
+        self._callers = callers
+        self._shared_streams: set[SharedStream] = set()
+        self._is_draining = False
+
+    def _remaining_s(self, context: Any) -> float:
+        return remaining_s(context, self._config.default_timeout_s)
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        try:
+            await self.serve(request, StreamWriter(context))
+        except TandemError as error:
+            await abort(context, error)
+
+    async def GenerateMany(self, requests: Any, context: Context) -> None:
+        stream = SharedStream(context, self.serve, self._shell.count_refusal, self._is_draining)
+        self._shared_streams.add(stream)
+        try:
+            await stream.serve_all(requests)
+        except TandemError as error:
+            await abort(context, error)
+        finally:
+            self._shared_streams.discard(stream)
+
+    def drain(self) -> None:
+        """Let the streams of GenerateMany end with their open calls. They would stay open as long as their clients."""
+        self._is_draining = True
+        for stream in self._shared_streams:
+            stream.drain()
+
+    async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
+        """Serve a request of any protocol. Raises `TandemError`."""
+        try:
+            with self._callers.admit(request, writer.invocation_metadata() or (), self._shell.now()):
+                await self._generate(request, writer)
+        except (KeyLimitReached, Unauthenticated) as error:
+            self._shell.count_refusal(error)
+            raise
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
+        arrived_at = self._shell.now()
+        timeout_s = self._remaining_s(writer)
+        deadline = arrived_at + timeout_s
+        headers = {key: str(value) for key, value in writer.invocation_metadata() or ()}
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
+        try:
+            generation = await self._validation_pool.run(
+                timeout_s, request.ByteSize(), validation.prepare,
+                request, self._tokenizer, self._config, new_id, _random_seed, longest,
+            )  # fmt: skip
+        except TandemError as error:
+            request_id = request.request_id[: validation.MAX_REQUEST_ID_CHARS] or new_id
+            self._shell.refuse(error, headers, arrived_at, operation, (self._tokenizer.info.name, request_id))
+            raise
+        streams = [
+            ChoiceStream(
+                choice=choice,
+                model=self._tokenizer.info.name,
+                operation=operation,
+                request=choice_request,
+                client_request_id=generation.request_id,
+                arrived_at=arrived_at,
+                text=TextStream(
+                    self._tokenizer.detokenizer(), generation.stop_strings, choice_request.sampling.min_tokens
+                ),
+                trace=self._shell.telemetry.start_trace(headers),
+                changed=writer.changed,
+                token_name=self._tokenizer.token_name,
+            )
+            for choice, choice_request in enumerate(generation.choices)
+        ]
+        try:
+            self._shell.open(streams, deadline)
+            # WRITE_GRACE_S lets the machine end the request at the deadline first.
+            async with asyncio.timeout_at(deadline + WRITE_GRACE_S):
+                await writer.write_all(CallMessages(streams, request.min_interval_ms / 1e3, self._shell.now))
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the client did not read the stream") from None
+        finally:
+            for stream in streams:
+                self._shell.close(stream)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        try:
+            token_ids = await self._validation_pool.run(
+                self._remaining_s(context), request.ByteSize(), validation.tokenize_prompt,
+                request, self._tokenizer, self._config,
+            )  # fmt: skip
+        except TandemError as error:
+            await abort(context, error)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
+                raise InvalidRequest(
+                    "token_ids", f"must have at most {MAX_DETOKENIZE_TOKENS} items, has {len(request.token_ids)}"
+                )
+            text = await self._validation_pool.run(
+                self._remaining_s(context), request.ByteSize(), self._tokenizer.decode, request.token_ids
+            )
+        except TandemError as error:
+            await abort(context, error)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(self, _: inference_pb2.GetModelRequest, __: Context) -> inference_pb2.GetModelResponse:
+        info = self._tokenizer.info
+        return inference_pb2.GetModelResponse(
+            name=info.name,
+            vocab_size=info.vocab_size,
+            context_length=info.context_length,
+            eos_token_ids=sorted(info.eos_token_ids),
+            has_chat_template=self._tokenizer.has_chat_template,
+            tool_format=self._tokenizer.tool_format,
+            can_decode=self._shell.machine.workers.served_until == math.inf,
+        )
+
+
+def _random_seed() -> int:
+    return secrets.randbelow(MAX_SEED + 1)

@@ -1,0 +1,128 @@
+"""Checks a client's GenerateRequest, tokenizes its prompt, and makes one core.request.Request for each choice.
+
+An invalid request raises an error that names the field. Lengths are checked before values are converted: the conversion
+of millions of ids is one call into C, which would block the router's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from core.config import MAX_MIN_INTERVAL_MS, RouterConfig
+from core.errors import InvalidRequest, ModelNotFound
+from core.request import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_CHOICES,
+    MAX_USER_CHARS,
+    Request,
+    check_stop_strings,
+)
+from protos import codec, inference_pb2
+from router.serving.chat_prompt import check_chat, quoted
+from text.tokenizer import ModelTokenizer
+
+MAX_PRIORITY = 100
+MAX_REQUEST_ID_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A valid request. `choices[i]` is the request of choice i; the choices differ in id and seed."""
+
+    request_id: str
+    choices: tuple[Request, ...]
+    stop_strings: tuple[str, ...]
+
+
+def prepare(
+    wire: inference_pb2.GenerateRequest,
+    tokenizer: ModelTokenizer,
+    config: RouterConfig,
+    unique_id: str,
+    random_seed: Callable[[], int],
+    longest: int | None,
+) -> Generation:
+    """Validate and tokenize. Call it in a thread: a long prompt takes milliseconds.
+
+    Raises `InvalidRequest` or `ModelNotFound`. The ids of the choices start with `unique_id`. `longest` is the most
+    tokens of prompt and output that a decode worker has room for; None = not known yet. The default of `max_tokens` is
+    the room that remains in the context and in `longest`.
+    """
+    info = tokenizer.info
+    _check_plain_fields(wire)
+    if wire.model and wire.model != info.name:
+        raise ModelNotFound(f"model {quoted(wire.model)} is not served here; the served model is {info.name!r}")
+    token_ids = tokenize_prompt(wire, tokenizer, config)
+    num_prompt_tokens = len(token_ids)
+    _check_room("prompt", num_prompt_tokens, info.context_length)
+    room = min(info.context_length, longest or info.context_length)
+    sampling = codec.decode_sampling(
+        wire.sampling,
+        wire.stop,
+        wire.logprobs if wire.HasField("logprobs") else None,
+        {"max_tokens": max(1, room - num_prompt_tokens), "seed": random_seed()},
+    )
+    first = Request(
+        f"{unique_id}.0", token_ids, num_prompt_tokens, sampling, wire.priority, wire.cache_salt,
+        tenant=wire.user or wire.cache_salt,
+    )  # fmt: skip
+    first.validate_for(info.vocab_size, info.context_length)
+    first.packed_token_ids()  # here, in a thread, and not on the router's loop
+    choices = tuple(first.for_choice(choice, f"{unique_id}.{choice}") for choice in range(wire.n or 1))
+    return Generation(wire.request_id or unique_id, choices, tuple(wire.stop.stop_strings))
+
+
+def tokenize_prompt(
+    wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    tokenizer: ModelTokenizer,
+    config: RouterConfig,
+) -> tuple[int, ...]:
+    """Token ids of the prompt, given as text, chat or token ids. Raises `InvalidRequest`."""
+    kind = wire.WhichOneof("prompt")
+    if kind is None:
+        forms = [field.name for field in wire.DESCRIPTOR.oneofs_by_name["prompt"].fields]
+        raise InvalidRequest("prompt", f"one of {', '.join(forms)} must be set")
+    chosen = wire.parse_special_tokens if wire.HasField("parse_special_tokens") else None
+    salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
+    if kind == "token_ids":
+        assert isinstance(wire, inference_pb2.GenerateRequest)
+        _check_room(kind, len(wire.token_ids.ids), tokenizer.info.context_length)
+        token_ids = tuple(wire.token_ids.ids)
+    elif kind == "text":
+        _check_length("text", wire.text, config.max_prompt_chars)
+        parse_special = True if chosen is None else chosen
+        token_ids = tuple(tokenizer.encode(wire.text, True, parse_special, salt)) if wire.text else ()
+    else:
+        chat = check_chat(wire.chat, tokenizer, config.max_prompt_chars)
+        token_ids = tuple(tokenizer.encode_chat(chat, bool(chosen), salt))
+    if not token_ids:
+        raise InvalidRequest(kind, "must have at least 1 token, has 0")
+    return token_ids
+
+
+def _check_plain_fields(wire: inference_pb2.GenerateRequest) -> None:
+    _check_length("request_id", wire.request_id, MAX_REQUEST_ID_CHARS)
+    _check_length("cache_salt", wire.cache_salt, MAX_CACHE_SALT_CHARS)
+    _check_length("user", wire.user, MAX_USER_CHARS)
+    if wire.n > MAX_CHOICES:
+        raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], is {wire.n}")
+    if abs(wire.priority) > MAX_PRIORITY:
+        raise InvalidRequest("priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], is {wire.priority}")
+    if wire.min_interval_ms > MAX_MIN_INTERVAL_MS:
+        raise InvalidRequest("min_interval_ms", f"must be in [0, {MAX_MIN_INTERVAL_MS}], is {wire.min_interval_ms}")
+    check_stop_strings("stop_strings", wire.stop.stop_strings)
+
+
+def _check_room(field: str, num_tokens: int, context_length: int) -> None:
+    if num_tokens >= context_length:
+        raise InvalidRequest(
+            field,
+            f"must have at most {context_length - 1} tokens to leave room for output in the context of "
+            f"{context_length} tokens, has {num_tokens}",
+        )
+
+
+def _check_length(field: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(field, f"must have at most {limit} characters, has {len(text)}")

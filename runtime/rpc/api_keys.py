@@ -1,0 +1,79 @@
+"""API keys: which of the configured keys a call carries, and which methods it opens.
+
+The config has the SHA-256 of each key, never the key. A key has 256 random bits, so a plain hash of it cannot be
+searched. The hash of a presented key is compared with every configured hash, each in constant time: the duration tells
+neither how much of a hash agrees, nor which key it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Collection
+from typing import Any
+
+from core.config import ApiKeyConfig
+from core.errors import PermissionDenied, Unauthenticated
+from runtime.rpc.security import CONTROL_METHODS, OPEN_METHODS, OPERATOR_METHODS, TOKEN_KEY
+
+KEY_BYTES = 32
+KEY_PREFIX = "tandem-"  # lets scanners of code find a key that was committed by mistake
+AUTHORIZATION = "authorization"
+SCHEME = "bearer "
+
+Metadata = Collection[Any]  # pairs of name and value; the stubs of gRPC declare other types
+
+
+def new_key() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class ApiKeys:
+    """The keys of a server. Without any, every call may be made, and `find` returns None."""
+
+    def __init__(self, keys: tuple[ApiKeyConfig, ...], cluster_token: str = "") -> None:
+        """`cluster_token`: also opens the methods of operators; empty = no token does."""
+        self._keys = keys
+        self._token = cluster_token.encode()
+
+    def find(self, metadata: Metadata) -> ApiKeyConfig | None:
+        """The key of a call. Raises `Unauthenticated`."""
+        if not self._keys:
+            return None
+        values = [_as_text(value) for name, value in metadata if name == AUTHORIZATION]
+        if len(values) != 1 or not values[0].lower().startswith(SCHEME):
+            raise Unauthenticated(f"this call needs an API key: send `{AUTHORIZATION}: Bearer KEY`")
+        digest = hash_of(values[0][len(SCHEME) :].strip())
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.sha256, digest):
+                found = key
+        if found is None:
+            raise Unauthenticated("this API key is not known here")
+        return found
+
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Raises `Unauthenticated` or `PermissionDenied`. `method`: full name, e.g. "/tandem.v1.Inference/Generate"."""
+        if not self._keys or method.startswith(OPEN_METHODS):
+            return
+        operates = method.startswith(OPERATOR_METHODS)
+        if operates and self._has_token(metadata):
+            return
+        if self._token and method in CONTROL_METHODS:
+            raise Unauthenticated("this call needs the cluster's token")
+        key = self.find(metadata)
+        if operates and key is not None and not key.operator:
+            raise PermissionDenied(f"the API key {key.name!r} is not the key of an operator")
+
+    def _has_token(self, metadata: Metadata) -> bool:
+        tokens = [_as_text(value).encode() for name, value in metadata if name == TOKEN_KEY]
+        return bool(self._token) and len(tokens) == 1 and hmac.compare_digest(tokens[0], self._token)
+
+
+def _as_text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", errors="replace")

@@ -1,0 +1,294 @@
+"""gRPC servers and channels with the same options everywhere, and the mapping of errors to statuses and back."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from core.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ErrorCode,
+    InvalidRequest,
+    ModelNotFound,
+    OutOfDeviceMemory,
+    PermissionDenied,
+    QueueFull,
+    RequestCancelled,
+    TandemError,
+    TokenStreamEnded,
+    TransferFailed,
+    Unauthenticated,
+    WorkerUnavailable,
+)
+from core.service import join_address
+from runtime.rpc.api_keys import ApiKeys
+from runtime.rpc.security import OPEN, TOKEN_KEY, Credentials, ServerRules
+
+STATUS_OF: dict[ErrorCode, grpc.StatusCode] = {code: getattr(grpc.StatusCode, code.name) for code in ErrorCode}
+
+_ERROR_OF: dict[grpc.StatusCode, Callable[[str], TandemError]] = {
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: RequestCancelled,
+    grpc.StatusCode.UNAVAILABLE: WorkerUnavailable,
+}
+
+FIELD_KEY, RETRYABLE_KEY, RETRY_AFTER_KEY = "tandem-field", "tandem-retryable", "tandem-retry-after-ms"
+TRANSFER_KEY = "tandem-transfer-failed"  # a failed transfer has the same status as a lost worker
+STREAM_KEY = "tandem-token-stream-ended"  # so has an ended token stream
+MEMORY_KEY = "tandem-out-of-device-memory"  # has the same status as a full queue
+_ERROR_OF_KEY: dict[str, type[TandemError]] = {
+    TRANSFER_KEY: TransferFailed,
+    STREAM_KEY: TokenStreamEnded,
+    MEMORY_KEY: OutOfDeviceMemory,
+}
+
+KEEPALIVE_TIME_S = 10.0  # a connection without traffic for this long gets a ping, ...
+KEEPALIVE_TIMEOUT_S = 5.0  # ... and breaks if no answer comes within this time
+
+# Calls that gRPC accepts before a servicer starts them. Above the limit (1,000 by default), gRPC cancels calls at
+# random. With a high limit the router itself refuses calls, with RESOURCE_EXHAUSTED and a retry hint.
+MAX_PENDING_CALLS = 20_000
+ABORT_TIMEOUT_S = 2.0
+WRITE_GRACE_S = 1.0  # after the deadline of a call, for the machine that ends it: a late write must not be faster
+# Inside a cluster, because snapshots of large pools are long. The router accepts `max_message_bytes` from clients.
+MAX_GRPC_MESSAGE_BYTES = 64 * 1024 * 1024
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """The options of every channel and server. Keepalive detects a peer that vanished without closing a connection."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_TIME_S * 1e3)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
+        # gRPC also sends pings to measure bandwidth. While one of them waits, by default for 60 s, none is sent.
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_TIME_S * 1e3 / 2)),
+        ("grpc.max_metadata_size", 64 * 1024),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+    ]
+
+
+def open_channel(
+    address: str, max_message_bytes: int, credentials: Credentials = OPEN, window_bytes: int = 0
+) -> grpc.aio.Channel:
+    """Uses TLS if `credentials` have a certificate. Each call carries the token itself, in `Credentials.metadata`.
+
+    `window_bytes`: what a server may send on one call before this side reads; 0 = as much as gRPC finds useful.
+    """
+    options: list[tuple[str, int | str]] = [
+        *channel_options(max_message_bytes),
+        ("grpc.use_local_subchannel_pool", 1),  # a new channel never reuses a broken connection
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+    if window_bytes:
+        options += [("grpc.http2.lookahead_bytes", window_bytes), ("grpc.http2.bdp_probe", 0)]
+    tls = credentials.for_channel()
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if credentials.server_name:
+        options.append(("grpc.ssl_target_name_override", credentials.server_name))
+    return grpc.aio.secure_channel(address, tls, options=options)
+
+
+class TokenGuard(grpc.aio.ServerInterceptor):
+    """Refuses calls of guarded methods without the token of the cluster, before the request is read."""
+
+    def __init__(self, token: str, guarded: tuple[str, ...]) -> None:
+        """`guarded`: prefixes of full method names, e.g. "/tandem.v1.Worker/"."""
+        self._token = token.encode()
+        self._guarded = guarded
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(self._guarded):
+            return handler
+        tokens = [value for key, value in handler_call_details.invocation_metadata if key == TOKEN_KEY]
+        if len(tokens) == 1 and hmac.compare_digest(_as_bytes(tokens[0]), self._token):
+            return handler
+        return _refusing(handler, Unauthenticated("this call needs the cluster's token"))
+
+
+class KeyGuard(grpc.aio.ServerInterceptor):
+    """Refuses calls without the API key that they need, before the request is read."""
+
+    def __init__(self, keys: ApiKeys, on_refused: Callable[[TandemError], None]) -> None:
+        self._keys = keys
+        self._on_refused = on_refused
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        try:
+            self._keys.check(handler_call_details.method, handler_call_details.invocation_metadata or ())
+        except TandemError as error:
+            self._on_refused(error)
+            return _refusing(handler, error)
+        return handler
+
+
+def _refusing(handler: Any, error: TandemError) -> Any:
+    """A handler of the same kind that ends every call with `error`."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    if handler.request_streaming:
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    else:
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    return make(refuse)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection services, which need no token."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        max_message_bytes: int,
+        credentials: Credentials,
+        rules: ServerRules,
+        shares_port: bool = False,
+    ) -> None:
+        """`shares_port`: other servers may listen on the port, which is claimed (runtime/shared_port.py).
+
+        `on_refused` may be set before `start`; it gets the error of each call that lacks its API key.
+        """
+        self.on_refused: Callable[[TandemError], None] = lambda _: None
+        self._host, self._port = host, port
+        self._tls = credentials.for_server(rules)
+        guards: list[grpc.aio.ServerInterceptor] = []
+        if credentials.token:
+            guards.append(TokenGuard(credentials.token, rules.guarded))
+        if rules.api_keys:
+            keys = ApiKeys(rules.api_keys, credentials.token)
+            guards.append(KeyGuard(keys, lambda error: self.on_refused(error)))
+        options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
+        self._server = grpc.aio.server(interceptors=guards, options=options)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._names: list[str] = []
+
+    def add(self, register: Callable[[Any, Any], None], servicer: object, full_name: str) -> None:
+        """`register` is the generated function add_..._to_server; `full_name` is e.g. "tandem.v1.Inference"."""
+        register(servicer, self._server)
+        self._names.append(full_name)
+
+    async def start(self) -> str:
+        """Bind and serve. Returns host:port. Raises `ConfigError` if the address cannot be bound."""
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        where = join_address(self._host, self._port)
+        try:
+            bound = (
+                self._server.add_insecure_port(where)
+                if self._tls is None
+                else self._server.add_secure_port(where, self._tls)
+            )
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            why = "the port is taken, or this machine has no such address"
+            raise ConfigError(f"cannot listen on {where}: {why if _has_descriptor() else 'no file descriptor is left'}")
+        await self._server.start()
+        await self.set_serving(True)
+        return join_address(self._host, bound)
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ["", *self._names]:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, and cancel open calls after `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+def _has_descriptor() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return False
+    return True
+
+
+def trailers_of(error: TandemError) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a call that ends with `error`: field, retry hint and kind."""
+    metadata: list[tuple[str, str]] = [(RETRYABLE_KEY, "true" if error.retryable else "false")]
+    if error.field:
+        metadata.append((FIELD_KEY, error.field))
+    metadata += [(key, "true") for key, kind in _ERROR_OF_KEY.items() if isinstance(error, kind)]
+    if isinstance(error, QueueFull):
+        metadata.append((RETRY_AFTER_KEY, str(int(error.retry_after_s * 1000))))
+    return tuple(metadata)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
+    """End the call with the status, field and retry hint of `error`.
+
+    A status waits behind the messages that a client does not read. It stays there, and the call's handler ends.
+    """
+    try:
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await context.abort(STATUS_OF[error.code], str(error), trailers_of(error))
+    except TimeoutError:
+        # Every use of an aborted call raises the call's own AbortError, and gRPC wants no other exception.
+        await context.send_initial_metadata(())
+    raise AssertionError("an aborted call always raises")
+
+
+def error_from(error: grpc.RpcError) -> TandemError:
+    """The `TandemError` behind a failed call."""
+    assert isinstance(error, grpc.aio.AioRpcError)
+    details = error.details() or error.code().name
+    pairs: Any = error.trailing_metadata() or ()  # the stubs declare another type
+    trailers = dict(pairs)
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        field = str(trailers.get(FIELD_KEY, "request"))
+        return InvalidRequest(field, details.removeprefix(f"{field}: "))
+    special = next((kind for key, kind in _ERROR_OF_KEY.items() if key in trailers), None)
+    found = (special or _ERROR_OF.get(error.code(), TandemError))(details)
+    if RETRYABLE_KEY in trailers:
+        found.retryable = trailers[RETRYABLE_KEY] == "true"
+    return found
+
+
+def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
+    """Seconds until the deadline of the call; `default_s` without a deadline."""
+    remaining = context.time_remaining()
+    return default_s if remaining is None else remaining
+
+
+async def cancel_and_wait(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended. Their exceptions are ignored."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
