@@ -121,7 +121,7 @@ class RouterShell:
 
     def close(self, stream: ChoiceStream) -> None:
         """Cancel the choice if it is still open, and end its trace. Call it when the client's call has ended."""
-        stream.end_rest()
+        stream.end_pause()
         if stream.request.request_id in self._streams and not self._driver.stopped:
             self._driver.post(events.ClientCancelled(stream.request.request_id))
         self._trace(stream.ended(self.now()))

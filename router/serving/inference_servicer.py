@@ -17,7 +17,6 @@ from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.callers import Callers
 from router.serving.choice_stream import ChoiceStream
-from router.shared_stream import SharedStream
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, abort, remaining_s
 from text.text_stream import TextStream
@@ -40,8 +39,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._shell = shell
         self._validation_pool = validation_pool
         self._callers = callers
-        self._shared_streams: set[SharedStream] = set()
-        self._is_draining = False
 
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
@@ -51,22 +48,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await self.serve(request, StreamWriter(context))
         except TandemError as error:
             await abort(context, error)
-
-    async def GenerateMany(self, requests: Any, context: Context) -> None:
-        stream = SharedStream(context, self.serve, self._shell.count_refusal, self._is_draining)
-        self._shared_streams.add(stream)
-        try:
-            await stream.serve_all(requests)
-        except TandemError as error:
-            await abort(context, error)
-        finally:
-            self._shared_streams.discard(stream)
-
-    def drain(self) -> None:
-        """Let the streams of GenerateMany end with their open calls. They would stay open as long as their clients."""
-        self._is_draining = True
-        for stream in self._shared_streams:
-            stream.drain()
 
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""

@@ -86,7 +86,7 @@ async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> 
     stream = choice(changed=changed)
     deliver(stream, 0, 0)
     assert stream.is_due, "the first token does not wait"
-    stream.rest(60.0)
+    stream.pause(60.0)
     take(stream)
     changed.clear()
     deliver(stream, 1, 1)
@@ -95,14 +95,14 @@ async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> 
     stream.end(Fail("r", RequestCancelled("cancelled"), Timeline(Stage.TOKENIZE, 0.0)))
     assert stream.is_due
     assert changed.is_set()
-    stream.end_rest()
+    stream.end_pause()
 
 
 async def test_after_the_interval_the_writer_is_woken() -> None:
     changed = asyncio.Event()
     stream = choice(changed=changed)
     deliver(stream, 0, 0)
-    stream.rest(0.001)
+    stream.pause(0.001)
     take(stream)
     changed.clear()
     deliver(stream, 1, 1)
