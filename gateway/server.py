@@ -51,7 +51,7 @@ class HttpServer:
         self._telemetry = Telemetry(telemetry, SERVICE, f"gateway.{secrets.token_hex(4)}")
         self._options = uvicorn.Config(
             build_app(config, fleets, self._telemetry),
-            http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none",
+            http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none", proxy_headers=False,
             log_config=None, access_log=False, server_header=False,
             backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=config.tls_cert or None, ssl_keyfile=config.tls_key or None,
