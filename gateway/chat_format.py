@@ -175,6 +175,9 @@ class ChatAnswer:
             else:
                 calls[delta.index]["function"]["arguments"] += delta.arguments
 
+    def filtered(self, _: int) -> None:
+        """A choice without another end was ended by the guardrail: see `_ends`."""
+
     def result(self) -> dict[str, Any]:
         head = self._head
         return {

@@ -80,6 +80,9 @@ class CompletionAnswer:
             for name, values in self._offsets[chunk.choice].take(chunk.logprobs).items():
                 columns.setdefault(name, []).extend(values)
 
+    def filtered(self, _: int) -> None:
+        """A choice without another end was ended by the guardrail: see `_ends`."""
+
     def result(self) -> dict[str, Any]:
         head = self._head
         choices = [

@@ -11,7 +11,7 @@ from typing import NamedTuple
 _TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MAX_TRACESTATE_CHARS = 512
 _SAMPLED = 1
-# Ids need no secrecy. `secrets` would release the interpreter for each id, and a busy thread then keeps the loop waiting.
+# Ids need no secrecy. `secrets` releases the interpreter lock for each id, and a busy thread then holds up the loop.
 _RANDOM = random.Random()
 
 

@@ -47,7 +47,7 @@ def tokens(text: str, choice: int = 0, logprobs: Any = ()) -> Event:
     return TokenChunk(choice=choice, text=text, logprobs=logprobs)
 
 
-def end(choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2") -> Event:
+def end(choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2") -> Finished:
     usage = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
     return Finished(choice=choice, finish_reason=reason, usage=usage, stop_match=stop_match)
 
@@ -109,8 +109,7 @@ def test_a_completion_repeats_its_prompt_once() -> None:
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
 def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any) -> None:
     event = end(stop_match=match)
-    assert isinstance(event, GenerateResponse)
-    assert HEAD.stop_reason(event.finished) == reason
+    assert HEAD.stop_reason(event) == reason
 
 
 def test_a_filtered_choice_ends_in_every_form() -> None:
@@ -128,8 +127,7 @@ def test_a_prompt_counts_once_however_many_choices_continue_it() -> None:
     usage = UsageSum(2, False)
     for choice in range(4):
         event = end(choice)
-        assert isinstance(event, GenerateResponse)
-        usage.add(event.finished)
+        usage.add(event)
     assert usage.counts() == (10, 8, 8)
     assert usage.responses()["total_tokens"] == 18
 
@@ -162,7 +160,7 @@ def test_a_response_fails_with_an_error_event() -> None:
 
 def test_a_response_has_an_item_for_each_text_and_call() -> None:
     answer = ResponseAnswer(HEAD, {}, Parsers("hermes", 1), UsageSum(1, False))
-    kinds = [typed["type"] for event in [*map(tokens, TOOL_TEXTS), end()] for typed in answer.take(event)]
+    kinds = [typed["type"] for event in [*map(tokens, TOOL_TEXTS), end()] for typed in push(answer, event)]
     items = answer.result()["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "function_call"]
     assert [item["status"] for item in items] == ["completed"] * 3

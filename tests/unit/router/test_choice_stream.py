@@ -31,7 +31,10 @@ def choice(*stop_strings: str, changed: asyncio.Event | None = None) -> ChoiceSt
 
 
 def take(stream: ChoiceStream) -> inference_pb2.TokenChunk:
-    return stream.take_chunk(inference_pb2.GenerateResponse()).tokens
+    """The next chunk, as the message of the gRPC API."""
+    message = inference_pb2.TokenChunk()
+    stream.take_chunk().fill(message)
+    return message
 
 
 def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
@@ -127,8 +130,10 @@ def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], 
                 chunks.append(take(stream))
         if stream.has_chunk:
             chunks.append(take(stream))
-        rest = stream.last_chunk()
-        chunks += [] if rest is None else [rest]
+        last = stream.last_chunk()
+        if last is not None:
+            chunks.append(inference_pb2.TokenChunk())
+            last.fill(chunks[-1])
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         of_logprobs = [int(-1.0 - entry.logprob) for chunk in chunks for entry in chunk.logprobs]
         return ids, of_logprobs, "".join(chunk.text for chunk in chunks), stream.text.stop_match
