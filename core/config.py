@@ -22,7 +22,7 @@ MAX_KEY_NAME_CHARS = 128
 MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
 HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
-MIN_MESSAGE_BYTES = 512 * 1024  # clients put calls of half as many bytes into a shared stream
+MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fit
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 

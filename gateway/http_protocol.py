@@ -72,7 +72,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._num_heads += 1
         self._stop_timer()
-        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[typeddict-item]
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, HttpFront, Scale
-from protos import cluster_pb2_grpc, inference_pb2_grpc, kserve_pb2_grpc
+from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.operations.cluster_servicer import ClusterServicer
 from router.serving.bounded_pool import BoundedPool
@@ -23,6 +23,7 @@ from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import GrpcServer
 from runtime.rpc.security import load_credentials, router_rules
 from runtime.tracing.telemetry import Telemetry
+from tandem_client.stubs import cluster_pb2_grpc, inference_pb2_grpc
 from text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from core.service import Endpoint
 from engine import factory
 from fleet.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
-from protos import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 65_536

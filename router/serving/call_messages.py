@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from protos import inference_pb2
 from router.requests.events import Fail, Promise
 from router.serving.choice_stream import ChoiceStream, Chunk
+from tandem_client.stubs import inference_pb2
 
 Part = Chunk | inference_pb2.Finished
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from protos import inference_pb2
 from router.serving.call_messages import CallMessages, Part
 from router.serving.choice_stream import Chunk
 from router.serving.receipt import initial_metadata, trailing_metadata
+from tandem_client.stubs import inference_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

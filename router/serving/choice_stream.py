@@ -16,11 +16,12 @@ from core.errors import WorkerUnavailable
 from core.lifecycle import FinishReason, Stage
 from core.request import Request
 from core.step import SampledToken
-from protos import codec, inference_pb2
+from protos import codec
 from router.operations.request_ring import EndedChoice
 from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
 from router.serving.receipt import encode_promise, receipt_of
 from runtime.tracing.trace_context import TraceContext
+from tandem_client.stubs import inference_pb2
 from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
 

@@ -10,7 +10,6 @@ from typing import Any
 from core.config import RouterConfig
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.request import MAX_SEED
-from protos import inference_pb2, inference_pb2_grpc
 from router.serving import validation
 from router.serving.bounded_pool import BoundedPool
 from router.serving.call_messages import CallMessages
@@ -18,7 +17,8 @@ from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.callers import Callers
 from router.serving.choice_stream import ChoiceStream
 from router.shell import RouterShell
-from runtime.rpc.grpc_server import WRITE_GRACE_S, abort, remaining_s
+from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
@@ -103,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: Context
+        self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         try:
             token_ids = await self._validation_pool.run(
@@ -115,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: Context
+        self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         try:
             if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
@@ -129,7 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def GetModel(self, _: inference_pb2.GetModelRequest, __: Context) -> inference_pb2.GetModelResponse:
+    async def GetModel(self, _: inference_pb2.GetModelRequest, __: CallContext) -> inference_pb2.GetModelResponse:
         info = self._tokenizer.info
         return inference_pb2.GetModelResponse(
             name=info.name,

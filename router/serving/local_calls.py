@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.errors import TandemError
-from protos import cluster_pb2, inference_pb2
 from router.operations.cluster_servicer import ClusterServicer
 from router.serving.call_writer import Sink, SinkWriter
 from router.serving.inference_servicer import InferenceServicer
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import LocalContext
+from tandem_client.stubs import cluster_pb2, inference_pb2
 
 Metadata = Sequence[tuple[str, str]]
 INFERENCE, CLUSTER = "/tandem.v1.Inference", "/tandem.v1.Cluster"
@@ -39,8 +39,7 @@ class LocalCalls:
         self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
     ) -> None:
         """The servicer checks the key, and counts a refusal."""
-        request = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
-        await self._inference.serve(request, SinkWriter(_Shim(sink), metadata, timeout_s))
+        await self._inference.serve(request, SinkWriter(sink, metadata, timeout_s))
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, metadata: Metadata
@@ -80,18 +79,3 @@ class LocalCalls:
             self._shell.count_refusal(error)
             raise
         return LocalContext(metadata)
-
-
-class _Shim:  # until the public stubs exist once
-    def __init__(self, sink):
-        from tandem_client.stubs.inference_pb2 import Finished
-
-        self._finished = Finished
-        self.sink, self.when_room, self.chunk = sink, sink.when_room, sink.chunk
-
-    @property
-    def is_full(self):
-        return self.sink.is_full
-
-    def finished(self, finished):
-        self.sink.finished(self._finished.FromString(finished.SerializeToString()))

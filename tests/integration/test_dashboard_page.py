@@ -18,7 +18,7 @@ from cli.compose import build_router
 from core.config import ApiKeyConfig
 from gateway.fleets import Fleets
 from tests.support.deployment import Deployment, deploy, place, tiny_config
-from tests.support.gateway import serving_gateway
+from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.ports import kept_port
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -196,7 +196,7 @@ async def test_it_outlives_a_router(browser: Browser) -> None:
         config = tiny_config(port=port)
         async with deploy(config) as deployment:
             await deployment.generate(text="of the first router", max_tokens=4, request_id="before")
-            async with serving_gateway(Fleets([deployment.router.calls])) as url, opened(browser, url) as page:
+            async with serving_gateway(over_the_wire(deployment.router_address)) as url, opened(browser, url) as page:
                 await expect(page.locator(".request button").first).to_have_text("before")
                 await deployment.router.stop()
                 await expect(page.locator("#status-text")).to_contain_text("cannot reach a router since")

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -170,7 +171,7 @@ async def test_a_key_is_passed_on_and_opens_nothing_for_others(client: httpx.Asy
 
 async def test_keys_without_number_take_bounded_room() -> None:
     feeds = feed.Feeds()
-    fleet = FakeFleet()
+    fleet: Any = FakeFleet()
     first = feeds.get("", "Bearer 0", lambda: fleet)
     for number in range(1, feed.MAX_FEEDS + 1):
         feeds.get("", f"Bearer {number}", lambda: fleet)

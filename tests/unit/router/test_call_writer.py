@@ -11,11 +11,11 @@ import pytest
 from core.errors import RequestCancelled
 from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
-from protos import inference_pb2
 from router.requests.events import Deliver, Fail
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import SinkWriter, StreamWriter
 from router.serving.choice_stream import MAX_CHUNK_ITEMS, ChoiceStream, Chunk
+from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.text_stream import TextStream
 

@@ -12,9 +12,9 @@ from core.errors import RequestCancelled
 from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
-from protos import inference_pb2
 from router.requests.events import Deliver, Fail
 from router.serving.choice_stream import ChoiceStream
+from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.text_stream import TextStream
 
