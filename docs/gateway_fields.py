@@ -1,4 +1,4 @@
-"""Draws the fields without effect of gateway/fields.py into docs/gateway.md: `python -m docs.gateway_fields`.
+"""Draws the fields without effect of gateway/schemas/fields.py into docs/gateway.md: `python -m docs.gateway_fields`.
 
 tests/unit/gateway/test_fields.py compares the document with the code.
 """
@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from gateway.fields import CALL, CHAT, COMPLETION, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
-from gateway.tokens import TOKENIZE
+from gateway.routes.tokens import TOKENIZE
+from gateway.schemas.fields import CALL, CHAT, COMPLETION, ITEM, MESSAGE, PART, RESPONSES, SHARED, TOOL, FieldRule
 
 DOCUMENT = Path(__file__).resolve().parent / "gateway.md"
 

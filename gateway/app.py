@@ -10,14 +10,14 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from core.config import GatewayConfig
-from gateway import chat, completions, operations, responses, tokens
 from gateway.dashboard import routes
 from gateway.errors import HANDLERS
 from gateway.fleets import Fleets
-from gateway.front_door import FrontDoor
 from gateway.guardrails import load_guardrail
+from gateway.http.front_door import FrontDoor
+from gateway.http.tracing import Tracer
 from gateway.metrics import GatewayMetrics
-from gateway.tracing import Tracer
+from gateway.routes import chat, completions, operations, responses, tokens
 from runtime.tracing.telemetry import Telemetry
 
 

@@ -23,7 +23,7 @@ from starlette.types import ExceptionHandler
 
 from core.errors import ErrorCode, TandemError, WorkerUnavailable
 from gateway.fleets import ModelUnknown
-from gateway.tracing import note_error
+from gateway.http.tracing import note_error
 
 log = logging.getLogger(__name__)
 

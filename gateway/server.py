@@ -20,8 +20,8 @@ from core.errors import ConfigError
 from core.service import join_address
 from gateway.app import build_app
 from gateway.fleets import Fleets
-from gateway.http_protocol import BoundedHttpProtocol
-from gateway.tracing import SERVICE
+from gateway.http.http_protocol import BoundedHttpProtocol
+from gateway.http.tracing import SERVICE
 from runtime.tracing.telemetry import Telemetry
 
 BACKLOG = 2048

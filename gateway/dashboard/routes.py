@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from core.errors import ErrorCode, TandemError
-from gateway.calls import passed_on
 from gateway.dashboard.feed import Feed, Feeds
 from gateway.fleets import ModelUnknown, fleets_of
+from gateway.routes.calls import passed_on
 
 STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}

@@ -15,10 +15,10 @@ import pytest
 
 from cli.remote_router import RemoteRouter
 from core.config import GatewayConfig, ModelConfig
-from gateway import front_door
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
-from gateway.http_protocol import MAX_HEAD_BYTES
+from gateway.http import front_door
+from gateway.http.http_protocol import MAX_HEAD_BYTES
 from tandem_client import Credentials
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, tiny_config

@@ -350,7 +350,7 @@ async def test_an_unexpected_fault_is_an_error_with_an_id(
     scripted: ScriptedRouter, scripted_client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del scripted
-    monkeypatch.setattr("gateway.chat.wire_messages", None)
+    monkeypatch.setattr("gateway.routes.chat.wire_messages", None)
     with pytest.raises(openai.InternalServerError, match=r"its log names it [0-9a-f]{16}"):
         await scripted_client.chat.completions.create(model="scripted", messages=HELLO)
 

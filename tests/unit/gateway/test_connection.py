@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.connection import while_connected
 from gateway.errors import ClientGone
+from gateway.http.connection import while_connected
 
 
 class Connection:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from core.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QueueFull, TandemError
 from gateway.errors import STATUSES, ApiError, ClientGone, api_error, http_field
 from gateway.fleets import ModelUnknown
-from gateway.schema_chat import ChatBody
-from gateway.schema_completions import CompletionBody
+from gateway.schemas.chat import ChatBody
+from gateway.schemas.completions import CompletionBody
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
 

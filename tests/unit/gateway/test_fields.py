@@ -8,10 +8,10 @@ import pytest
 
 from docs.gateway_fields import DOCUMENT, GROUPS, render
 from gateway.errors import ApiError
-from gateway.fields import CHAT, COMPLETION, FieldRule, Verdict, check_extra
-from gateway.schema_chat import ChatBody
-from gateway.schema_completions import CompletionBody
-from gateway.schema_responses import ResponsesBody
+from gateway.schemas.chat import ChatBody
+from gateway.schemas.completions import CompletionBody
+from gateway.schemas.fields import CHAT, COMPLETION, FieldRule, Verdict, check_extra
+from gateway.schemas.responses import ResponsesBody
 
 
 def test_the_document_lists_every_field() -> None:

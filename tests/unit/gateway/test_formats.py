@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gateway.chat_format import DONE, ChatAnswer, ChatChunks, Parsers
-from gateway.completion_format import CompletionAnswer, CompletionChunks
-from gateway.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
-from gateway.responses_format import ResponseAnswer, ResponseEvents
-from gateway.usage import UsageSum
+from gateway.formats.chat import DONE, ChatAnswer, ChatChunks, Parsers
+from gateway.formats.completion import CompletionAnswer, CompletionChunks
+from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
+from gateway.formats.responses import ResponseAnswer, ResponseEvents
+from gateway.formats.usage import UsageSum
 from tandem_client import Finished, FinishReason
 from tandem_client.stubs.inference_pb2 import Logprob, TokenChunk, TokenLogprobs, Usage
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.tool_calls import FORMATS, TextDelta, ToolCallDelta, ToolCallParser, new_mistral_id, parser_for
+from gateway.tools.tool_calls import FORMATS, TextDelta, ToolCallDelta, ToolCallParser, new_mistral_id, parser_for
 from tests.support.tool_templates import FAMILIES
 
 Call = tuple[str, str]  # name, arguments

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from gateway.errors import ApiError
-from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
-from gateway.schema_completions import CompletionBody, check_completion
-from gateway.schema_responses import ResponsesBody, input_messages, response_tools
-from gateway.schema_sampling import common_request, stream_warnings
+from gateway.schemas.chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
+from gateway.schemas.completions import CompletionBody, check_completion
+from gateway.schemas.responses import ResponsesBody, input_messages, response_tools
+from gateway.schemas.sampling import common_request, stream_warnings
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

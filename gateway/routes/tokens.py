@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.calls import call_context, json_bytes, read_body, warning_headers
-from gateway.connection import while_connected
 from gateway.errors import refused
-from gateway.fields import FieldRule, Verdict, check_extra
 from gateway.fleets import fleets_of
-from gateway.schema_chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
-from gateway.schema_sampling import Schema, TokenId
+from gateway.http.connection import while_connected
+from gateway.routes.calls import call_context, json_bytes, read_body, warning_headers
+from gateway.schemas.chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
+from gateway.schemas.fields import FieldRule, Verdict, check_extra
+from gateway.schemas.sampling import Schema, TokenId
 from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, TokenizeRequest
 
 MAX_DETOKENIZE_TOKENS = 1_000_000

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from gateway.chat_format import Chunks
-from gateway.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs
+from gateway.formats.chat import Chunks
+from gateway.formats.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs
+from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk
-from gateway.usage import UsageSum
 from tandem_client.stubs.inference_pb2 import Finished
 
 

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.config import GatewayConfig
 from gateway.errors import SERVER_STOPS, ClientGone
+from gateway.http.tracing import TracedRequest, Tracer, current
 from gateway.metrics import GatewayMetrics
-from gateway.tracing import TracedRequest, Tracer, current
 
 MAX_OPEN_REQUESTS = 4096  # of one process; the routers refuse excess load much earlier
 BODY_TIMEOUT_S = 60.0  # for the whole body

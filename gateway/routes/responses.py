@@ -6,22 +6,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.answering import Call, answer_object, answer_stream
-from gateway.calls import call_context, read_body, request_id_of
-from gateway.chat_format import Parsers
-from gateway.fields import RESPONSES, check_extra
 from gateway.fleets import fleets_of
+from gateway.formats.chat import Parsers
+from gateway.formats.responses import ResponseAnswer, ResponseEvents
+from gateway.formats.usage import UsageSum
 from gateway.guarding import check_chat, guardrail_of
-from gateway.responses_format import ResponseAnswer, ResponseEvents
-from gateway.schema_responses import (
+from gateway.routes.answering import Call, answer_object, answer_stream
+from gateway.routes.calls import call_context, read_body, request_id_of
+from gateway.schemas.fields import RESPONSES, check_extra
+from gateway.schemas.responses import (
     ResponsesBody,
     check_text_options,
     echoed_fields,
     input_messages,
     response_tools,
 )
-from gateway.schema_sampling import common_request
-from gateway.usage import UsageSum
+from gateway.schemas.sampling import common_request
 from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 

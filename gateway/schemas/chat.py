@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import refused
-from gateway.fields import CALL, MESSAGE, PART, STRUCTURED, TOOL, check_extra
-from gateway.schema_sampling import Count, SamplingFields, Schema
+from gateway.schemas.fields import CALL, MESSAGE, PART, STRUCTURED, TOOL, check_extra
+from gateway.schemas.sampling import Count, SamplingFields, Schema
 from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall
 
 MAX_MESSAGES = 1024

@@ -6,17 +6,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.answering import Call, answer_object, answer_stream
-from gateway.calls import call_context, read_body, request_id_of
-from gateway.completion_format import CompletionAnswer, CompletionChunks
-from gateway.connection import while_connected
-from gateway.fields import COMPLETION, check_extra
 from gateway.fleets import ServedModel, fleets_of
+from gateway.formats.completion import CompletionAnswer, CompletionChunks
+from gateway.formats.usage import UsageSum
 from gateway.guarding import check_text, guardrail_of, refuse_logprobs
 from gateway.guardrails import Guardrail, Message
-from gateway.schema_completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
-from gateway.schema_sampling import common_request, stream_warnings
-from gateway.usage import UsageSum
+from gateway.http.connection import while_connected
+from gateway.routes.answering import Call, answer_object, answer_stream
+from gateway.routes.calls import call_context, read_body, request_id_of
+from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
+from gateway.schemas.fields import COMPLETION, check_extra
+from gateway.schemas.sampling import common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenIds
 
 

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from core.errors import PermissionDenied, TandemError, Unauthenticated
-from gateway.calls import passed_on
 from gateway.fleets import READY_TIMEOUT_S, ListedModel, ModelUnknown, RouterLink, fleets_of
 from gateway.metrics import GatewayMetrics
+from gateway.routes.calls import passed_on
 
 PACKAGE = "tandem-serve"
 STARTED_AT = int(time.time())

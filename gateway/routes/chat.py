@@ -8,16 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.answering import Call, answer_object, answer_stream
-from gateway.calls import call_context, read_body, request_id_of
-from gateway.chat_format import ChatAnswer, ChatChunks, Parsers
 from gateway.errors import refused
-from gateway.fields import CHAT, check_extra
 from gateway.fleets import fleets_of
+from gateway.formats.chat import ChatAnswer, ChatChunks, Parsers
+from gateway.formats.usage import UsageSum
 from gateway.guarding import check_chat, guardrail_of, refuse_logprobs
-from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
-from gateway.schema_sampling import common_request, stream_warnings
-from gateway.usage import UsageSum
+from gateway.routes.answering import Call, answer_object, answer_stream
+from gateway.routes.calls import call_context, read_body, request_id_of
+from gateway.schemas.chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
+from gateway.schemas.fields import CHAT, check_extra
+from gateway.schemas.sampling import common_request, stream_warnings
 from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.calls import CallContext, json_bytes, warning_headers
-from gateway.connection import EventFormat, EventStream, EventWriter, while_connected
 from gateway.fleets import ServedModel
+from gateway.formats.outputs import AnswerHead
 from gateway.guardrails import Guardrail, Message
+from gateway.http.connection import EventFormat, EventStream, EventWriter, while_connected
 from gateway.metrics import GatewayMetrics
-from gateway.outputs import AnswerHead
 from gateway.router_calls import Chunk, Sink
-from gateway.sinks import AnswerSink, GuardedSink, Renumbered
+from gateway.routes.calls import CallContext, json_bytes, warning_headers
+from gateway.routes.sinks import AnswerSink, GuardedSink, Renumbered
 from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 

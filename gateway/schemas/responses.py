@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gateway.errors import refused
-from gateway.fields import ITEM, STRUCTURED, TOOL, check_extra
-from gateway.schema_chat import (
+from gateway.schemas.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ContentPart,
@@ -18,7 +17,8 @@ from gateway.schema_chat import (
     text_of,
     wire_tool,
 )
-from gateway.schema_sampling import Count, GenerationFields, Schema
+from gateway.schemas.fields import ITEM, STRUCTURED, TOOL, check_extra
+from gateway.schemas.sampling import Count, GenerationFields, Schema
 from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall
 
 

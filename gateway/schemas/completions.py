@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from gateway.errors import refused
-from gateway.schema_sampling import SamplingFields
+from gateway.schemas.sampling import SamplingFields
 
 MAX_PROMPTS = 256
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's API

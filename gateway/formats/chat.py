@@ -9,12 +9,12 @@ import json
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from gateway.calls import json_bytes
 from gateway.errors import api_error
-from gateway.outputs import FINISH_REASONS, AnswerHead, chat_logprobs
+from gateway.formats.outputs import FINISH_REASONS, AnswerHead, chat_logprobs
+from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk
-from gateway.tool_calls import TextDelta, ToolCallDelta, ToolCallParser, parser_for
-from gateway.usage import UsageSum
+from gateway.routes.calls import json_bytes
+from gateway.tools.tool_calls import TextDelta, ToolCallDelta, ToolCallParser, parser_for
 from tandem_client.stubs.inference_pb2 import Finished
 
 DONE = b"data: [DONE]\n\n"

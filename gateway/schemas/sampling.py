@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.errors import refused
-from gateway.fields import check_extra
+from gateway.schemas.fields import check_extra
 from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1

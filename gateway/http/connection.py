@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientGone, server_stops
-from gateway.http_protocol import CONNECTION, BoundedHttpProtocol
+from gateway.http.http_protocol import CONNECTION, BoundedHttpProtocol
 from gateway.router_calls import Chunk
 from tandem_client.stubs.inference_pb2 import Finished
 

@@ -16,7 +16,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.call_object import CallObject
+from gateway.tools.call_object import CallObject
 
 _SPACE = " \t\r\n"
 _MISTRAL_ID_CHARS = string.ascii_letters + string.digits

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.chat_format import Delta, Parsers, sse
 from gateway.errors import api_error
-from gateway.outputs import AnswerHead
+from gateway.formats.chat import Delta, Parsers, sse
+from gateway.formats.outputs import AnswerHead
+from gateway.formats.usage import UsageSum
 from gateway.router_calls import Chunk
-from gateway.tool_calls import TextDelta
-from gateway.usage import UsageSum
+from gateway.tools.tool_calls import TextDelta
 from tandem_client.stubs.inference_pb2 import Finished
 
 CUT_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
