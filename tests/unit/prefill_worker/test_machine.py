@@ -396,7 +396,7 @@ def test_if_every_offer_is_wanted_the_unfinished_prompt_of_lowest_rank_is_withdr
     worker.run_until_idle()
     sequence = worker.core.scheduler.get("low")
     assert sequence is not None
-    worker.core.scheduler._preempt(sequence)
+    worker.core.scheduler.preempt(sequence)
     worker.arrive(request("high", 16, priority=-1), ticket=1)
     worker.want(0, 1, 2, 3, ticket=1)
     worker.release(ticket=3)
@@ -420,7 +420,7 @@ def test_a_preempted_prompt_offers_each_block_once() -> None:
     assert worker.offered() == [0, 1, 2, 3], "the last block is missing, because the reader of `x` keeps two"
     sequence = worker.core.scheduler.get("a")
     assert sequence is not None
-    worker.core.scheduler._preempt(sequence)
+    worker.core.scheduler.preempt(sequence)
     assert worker.ledger == {"leased": 6}, "announced blocks stay leased"
     worker.release(ticket=2)
     assert worker.chunks() == [("a", 16, 4)], "the leased blocks are not used as cached prefix"
