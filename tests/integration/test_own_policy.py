@@ -1,4 +1,4 @@
-"""A policy of one's own: the example of docs/routing.md routes a request, and a wrong name is an error of the config."""
+"""A policy of one's own: the example of docs/routing.md serves a request; a wrong name is an error of the config."""
 
 from __future__ import annotations
 
