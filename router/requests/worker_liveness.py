@@ -74,4 +74,5 @@ class WorkerLiveness:
 
     def check(self) -> None:
         """Each worker has both deadlines, and a lost worker has none."""
-        assert len(self._deadlines) == 2 * len(list(self._workers))
+        num_workers = len(list(self._workers))
+        assert len(self._deadlines) == 2 * num_workers, f"{len(self._deadlines)} deadlines of {num_workers} workers"
