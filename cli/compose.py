@@ -28,6 +28,8 @@ from kv_transfer.protocol.events import AgentEvent, AgentFailed
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
+from router.routing.policy import Policy, SecondsPolicy
+from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
@@ -51,7 +53,7 @@ def http_host(config: TandemConfig, machine: str) -> str:
 
 def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
     """A `core.service.RouterControl`. Each router of a machine has a metrics port of its own."""
-    from router.service import RouterPlace, RouterService
+    from router.service import RouterParts, RouterPlace, RouterService
     from text.tokenizer import load_tokenizer
 
     router, telemetry = replace(config.router, host=router_host(config, placement.host)), config.telemetry
@@ -66,7 +68,20 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
         from cli.gateway import http_front
 
         front = functools.partial(http_front, config, http_host(config, placement.host))
-    return RouterService(router, load, telemetry, place, config.security, config.api_keys, front)
+    parts = RouterParts(load, load_policy(router), front)
+    return RouterService(router, parts, telemetry, place, config.security, config.api_keys)
+
+
+def load_policy(config: RouterConfig) -> Policy:
+    """The routing policy that the config names, or `SecondsPolicy`. Raises `ConfigError`."""
+    if not config.policy:
+        return SecondsPolicy(config)
+    policy: Any = load_function("[router] policy", config.policy)(config)
+    for name in ("compared", "choose", "candidates"):
+        if not hasattr(policy, name):
+            raise ConfigError(f"[router] policy: {config.policy} must return a Policy, its object has no {name}")
+    made: Policy = policy
+    return made
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:

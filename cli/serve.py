@@ -28,7 +28,7 @@ from core.config import ClusterConfig, EngineConfig, TandemConfig
 from core.errors import TandemError, WorkerUnavailable
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster
-from fleet.events import FleetFailed, FleetReady, FleetStopped, Notice
+from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped
 from fleet.machine import DRAIN_GRACE_S, LAST_DRAIN_S
 from fleet.supervisor import FleetSpec
 from runtime.rpc.security import OPEN, Credentials, load_credentials, read_token
@@ -74,12 +74,12 @@ async def start_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) 
     try:
         async with asyncio.timeout(spec.config.start_timeout_s):
             while True:
-                for news in await cluster.news():
-                    match news:
-                        case Notice():
-                            print_line(news.text)
+                for update in await cluster.updates():
+                    match update:
+                        case FleetMessage():
+                            print_line(update.text)
                         case FleetFailed():
-                            raise TandemError(news.reason)
+                            raise TandemError(update.reason)
                         case FleetReady():
                             return list(dict.fromkeys(router.address for router in await cluster.routers()))
     except TimeoutError:
@@ -106,10 +106,10 @@ async def stop_fleet(cluster: Cluster, spec: FleetSpec, print_line: PrintLine) -
         async with asyncio.timeout(limit_s):
             await cluster.shutdown()
             while True:
-                for news in await cluster.news():
-                    if isinstance(news, Notice):
-                        print_line(news.text)
-                    if isinstance(news, FleetStopped):
+                for update in await cluster.updates():
+                    if isinstance(update, FleetMessage):
+                        print_line(update.text)
+                    if isinstance(update, FleetStopped):
                         return
     except TimeoutError:
         print_line(f"some services have not drained after {limit_s:g} s; killing them")
@@ -178,9 +178,9 @@ async def cancelled_when_ray_fails(cluster: Cluster, print_line: PrintLine) -> A
 async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
     """Print every notice of the fleet, for as long as it runs."""
     while True:
-        for news in await cluster.news():
-            if isinstance(news, Notice):
-                print_line(news.text)
+        for update in await cluster.updates():
+            if isinstance(update, FleetMessage):
+                print_line(update.text)
 
 
 class Interrupts:

@@ -36,6 +36,13 @@ def _require_given(config: object, *names: str) -> None:
         _require(bool(getattr(config, name).strip()), f"{name} must not be empty")
 
 
+def _require_function(config: object, name: str) -> None:
+    value = getattr(config, name)
+    _require(
+        not value or re.fullmatch(r"[\w.]+:\w+", value) is not None, f"{name} must be module:function, is {value!r}"
+    )
+
+
 def _require_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
@@ -210,6 +217,7 @@ class RouterConfig:
     slo_ttft_ms: float = 1000.0  # wanted time to the first token; admission = "shed" refuses requests that miss it
     admission: str = "queue"  # queue | shed; shed = refuse a request at once if its predicted first token is too late
     local_prefill: str = "auto"  # auto | never; may a decode worker compute prompts while a prefill worker serves?
+    policy: str = ""  # module:function that makes a Policy (docs/routing.md); empty = the built-in one
     report_stale_s: float = 3.0  # after this long without a report, a worker counts as saturated
     worker_lost_s: float = 10.0  # ... and after this long as lost
     worker_wait_s: float = 20.0  # a queued request fails once no decode worker has served for this long
@@ -232,6 +240,7 @@ class RouterConfig:
         )
         _require(self.admission in ("queue", "shed"), f"admission must be queue or shed: {self.admission}")
         _require(self.local_prefill in ("auto", "never"), f"local_prefill must be auto or never: {self.local_prefill}")
+        _require_function(self, "policy")
 
     def pause_after(self, num_attempts: int) -> float:
         """Seconds to wait after `num_attempts` attempts in a row without a token.
@@ -359,10 +368,7 @@ class GatewayConfig:
         )
         _require_finite_floats(self)
         _require(bool(self.tls_cert) == bool(self.tls_key), "tls_cert and tls_key must be set together, or neither")
-        _require(
-            not self.guardrail or re.fullmatch(r"[\w.]+:\w+", self.guardrail) is not None,
-            f"guardrail must be module:function, is {self.guardrail!r}",
-        )
+        _require_function(self, "guardrail")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from core.service import Endpoint, PoolSizes
 from fleet.claims import GpuUse, check_accelerators, check_room
 from fleet.ray_head import RayHead
 from fleet.ray_hosts import SupervisorActor, await_actor, live_nodes, log_dir, on_this_machine, scale_fleet
-from fleet.supervisor import FleetSpec, HostDied, News
+from fleet.supervisor import FleetSpec, FleetUpdate, HostDied
 
 NAMESPACE = "tandem"
 SUPERVISOR_NAME = "supervisor"
@@ -53,7 +53,7 @@ class Cluster:
         self._head = head
         self._entered_ray = False
         self._supervisor: Any = None
-        self._pending_news: Any = None
+        self._pending_updates: Any = None
 
     def join(self) -> None:
         """Wait for Ray and become one of its drivers. Raises `ConfigError` if Ray does not start; call `close` then."""
@@ -68,7 +68,7 @@ class Cluster:
             raise ConfigError(f"Ray does not start on this machine: {error}; its logs are in /tmp/ray") from error
 
     async def start(self, spec: FleetSpec) -> None:
-        """Begin to start the fleet; `news` reports progress.
+        """Begin to start the fleet; `updates` reports progress.
 
         Raises `ConfigError` if a fleet runs there already, or if the GPUs that it asks for cannot exist.
         """
@@ -78,7 +78,7 @@ class Cluster:
         actor = ray.remote(SupervisorActor).options(
             name=SUPERVISOR_NAME, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_machine()
         )
-        self._pending_news = None
+        self._pending_updates = None
         try:
             self._supervisor = actor.remote(spec)
         except ValueError as error:
@@ -101,14 +101,14 @@ class Cluster:
         check_room(claims, sizes, machines[0])
         return replace(spec, gpu_use=claims.gpu_use)
 
-    async def news(self) -> list[News]:
-        """The news since the last call. Waits until there is some."""
-        if self._pending_news is None:
-            self._pending_news = self._supervisor.news.remote()
-        # If this wait is cancelled, the call goes on and answers the next `news`.
-        news: list[News] = await self._ask(self._pending_news)
-        self._pending_news = None
-        return news
+    async def updates(self) -> list[FleetUpdate]:
+        """The updates since the last call. Waits until there is one."""
+        if self._pending_updates is None:
+            self._pending_updates = self._supervisor.updates.remote()
+        # If this wait is cancelled, the call goes on and answers the next `updates`.
+        updates: list[FleetUpdate] = await self._ask(self._pending_updates)
+        self._pending_updates = None
+        return updates
 
     async def routers(self) -> list[Endpoint]:
         """The endpoints of the routers that serve, by their numbers."""
@@ -132,7 +132,7 @@ class Cluster:
         return await scale_fleet(self._supervisor, sizes)
 
     async def shutdown(self) -> None:
-        """Begin to drain every service; `FleetStopped` is the last news.
+        """Begin to drain every service; `FleetStopped` is the last update.
 
         Raises `WorkerUnavailable` if no fleet has started, or if its supervisor is dead.
         """
@@ -153,7 +153,7 @@ class Cluster:
 
         ray.kill(self._supervisor)
         with contextlib.suppress(HostDied):
-            await await_actor(self._supervisor.news.remote())
+            await await_actor(self._supervisor.updates.remote())
 
     def close(self) -> None:
         """Leave Ray, and end a Ray that `begin` started. A second call does nothing."""

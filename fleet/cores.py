@@ -1,7 +1,7 @@
 """The cores of a machine, divided among its workers, so that no worker slows another one.
 
     usable cores, hardware threads of one core side by side:   0 4 | 1 5 | 2 6 | 3 7
-    three workers, by their seats on the machine:              [0 4  1] [5  2] [6  3  7]
+    three workers, by their ranks on the machine:              [0 4  1] [5  2] [6  3  7]
 
 Only compute threads stay on their share. A pinned thread passes its cores on to every thread it starts, so the threads
 of torch and of the C kernels stay there too. Event loops and transports run on any core.
@@ -30,33 +30,33 @@ def usable_cores(topology: Path = TOPOLOGY) -> list[int]:
     return sorted(os.sched_getaffinity(0), key=place)
 
 
-def share_of_cores(cores: Sequence[int], seat: int, num_sharers: int) -> tuple[int, ...]:
-    """The cores of worker `seat` among `num_sharers` workers of this machine; at least one.
+def share_of_cores(cores: Sequence[int], local_rank: int, num_sharers: int) -> tuple[int, ...]:
+    """The cores of worker `local_rank` among `num_sharers` workers of this machine; at least one.
 
-    Shares are disjoint while there are at least as many cores as sharers. A seat beyond the sharers (a draining worker
-    still holds its seat) shares the cores of another worker.
+    Shares are disjoint while there are at least as many cores as sharers. A rank beyond the sharers shares the cores of
+    another worker: a draining worker still holds its rank.
     """
     num_sharers = max(1, num_sharers)
-    seat %= num_sharers
+    local_rank %= num_sharers
     if num_sharers > len(cores):
-        return (cores[seat % len(cores)],)
-    return tuple(cores[seat * len(cores) // num_sharers : (seat + 1) * len(cores) // num_sharers])
+        return (cores[local_rank % len(cores)],)
+    return tuple(cores[local_rank * len(cores) // num_sharers : (local_rank + 1) * len(cores) // num_sharers])
 
 
-class Seats:
-    """The seats of each machine: a worker takes the lowest free number."""
+class LocalRanks:
+    """The ranks of the workers of each machine. A worker takes the lowest free rank."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, dict[int, object]] = {}  # machine -> seat -> worker
+        self._taken: dict[str, dict[int, object]] = {}  # machine -> local_rank -> worker
 
     def take(self, machine: str, who: object) -> int:
         taken = self._taken.setdefault(machine, {})
-        seat = next(number for number in range(len(taken) + 1) if number not in taken)
-        taken[seat] = who
-        return seat
+        local_rank = next(number for number in range(len(taken) + 1) if number not in taken)
+        taken[local_rank] = who
+        return local_rank
 
     def leave(self, who: object) -> None:
-        """Free the seat of `who`, if there is one."""
+        """Free the rank of `who`, if there is one."""
         for taken in self._taken.values():
-            for seat in [seat for seat, holder in taken.items() if holder == who]:
-                del taken[seat]
+            for local_rank in [local_rank for local_rank, holder in taken.items() if holder == who]:
+                del taken[local_rank]

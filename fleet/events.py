@@ -100,7 +100,7 @@ class PublishFleet:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class FleetMessage:
     """One line for the operator."""
 
     text: str
@@ -124,5 +124,5 @@ class FleetStopped:
 
 
 FleetAction = (
-    StartService | DrainService | KillService | PublishFleet | Notice | FleetReady | FleetFailed | FleetStopped
+    StartService | DrainService | KillService | PublishFleet | FleetMessage | FleetReady | FleetFailed | FleetStopped
 )

@@ -31,11 +31,11 @@ from fleet.events import (
     FleetAction,
     FleetEvent,
     FleetFailed,
+    FleetMessage,
     FleetReady,
     FleetStopped,
     KillService,
     Member,
-    Notice,
     PublishFleet,
     ScaleTo,
     ServiceDied,
@@ -140,8 +140,8 @@ class FleetMachine:
         assert self._wanted[ServiceRole.ROUTER] >= 1, "no router is wanted"
         starts = [slot.member.start for slot in self._slots.values()]
         assert len(set(starts)) == len(starts), "two members share a start"
-        news = {news.router: news for news in self._news()}
-        assert self._published == news, "a router has not been told of a change"
+        publication = {publication.router: publication for publication in self._publications()}
+        assert self._published == publication, "a router has not been told of a change"
         assert not (self._stopped and self._slots), "a slot is left after FleetStopped"
 
     def _scale(self, event: ScaleTo) -> None:
@@ -159,14 +159,14 @@ class FleetMachine:
                 slot.state, slot.since, slot.deadline = _State.SERVING, now, None
                 slot.service_id, slot.address = event.service_id, event.address
                 if self._was_ready and not self._ending:
-                    self._actions.append(Notice(f"{slot.member.name} serves"))
+                    self._actions.append(FleetMessage(f"{slot.member.name} serves"))
             case StartFailed() if slot.state is _State.STARTING:
                 self._fail(slot, "did not start", event.reason, now, permanent=event.permanent)
             case ServiceDied() if slot.state in (_State.STARTING, _State.SERVING):
                 self._fail(slot, "died", event.reason, now)
             case Drained() | ServiceDied() if slot.state is _State.DRAINING:
                 if not self._ending:
-                    self._actions.append(Notice(f"{slot.member.name} has drained"))
+                    self._actions.append(FleetMessage(f"{slot.member.name} has drained"))
                 self._forget(slot)
 
     def _expire(self, now: float) -> None:
@@ -183,7 +183,7 @@ class FleetMachine:
                 self._fail(slot, "did not start", reason, now)
             elif slot.state is _State.DRAINING:
                 self._actions.append(KillService(slot.member))
-                self._actions.append(Notice(f"{slot.member.name} did not drain in time and was killed"))
+                self._actions.append(FleetMessage(f"{slot.member.name} did not drain in time and was killed"))
                 self._forget(slot)
 
     def _fail(self, slot: _Slot, what: str, reason: str, now: float, permanent: bool = False) -> None:
@@ -196,7 +196,9 @@ class FleetMachine:
             self._has_failed = True
             self._actions.append(FleetFailed(f"{slot.member.name}: {reason}"))
         elif not self._ending:
-            self._actions.append(Notice(f"{slot.member.name} {what}: {reason}; starting it again in {pause_s:g} s"))
+            self._actions.append(
+                FleetMessage(f"{slot.member.name} {what}: {reason}; starting it again in {pause_s:g} s")
+            )
         slot.state, slot.since, slot.deadline = _State.WAITING, now, now + pause_s
 
     def _start(self, slot: _Slot, now: float) -> None:
@@ -250,9 +252,14 @@ class FleetMachine:
         self._forget(slot)
 
     def _announce(self) -> None:
-        """Rule 2, and the news that the supervisor waits for."""
-        published, self._published = self._published, {news.router: news for news in self._news()}
-        changed = [news for router, news in self._published.items() if published.get(router) != news]
+        """Rule 2, and the message that the supervisor waits for."""
+        published, self._published = (
+            self._published,
+            {publication.router: publication for publication in self._publications()},
+        )
+        changed = [
+            publication for router, publication in self._published.items() if published.get(router) != publication
+        ]
         self._actions[:0] = changed
         serving = [slot.state is _State.SERVING for slot in self._slots.values()]
         if not self._was_ready and not self._ending and all(serving):
@@ -268,7 +275,7 @@ class FleetMachine:
         order = {_State.SERVING: 0, _State.STARTING: 1, _State.WAITING: 2}
         return sorted(slots, key=lambda s: (order[s.state], s.member.start))
 
-    def _news(self) -> list[PublishFleet]:
+    def _publications(self) -> list[PublishFleet]:
         """The lists that every live router must have."""
         routers, workers = self._live(ServiceRole.ROUTER), self._live(ServiceRole.PREFILL, ServiceRole.DECODE)
         return [PublishFleet(router.member, workers, routers) for router in routers]

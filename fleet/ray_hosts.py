@@ -21,7 +21,7 @@ from fleet.claims import GPU, Claim, Claims, show_only_own_gpu
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import Member
 from fleet.service_host import Placement, ServiceHost, StartFault
-from fleet.supervisor import FleetSpec, Here, HostDied, Refusal, Seat, Supervisor
+from fleet.supervisor import FleetSpec, HostDied, LocalRank, Refusal, Supervisor, SupervisorMachine
 
 SCALE_TIMEOUT_S = 5.0
 
@@ -40,7 +40,7 @@ class HostActor(ServiceHost):
         return str(ray.get_runtime_context().get_node_id())
 
     async def start_placed(
-        self, factory: bytes, member: Member, address: str, seat: Seat, supervisor: Any
+        self, factory: bytes, member: Member, address: str, local_rank: LocalRank, supervisor: Any
     ) -> Endpoint | StartFault:
         """`supervisor` is the actor handle of the caller."""
         import ray
@@ -50,9 +50,9 @@ class HostActor(ServiceHost):
             return StartFault("its machine joined later and has GPUs; the next start asks for one", permanent=False)
         show_only_own_gpu(ray.get_runtime_context().get_accelerator_ids()[GPU], os.environ)
         room = sum(node["Resources"].get(name, 0.0) for name in {config.prefill_resource, config.decode_resource})
-        num_sharers = min(seat.num_workers, int(room) or seat.num_workers)
+        num_sharers = min(local_rank.num_workers, int(room) or local_rank.num_workers)
         is_router = member.role is ServiceRole.ROUTER
-        cores = () if is_router else share_of_cores(usable_cores(), seat.number, num_sharers)
+        cores = () if is_router else share_of_cores(usable_cores(), local_rank.rank, num_sharers)
         placement = Placement(
             ordinal=member.ordinal,
             host=_host_of(node, config),
@@ -84,12 +84,12 @@ class RayHost:
         machine: str = await self._finish(self._actor.machine.remote())
         return machine
 
-    async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
+    async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
         import ray
 
         factory = pickle.dumps(self._spec.factory(self._member.role))
         supervisor = ray.get_runtime_context().current_actor
-        call = self._actor.start_placed.remote(factory, self._member, address, seat, supervisor)
+        call = self._actor.start_placed.remote(factory, self._member, address, local_rank, supervisor)
         result: Endpoint | StartFault = await self._finish(call)
         return result
 
@@ -128,7 +128,7 @@ class SupervisorActor(Supervisor):
         import ray
 
         node_id = str(ray.get_runtime_context().get_node_id())
-        here = Here(node_id, _host_of(_node(node_id), spec.config))
+        here = SupervisorMachine(node_id, _host_of(_node(node_id), spec.config))
         super().__init__(spec, lambda member: RayHost(member, spec), here)
 
 

@@ -68,7 +68,7 @@ def _start(options: dict[str, Any]) -> BareNode:
     return BareNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
 
 
-def _tell(answer: dict[str, str]) -> None:
+def _print_answer(answer: dict[str, str]) -> None:
     with contextlib.suppress(BrokenPipeError):  # the parent has died
         print(json.dumps(answer), flush=True)
 
@@ -80,7 +80,7 @@ def _watch(node: BareNode) -> None:
     while sys.stdin.fileno() not in dead:
         dead, _, _ = select.select([sys.stdin.fileno(), *names], [], [])
         if names and sys.stdin.fileno() not in dead:
-            _tell({"died": names[dead[0]]})
+            _print_answer({"died": names[dead[0]]})
             names = {}
 
 
@@ -103,9 +103,9 @@ def main() -> None:
     try:
         node = _start(json.loads(sys.argv[1]))
     except Exception as error:  # noqa: BLE001 - the parent reports any failure in one line
-        _tell({"error": (str(error) or type(error).__name__).splitlines()[0]})
+        _print_answer({"error": (str(error) or type(error).__name__).splitlines()[0]})
     else:
-        _tell({"address": node.address})
+        _print_answer({"address": node.address})
         _watch(node)
     _kill_descendants()
 

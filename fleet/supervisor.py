@@ -23,18 +23,18 @@ from core.lifecycle import ServiceRole
 from core.machine import Tick
 from core.service import Endpoint, FleetRouter, PoolSizes, join_address
 from fleet.claims import Claims, GpuUse
-from fleet.cores import Seats
+from fleet.cores import LocalRanks
 from fleet.events import (
     Drained,
     DrainService,
     FleetAction,
     FleetEvent,
     FleetFailed,
+    FleetMessage,
     FleetReady,
     FleetStopped,
     KillService,
     Member,
-    Notice,
     PublishFleet,
     ScaleTo,
     ServiceDied,
@@ -48,9 +48,9 @@ from fleet.service_host import ServiceFactory, StartFault
 from runtime.driver import Driver
 from runtime.shared_port import PortClaim
 
-MAX_NEWS = 1000  # unread; then the oldest is dropped
+MAX_UPDATES = 1000  # unread; then the oldest is dropped
 
-News = Notice | FleetReady | FleetFailed | FleetStopped
+FleetUpdate = FleetMessage | FleetReady | FleetFailed | FleetStopped
 
 
 # The address that routers listen on, from the machine's address as in `Placement`. Pickled by name.
@@ -89,7 +89,7 @@ class HostDied(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class SupervisorMachine:
     """The machine of the supervisor."""
 
     name: str  # as `Host.machine` names it
@@ -97,10 +97,10 @@ class Here:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class LocalRank:
     """The place of a service among the services of its machine."""
 
-    number: int  # among the workers of the machine; 0 for a router, which shares no cores
+    rank: int  # among the workers of the machine; 0 for a router, which shares no cores
     num_workers: int  # wanted in the fleet
 
 
@@ -110,7 +110,7 @@ class Host(Protocol):
     async def machine(self) -> str:
         """Wait for the placement, and return the name of the machine."""
 
-    async def start(self, address: str, seat: Seat) -> Endpoint | StartFault:
+    async def start(self, address: str, local_rank: LocalRank) -> Endpoint | StartFault:
         """`address` as in `Placement`."""
 
     async def wait(self) -> None:
@@ -134,7 +134,7 @@ class Refusal:
 class Supervisor:
     """Runs on one asyncio loop. Call `start` once, before anything else."""
 
-    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: Here) -> None:
+    def __init__(self, spec: FleetSpec, create_host: Callable[[Member], Host], here: SupervisorMachine) -> None:
         self._spec = spec
         self._create_host = create_host
         self._here = here
@@ -143,11 +143,11 @@ class Supervisor:
         self._driver: Driver[FleetEvent, FleetAction] | None = None
         self._hosts: dict[Member, Host] = {}
         self._unpublished: dict[Member, PublishFleet] = {}  # for each router, the newest lists not yet delivered
-        self._news: deque[News] = deque(maxlen=MAX_NEWS)
-        self._has_news = asyncio.Event()
+        self._updates: deque[FleetUpdate] = deque(maxlen=MAX_UPDATES)
+        self._has_updates = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._routers: dict[Member, Endpoint] = {}  # serving and draining ones
-        self._seats = Seats()
+        self._local_ranks = LocalRanks()
 
     async def start(self) -> None:
         """Start the fleet, or report `FleetFailed` if the port of the routers is taken."""
@@ -157,12 +157,12 @@ class Supervisor:
             self._claim = PortClaim(host, port)
         except OSError as error:
             where = join_address(host, port)
-            self._tell(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
+            self._report(FleetFailed(f"cannot listen on {where} ({error.strerror}); choose another port with --port"))
             return
         self._post(Tick())
 
     async def shutdown(self) -> None:
-        """Drain every service; `FleetStopped` is the last news."""
+        """Drain every service; `FleetStopped` is the last update."""
         self._post(Shutdown())
 
     async def scale(self, sizes: PoolSizes) -> PoolSizes | Refusal:
@@ -177,24 +177,24 @@ class Supervisor:
         """The endpoints of the routers that serve, by their numbers."""
         return [self._routers[member] for member in sorted(self._routers, key=lambda member: member.ordinal)]
 
-    async def news(self) -> list[News]:
-        """The news since the last call. Waits until there is some."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        news = list(self._news)
-        self._news.clear()
-        return news
+    async def updates(self) -> list[FleetUpdate]:
+        """The updates since the last call. Waits until there is one."""
+        await self._has_updates.wait()
+        self._has_updates.clear()
+        updates = list(self._updates)
+        self._updates.clear()
+        return updates
 
     def _post(self, event: FleetEvent) -> None:
         assert self._driver is not None, "start it first"
         self._driver.post(event)
 
     def _fail(self, error: BaseException) -> None:
-        self._tell(FleetFailed(f"the supervisor has a bug: {error!r}"))
+        self._report(FleetFailed(f"the supervisor has a bug: {error!r}"))
 
-    def _tell(self, news: News) -> None:
-        self._news.append(news)
-        self._has_news.set()
+    def _report(self, update: FleetUpdate) -> None:
+        self._updates.append(update)
+        self._has_updates.set()
 
     def _perform(self, action: FleetAction) -> None:
         match action:
@@ -209,8 +209,8 @@ class Supervisor:
                 self._unpublished[action.router] = action
                 if idle:
                     self._spawn(self._publish(action.router))
-            case Notice() | FleetReady() | FleetFailed() | FleetStopped():
-                self._tell(action)
+            case FleetMessage() | FleetReady() | FleetFailed() | FleetStopped():
+                self._report(action)
             case _:
                 assert_never(action)
 
@@ -232,9 +232,9 @@ class Supervisor:
         try:
             machine = await host.machine()
             claim = self._claim if is_router and machine == self._here.name else None
-            number = 0 if is_router else self._seats.take(machine, member)
-            seat = Seat(number, self._num_wanted_workers())
-            result = await host.start("" if claim is None else claim.address, seat)
+            number = 0 if is_router else self._local_ranks.take(machine, member)
+            local_rank = LocalRank(number, self._num_wanted_workers())
+            result = await host.start("" if claim is None else claim.address, local_rank)
             if isinstance(result, StartFault):
                 self._kill(member)
                 self._post(StartFailed(member, result.reason, result.permanent))
@@ -247,7 +247,7 @@ class Supervisor:
             self._hosts.pop(member, None)
             self._post(ServiceDied(member, str(death)))
         finally:
-            self._seats.leave(member)
+            self._local_ranks.leave(member)
             self._routers.pop(member, None)
 
     def _num_wanted_workers(self) -> int:
@@ -268,11 +268,11 @@ class Supervisor:
         """Deliver the lists in order, the newest last: a router never sees an older list after a newer one."""
         try:
             while True:
-                news = self._unpublished[router]
-                workers = [Endpoint(s.service_id, s.address, s.member.role) for s in news.workers]
-                routers = [FleetRouter(s.service_id, s.address, s.draining) for s in news.routers]
+                publication = self._unpublished[router]
+                workers = [Endpoint(s.service_id, s.address, s.member.role) for s in publication.workers]
+                routers = [FleetRouter(s.service_id, s.address, s.draining) for s in publication.routers]
                 await self._hosts[router].set_fleet(workers, routers)
-                if self._unpublished[router] is news:
+                if self._unpublished[router] is publication:
                     return
         except (HostDied, KeyError):
             return  # the router is gone; the next one gets the full lists when it starts

@@ -13,13 +13,13 @@ shape, refuses the request: without an answer of the guardrail, nothing passes.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from core.errors import ConfigError
+from runtime.named_function import load_function
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +64,10 @@ class Guardrail(Protocol):
 
 
 def load_guardrail(name: str) -> Guardrail | None:
-    """Call the function that "module:function" names; empty = None. Raises `ConfigError`.
-
-    The module must be importable: installed, or in a folder of PYTHONPATH.
-    """
+    """Call the function that "module:function" names; empty = None. Raises `ConfigError`."""
     if not name:
         return None
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"[gateway] guardrail: cannot import {module_name}: {error} (see PYTHONPATH)") from error
-    make = getattr(module, function_name, None)
-    if not callable(make):
-        raise ConfigError(f"[gateway] guardrail: {module_name} has no function {function_name}")
-    guardrail: Any = make()
+    guardrail: Any = load_function("[gateway] guardrail", name)()
     if not callable(getattr(guardrail, "check_prompt", None)) or not callable(getattr(guardrail, "open_output", None)):
         raise ConfigError(f"[gateway] guardrail: {name} must return an object with check_prompt and open_output")
     made: Guardrail = guardrail

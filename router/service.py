@@ -14,6 +14,7 @@ from core.service import Endpoint, FleetRouter, HttpFront, Scale
 from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.operations.cluster_servicer import ClusterServicer
+from router.routing.policy import Policy
 from router.serving.bounded_pool import BoundedPool
 from router.serving.callers import Callers
 from router.serving.inference_servicer import InferenceServicer
@@ -38,36 +39,36 @@ class RouterPlace:
     scale: Scale | None = None  # None: no supervisor
 
 
-MakeFront = Callable[[LocalCalls], HttpFront]
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """What the composition root chooses. `start` calls `load_tokenizer` once, in a thread."""
+
+    load_tokenizer: Callable[[], ModelTokenizer]
+    policy: Policy
+    make_front: Callable[[LocalCalls], HttpFront] | None = None  # None: the router serves no HTTP
 
 
 class RouterService:
-    """A `core.service.RouterControl`. `start` calls `load_tokenizer` once, in a thread.
-
-    With `make_front`, the router also serves HTTP, on the same loop.
-    """
+    """A `core.service.RouterControl`. It serves gRPC, and HTTP on the same loop."""
 
     def __init__(
         self,
         config: RouterConfig,
-        load_tokenizer: Callable[[], ModelTokenizer],
+        parts: RouterParts,
         telemetry_config: TelemetryConfig,
         place: RouterPlace = RouterPlace(),
         security: SecurityConfig = SecurityConfig(),  # noqa: B008 - it is frozen
         api_keys: tuple[ApiKeyConfig, ...] = (),
-        make_front: MakeFront | None = None,
     ) -> None:
         """Raises `ConfigError` if the credentials of `security` cannot be read."""
         self._config = config
-        self._load_tokenizer = load_tokenizer
-        self._telemetry_config = telemetry_config
+        self._parts = parts
         self._place = place
         self._router_id = f"router-{place.ordinal}.{secrets.token_hex(4)}"
         self._telemetry = Telemetry(telemetry_config, "tandem-router", self._router_id)
         self._credentials, self._rules = load_credentials(security), router_rules(security, api_keys)
         self._keys = ApiKeys(api_keys, self._credentials.token)
         self._callers = Callers(ApiKeys(api_keys))
-        self._make_front = make_front
         self._front: HttpFront | None = None
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
@@ -76,9 +77,9 @@ class RouterService:
         self._validation = BoundedPool(config.max_queued)
 
     async def start(self) -> Endpoint:
-        tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)
         self._shell = shell = RouterShell(
-            self._config, tokenizer.eos_token_ids, self._telemetry, self._telemetry_config, self._credentials,
+            self._config, self._parts.policy, tokenizer.eos_token_ids, self._telemetry, self._credentials,
             self._router_id,
         )  # fmt: skip
         shell.metrics.model = tokenizer.info.name
@@ -98,8 +99,8 @@ class RouterService:
         address = await server.start()
         cluster.routers = [FleetRouter(self._router_id, address, draining=False)]  # until the supervisor knows more
         self.calls = LocalCalls(address, inference, cluster, shell, self._keys)
-        if self._make_front is not None:
-            self._front = self._make_front(self.calls)
+        if self._parts.make_front is not None:
+            self._front = self._parts.make_front(self.calls)
             await self._front.start()
         logger.info("%s serves %s on %s", self._router_id, tokenizer.info.name, address)
         return Endpoint(self._router_id, address, ServiceRole.ROUTER)

@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping
 from typing import assert_never
 
-from core.config import RouterConfig, TelemetryConfig
+from core.config import RouterConfig
 from core.errors import DeadlineExceeded, TandemError
 from core.lifecycle import Stage, Timeline
 from core.service import Endpoint
 from router.links.worker_link import WorkerLink
+from router.operations.decision_timer import DecisionTimer
 from router.operations.fleet_metrics import readings
 from router.operations.request_metrics import RequestMetrics
 from router.operations.request_ring import EndedChoice, RequestRing
@@ -22,7 +23,7 @@ from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
-from router.routing.timed_workers import TimedWorkers
+from router.routing.policy import Policy
 from router.serving.choice_stream import ChoiceStream
 from runtime.driver import Driver
 from runtime.prometheus.metrics import Metric
@@ -39,26 +40,29 @@ class RouterShell:
     def __init__(
         self,
         config: RouterConfig,
+        policy: Policy,
         eos_token_ids: frozenset[int],
         telemetry: Telemetry,
-        telemetry_config: TelemetryConfig,
         credentials: Credentials,
         router_id: str,
     ) -> None:
         self.telemetry = telemetry
         self._credentials = credentials
         self.router_id = router_id
-        workers = TimedWorkers(config, self._record_decision)
-        self.machine = RouterMachine(config, lambda: secrets.randbits(128), eos_token_ids, router_id, workers=workers)
+        timer = DecisionTimer()
+        machine = RouterMachine(
+            config, lambda: secrets.randbits(128), eos_token_ids, router_id, policy, decision_timer=timer
+        )
+        self.view = machine.view
         self.links: dict[str, WorkerLink] = {}  # by worker id
         self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._driver: Driver[RouterEvent, RouterAction] = Driver(self.machine, self._perform, self._on_fatal)
+        self._driver: Driver[RouterEvent, RouterAction] = Driver(machine, self._perform, self._on_fatal)
         self._streams: dict[str, ChoiceStream] = {}  # open ones, by the request id of the choice
         self._num_requests = 0
         self.ring = RequestRing()
-        self.metrics = Metrics(telemetry_config, readings(self.machine))
+        self.metrics = Metrics(telemetry.config, readings(self.view))
+        timer.durations = self.metrics.buckets(Metric.DECISION_DURATION)
         self._request_metrics = RequestMetrics(self.metrics, config)
-        self._decisions = self.metrics.buckets(Metric.DECISION_DURATION)
 
     def now(self) -> float:
         return self._driver.now()
@@ -150,7 +154,7 @@ class RouterShell:
         await asyncio.gather(*(link.close() for link in gone))
 
     def _is_known(self, worker_id: str) -> bool:
-        return self.machine.workers.get(worker_id) is not None
+        return self.view.worker(worker_id) is not None
 
     async def close_links(self) -> None:
         self._driver.stop()
@@ -190,9 +194,6 @@ class RouterShell:
         stream = self._streams.pop(result.request_id)
         stream.end(result)
         self._request_metrics.ended(stream, result, self.now())
-
-    def _record_decision(self, seconds: float) -> None:
-        self._decisions.observe(seconds)
 
     def _on_fatal(self, error: BaseException) -> None:
         if not self.failure.done():

@@ -230,7 +230,7 @@ def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
 
 def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNode]) -> None:
     """After the end of all requests and leases, no worker and no router has a trace of them."""
-    if router.num_queued or router.num_in_flight:
+    if router.view.num_queued or router.view.num_in_flight:
         raise SimulationError(f"seed {seed}: the router still has open requests")
     for record in router.workers:
         if record.dispatched:

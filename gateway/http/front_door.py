@@ -125,7 +125,7 @@ class Exchange:
             kinds = (value for name, value in message.get("headers", ()) if name == b"content-type")
             self._is_stream = next(kinds, b"").startswith(b"text/event-stream")
             if self._is_stream:
-                self._metrics.open_streams.inc()
+                self._metrics.num_open_streams += 1
             if self._traced is not None:
                 message = {**message, "headers": self._traced.answer_headers(message.get("headers", ()))}
         elif not message.get("more_body", False):
@@ -140,9 +140,9 @@ class Exchange:
 
     def end(self, scope: Scope) -> None:
         if self._is_stream:
-            self._metrics.open_streams.dec()
+            self._metrics.num_open_streams -= 1
         if self.client_left:
-            self._metrics.disconnects.inc()
+            self._metrics.count_disconnect()
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.count_request(route, self.status or 499, time.perf_counter() - self.arrived_at)
 

@@ -7,7 +7,6 @@ validation, keys, limits and deadlines. The requests of one stream are served on
 from __future__ import annotations
 
 import importlib.metadata
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -118,11 +117,11 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
         return kserve_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, _: kserve_pb2.ServerReadyRequest, __: Context) -> kserve_pb2.ServerReadyResponse:
-        return kserve_pb2.ServerReadyResponse(ready=self._is_ready)
+        return kserve_pb2.ServerReadyResponse(ready=self._shell.view.can_decode)
 
     async def ModelReady(self, request: kserve_pb2.ModelReadyRequest, _: Context) -> kserve_pb2.ModelReadyResponse:
         served = request.name == self._model.name and request.version in ("", VERSION)
-        return kserve_pb2.ModelReadyResponse(ready=served and self._is_ready)
+        return kserve_pb2.ModelReadyResponse(ready=served and self._shell.view.can_decode)
 
     async def ServerMetadata(
         self, _: kserve_pb2.ServerMetadataRequest, __: Context
@@ -144,11 +143,6 @@ class KserveServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             inputs=[tensor(name=name, datatype=kind, shape=shape) for name, (kind, shape) in INPUTS.items()],
             outputs=[tensor(name=name, datatype=kind, shape=shape) for name, (kind, shape) in OUTPUTS.items()],
         )
-
-    @property
-    def _is_ready(self) -> bool:
-        """A decode worker serves."""
-        return self._shell.machine.workers.served_until == math.inf
 
 
 async def _nothing(_: inference_pb2.GenerateResponse) -> None:

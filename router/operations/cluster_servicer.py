@@ -56,8 +56,8 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         links = sorted(self._shell.links.values(), key=lambda link: link.endpoint.service_id)
         return cluster_pb2.GetFleetResponse(
             workers=[self._describe(link) for link in links],
-            num_queued=self._shell.machine.num_queued,
-            num_in_flight=self._shell.machine.num_in_flight,
+            num_queued=self._shell.view.num_queued,
+            num_in_flight=self._shell.view.num_in_flight,
             wanted_prefill=wanted.get(ServiceRole.PREFILL, 0),
             wanted_decode=wanted.get(ServiceRole.DECODE, 0),
             wanted_routers=wanted.get(ServiceRole.ROUTER, 0),
@@ -71,13 +71,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             router_id=router.router_id, address=router.address, state=codec.STATE_TO_WIRE[state]
         )
         if router.router_id == self._shell.router_id:
-            described.num_queued = self._shell.machine.num_queued
-            described.num_in_flight = self._shell.machine.num_in_flight
+            described.num_queued = self._shell.view.num_queued
+            described.num_in_flight = self._shell.view.num_in_flight
         return described
 
     def _describe(self, link: WorkerLink) -> cluster_pb2.FleetWorker:
         endpoint = link.endpoint
-        record = self._shell.machine.workers.get(endpoint.service_id)
+        record = self._shell.view.worker(endpoint.service_id)
         age_s = self._shell.now() - link.reported_at if link.reported_at else 0.0
         if record is not None:
             state, load = record.load.state, report_codec.encode_load(record.load, record.paths.values())
@@ -98,14 +98,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def Explain(
         self, request: inference_pb2.GenerateRequest, context: CallContext
     ) -> cluster_pb2.ExplainResponse:
-        machine = self._shell.machine
+        view = self._shell.view
         try:
             self._callers.claim(request, context.invocation_metadata() or ())
             generation = await self._validation_pool.run(
                 remaining_s(context, self._config.default_timeout_s), request.ByteSize(), validation.prepare,
-                request, self._tokenizer, self._config, "explain", lambda: 0, machine.workers.longest_request(),
+                request, self._tokenizer, self._config, "explain", lambda: 0, view.longest_request,
             )  # fmt: skip
-            found = machine.find_candidates(generation.choices[0], self._shell.now())
+            found = view.find_candidates(generation.choices[0], self._shell.now())
             if not found:
                 raise WorkerUnavailable("no worker can take the request now; it would wait in the router's queue")
         except TandemError as error:
@@ -115,7 +115,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             prompt_tokens=generation.choices[0].num_prompt_tokens,
             candidates=[encode_candidate(candidate, candidate is chosen) for candidate in found],
             path=codec.PATH_TO_WIRE[chosen.path],
-            reason=reason_for(chosen, machine.workers.has_role(ServiceRole.PREFILL)),
+            reason=reason_for(chosen, view.can_prefill),
         )
 
     async def Scale(self, request: cluster_pb2.ScaleRequest, context: CallContext) -> cluster_pb2.ScaleResponse:

@@ -11,9 +11,8 @@ from core.lifecycle import ServiceRole, WorkerState
 from core.paths import PathState
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import STEP_BOUNDS_S, WorkerLoad
-from router.requests.machine import RouterMachine
+from router.requests.router_view import RouterView
 from router.routing.worker_record import WorkerRecord
-from router.routing.workers import WorkerTable
 from runtime.prometheus.metric_series import Buckets
 from runtime.prometheus.metrics import Metric
 from runtime.prometheus.metrics_page import Reading
@@ -22,13 +21,13 @@ COUNTED_STATES = (WorkerState.SERVING, WorkerState.DRAINING)
 IN_USE = (Column.HELD, Column.LEASED, Column.INCOMING)
 
 
-def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
+def readings(router: RouterView) -> Callable[[], Iterator[Reading]]:
     def read() -> Iterator[Reading]:
-        yield Metric.QUEUED, machine.num_queued, {}
-        yield Metric.IN_FLIGHT, machine.num_in_flight, {}
-        for code, count in list(machine.num_retries.items()):
+        yield Metric.QUEUED, router.num_queued, {}
+        yield Metric.IN_FLIGHT, router.num_in_flight, {}
+        for code, count in router.num_retries().items():
             yield Metric.RETRIES, count, {"reason": code.value}
-        records = list(machine.workers)
+        records = list(router.workers())
         states = Counter((record.role, record.load.state) for record in records)
         for role in (ServiceRole.PREFILL, ServiceRole.DECODE):
             for state in COUNTED_STATES:
@@ -38,7 +37,7 @@ def readings(machine: RouterMachine) -> Callable[[], Iterator[Reading]]:
             yield from _load(record.load, labels)
             yield from _steps(record.load, labels)
             yield from _transfers(record.load, labels)
-            yield from _paths(record, machine.workers)
+            yield from _paths(record, router)
 
     return read
 
@@ -86,9 +85,9 @@ def _transfers(load: WorkerLoad, labels: dict[str, str]) -> Iterator[Reading]:
     yield Metric.WORKER_CORRUPT_BLOCKS, load.num_corrupt_blocks, labels
 
 
-def _paths(record: WorkerRecord, workers: WorkerTable) -> Iterator[Reading]:
+def _paths(record: WorkerRecord, router: RouterView) -> Iterator[Reading]:
     """The paths of a worker to peers that have not left."""
-    paths = [path for path in record.paths.values() if workers.get(path.peer) is not None]
+    paths = [path for path in record.paths.values() if router.worker(path.peer) is not None]
     counts = Counter(path.state for path in paths)
     for state in PathState:
         yield Metric.PATHS, counts[state], {"worker": record.worker_id, "state": state.value}

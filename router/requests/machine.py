@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from core.config import RouterConfig
 from core.deadlines import Deadlines
@@ -33,23 +34,23 @@ from core.handoff import TransferId
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.machine import Tick
 from core.request import Request
-from router.requests import events, peer_discovery
-from router.requests.admission import QueueWait, refusal
+from router.requests import events
+from router.requests.dispatch_queue import DispatchQueue
 from router.requests.events import RouterAction, RouterEvent
 from router.requests.open_dispatches import OpenDispatches
-from router.requests.request_queue import RequestQueue
-from router.requests.routed_request import Dispatch, RoutedRequest, workers_to_avoid
+from router.requests.routed_request import RoutedRequest, dispatch_of, failed_workers
+from router.requests.router_view import RouterView
+from router.requests.worker_liveness import WorkerLiveness
 from router.routing.policy import Candidate, Policy, SecondsPolicy
 from router.routing.worker_record import WorkerRecord
-from router.routing.workers import WorkerTable, hashes_of
+from router.routing.workers import NOT_TIMED, WorkerTable
 
 MISSING_TOKENS_S = 5.0  # from the end of a decode call to the last of its tokens; both travel on one connection
 
 
 class RouterMachine:
-    """`new_ticket` returns a random 128-bit transfer id. `eos_token_ids` are the end-of-sequence tokens of the model:
-    when a worker dies after it sent one, the machine finishes the request instead of resuming it. `router_id` names the
-    router in its calls and in the reports of the workers."""
+    """`new_ticket` returns a random 128-bit transfer id. `router_id` names the router in its calls and in reports. If a
+    worker dies after it sent one of `eos_token_ids`, the machine finishes the request instead of resuming it."""
 
     def __init__(
         self,
@@ -58,21 +59,20 @@ class RouterMachine:
         eos_token_ids: frozenset[int] = frozenset(),
         router_id: str = "router",
         policy: Policy | None = None,
-        workers: WorkerTable | None = None,
+        decision_timer: AbstractContextManager[object] = NOT_TIMED,
     ) -> None:
         self._config = config
         self._eos_token_ids = eos_token_ids
         self.router_id = router_id
-        self.workers = workers or WorkerTable(config, policy or SecondsPolicy(config))
-        self.num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
+        self.workers = WorkerTable(config, policy or SecondsPolicy(config), decision_timer)
         self._requests: dict[str, RoutedRequest] = {}
         self._dispatches = OpenDispatches(self.workers, new_ticket)
-        self._queue = RequestQueue()
-        self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
-        self._queue_wait = QueueWait()
-        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()
-        # keys: ("request" | "wait" | "retry" | "tokens", request id), ("worker" | "absent peers", worker id)
+        self._queue = DispatchQueue(config, self.workers)
+        self._liveness = WorkerLiveness(config, self.workers, router_id)
+        self._deadlines: Deadlines[tuple[str, str]] = Deadlines()  # ("request" | "wait" | "retry" | "tokens", id)
         self._num_arrived = 0
+        self._num_retries: Counter[ErrorCode] = Counter()  # by error of the attempt that failed
+        self.view = RouterView(self._requests, self._dispatches, self.workers, self._num_retries)
         self._handlers: dict[type, Callable[..., list[RouterAction]]] = {
             events.RequestArrived: self._on_arrived,
             events.ClientCancelled: self._on_cancelled,
@@ -99,32 +99,17 @@ class RouterMachine:
         return actions
 
     def next_deadline(self) -> float | None:
-        return self._deadlines.next()
-
-    @property
-    def num_queued(self) -> int:
-        """Requests without a dispatch, including choices that wait for the first one."""
-        return len(self._requests) - len(self._dispatches)
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._dispatches)
-
-    def find_candidates(self, request: Request, now: float) -> list[Candidate]:
-        """The workers that could take `request` now, cheapest first. Changes nothing."""
-        return self.workers.candidates(hashes_of(request), frozenset(), now)
+        deadlines = (self._deadlines.next(), self._liveness.next_deadline())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     # ---- requests arrive and wait
 
     def _on_arrived(self, event: events.RequestArrived, now: float) -> list[RouterAction]:
-        if self.num_queued >= self._config.max_queued:
-            raise QueueFull(f"{self.num_queued} requests are queued, and max_queued is {self._config.max_queued}")
+        num_queued = self.view.num_queued
+        if num_queued >= self._config.max_queued:
+            raise QueueFull(f"{num_queued} requests are queued, and max_queued is {self._config.max_queued}")
         self.workers.refuse_oversized(event.request)
-        if self._blocked is not None and not self.workers.room_changed:
-            predicted_s = now - event.arrived_at + self._queue_wait.seconds(len(self._queue))
-            refused = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
-            if refused is not None:
-                raise refused
+        self._queue.refuse_arrival(event, now)
         first, *others = [self._admit(request, event, now) for request in (event.request, *event.others)]
         first.held_choices = others
         self._enqueue(first, now)
@@ -142,42 +127,17 @@ class RouterMachine:
         return routed
 
     def _enqueue(self, routed: RoutedRequest, now: float) -> None:
-        routed.hashes, routed.queued_at = None, now
         self._queue.add(routed, now)
         self._deadlines.set(("wait", routed.request_id), now + self._config.worker_wait_s)
 
     def _dispatch_queued(self, now: float) -> list[RouterAction]:
-        """Dispatch queued requests in rank order until one finds no worker with room. Skip retries that still pause.
-
-        A request that found no room is priced again only after a change of room: events come by the thousand.
-        """
         actions: list[RouterAction] = []
-        while (routed := self._queue.first(now)) is not None:
-            if routed is self._blocked and not self.workers.room_changed:
-                break
-            routed.hashes = routed.hashes or hashes_of(routed.resumed())
-            candidate = self.workers.choose(routed.hashes, routed.failed_workers, now)
-            had_waited = routed is self._blocked
-            self._blocked, self.workers.room_changed = (routed if candidate is None else None), False
-            if candidate is None:
-                break
-            self._queue.remove(routed)
-            refused = self._refusal(routed, candidate, now)
-            if refused is not None:
-                actions += self._fail(routed, refused, now)
-                continue
-            if had_waited:
-                self._queue_wait.note_dispatch(now)
-            actions += self._dispatch(routed, candidate, now)
-        if not self._queue:
-            self._queue_wait.note_empty()
+        while (taken := self._queue.take(now)) is not None:
+            if taken.refused is not None:
+                actions += self._fail(taken.routed, taken.refused, now)
+            else:
+                actions += self._dispatch(taken.routed, taken.candidate, now)
         return actions
-
-    def _refusal(self, routed: RoutedRequest, candidate: Candidate, now: float) -> QueueFull | None:
-        if routed.has_streamed or not self.workers.has_fitted_cost(candidate):
-            return None
-        predicted_s = now - routed.arrived_at + candidate.first_token_s
-        return refusal(self._config, predicted_s, routed.deadline - routed.arrived_at)
 
     def _dispatch(self, routed: RoutedRequest, candidate: Candidate, now: float) -> list[RouterAction]:
         self._deadlines.cancel(("wait", routed.request_id))
@@ -198,14 +158,10 @@ class RouterMachine:
         routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None:
             return []
-        dispatch = _dispatch_of(routed)
-        prefill_worker = dispatch.candidate.prefill_worker
-        assert prefill_worker is not None
         if isinstance(event.result, TandemError):
             return self._on_prefill_failed(routed, event.result, now)
-        dispatch.prefill_open = False
-        self.workers.remove_dispatch(prefill_worker, event.dispatch_id)
-        dispatch.prefill = event.result
+        self._dispatches.end_prefill(routed)
+        dispatch_of(routed).prefill = event.result
         routed.kv_block_seconds += event.result.kv_block_seconds
         token = event.result.token
         routed.accept(event.result.index, token.token_id, None if token.logprob is None else token)
@@ -216,11 +172,7 @@ class RouterMachine:
         return actions + self._finish_if_complete(routed, now)
 
     def _on_prefill_failed(self, routed: RoutedRequest, error: TandemError, now: float) -> list[RouterAction]:
-        dispatch = _dispatch_of(routed)
-        prefill_worker = dispatch.candidate.prefill_worker
-        assert prefill_worker is not None
-        dispatch.prefill_open = False
-        self.workers.remove_dispatch(prefill_worker, dispatch.dispatch_id)
+        prefill_worker = self._dispatches.end_prefill(routed)
         if routed.timeline.stage is Stage.DECODE:
             return []  # the decode worker has the KV and sent the first token, so the prefill worker is done
         return self._retry(routed, error, prefill_worker, now)
@@ -237,7 +189,7 @@ class RouterMachine:
         actions: list[RouterAction] = []
         for routed in accepting.values():
             self._deliver_new(routed, actions, now)
-            if _dispatch_of(routed).decode is not None:
+            if dispatch_of(routed).decode is not None:
                 actions += self._finish_if_complete(routed, now)
         return actions
 
@@ -254,7 +206,7 @@ class RouterMachine:
         routed = self._dispatches.by_id.get(event.dispatch_id)
         if routed is None:
             return []
-        dispatch = _dispatch_of(routed)
+        dispatch = dispatch_of(routed)
         dispatch.decode_open = False
         if isinstance(event.result, TandemError):
             return self._retry(routed, event.result, dispatch.candidate.decode_worker, now)
@@ -306,7 +258,7 @@ class RouterMachine:
     def _finish(self, routed: RoutedRequest, reason: FinishReason, now: float) -> list[RouterAction]:
         actions = self._end_dispatch(routed, None, now)
         self._forget(routed, now)
-        dispatch, slo_itl_s = _dispatch_of(routed), 0.0
+        dispatch, slo_itl_s = dispatch_of(routed), 0.0
         decode = self.workers.get(dispatch.candidate.decode_worker)
         if decode is not None:
             slo_itl_s = decode.load.slo_itl_s
@@ -327,8 +279,8 @@ class RouterMachine:
         if not error.retryable or (routed.attempts_without_token >= self._config.max_attempts and not waits):
             return self._fail(routed, error, now)
         actions = self._end_dispatch(routed, error, now)
-        self.num_retries[error.code] += 1
-        routed.failed_workers |= workers_to_avoid(error, worker_id, _dispatch_of(routed).candidate)
+        self._num_retries[error.code] += 1
+        routed.failed_workers |= failed_workers(error, worker_id, dispatch_of(routed).candidate)
         routed.last_error = str(error)
         routed.early_tokens.clear()
         routed.not_before = now + self._config.pause_after(routed.attempts_without_token)
@@ -355,8 +307,6 @@ class RouterMachine:
         routed.timeline.enter(Stage.FINISHED, now)
         del self._requests[routed.request_id]
         self._queue.remove(routed)
-        if self._blocked is routed:
-            self._blocked = None
         self._deadlines.cancel(("request", routed.request_id))
         self._deadlines.cancel(("wait", routed.request_id))
 
@@ -369,14 +319,11 @@ class RouterMachine:
         return [] if routed is None else self._finish(routed, FinishReason.STOP, now)
 
     def _on_tick(self, _: Tick, now: float) -> list[RouterAction]:
-        actions: list[RouterAction] = []
+        silent, updates = self._liveness.expire(now)
+        actions: list[RouterAction] = [*updates]
+        for event in silent:
+            actions += self._on_lost(event, now)
         for kind, name in self._deadlines.expire(now):
-            if kind == "worker":
-                actions += self._lose_silent(name, now)
-                continue
-            if kind == "absent peers":
-                actions += self._drop_absent_peers(name, now)
-                continue
             routed = self._requests.get(name)
             if routed is None or kind == "retry":
                 continue
@@ -409,50 +356,22 @@ class RouterMachine:
     # ---- workers join, report and leave
 
     def _on_joined(self, event: events.WorkerJoined, now: float) -> list[RouterAction]:
-        record = WorkerRecord(
-            event.worker_id, event.role, event.agent, event.load, reported_at=now, router_id=self.router_id,
-            max_in_flight=self._config.max_in_flight_per_worker, paths={path.peer: path for path in event.paths},
-        )  # fmt: skip
-        self.workers.refuse_layout(record)
-        known = self.workers.get(event.worker_id)
+        record = self._liveness.record_of(event, now)
         actions: list[RouterAction] = []
-        if known is not None and known.agent.incarnation != event.agent.incarnation:
+        if self._liveness.has_restarted(record):
             actions = self._on_lost(events.WorkerLost(event.worker_id, "the worker restarted"), now)
-        self.workers.join(record, event.cached_blocks)
-        self._deadlines.set(("worker", event.worker_id), now + self._config.worker_lost_s)
-        self._deadlines.set(("absent peers", event.worker_id), now + self._config.worker_lost_s)
-        return actions + peer_discovery.announce_join(record, self.workers)
-
-    def _drop_absent_peers(self, worker_id: str, now: float) -> list[RouterAction]:
-        """Tell this worker which of its reported peers have not joined for `worker_lost_s`."""
-        record = self.workers.get(worker_id)
-        if record is None:
-            return []  # the worker was lost in the same Tick
-        self._deadlines.set(("absent peers", worker_id), now + self._config.worker_lost_s)
-        return [*peer_discovery.drop_absent_peers(record, self.workers)]
+        return [*actions, *self._liveness.join(record, event.cached_blocks, now)]
 
     def _on_reported(self, event: events.WorkerReported, now: float) -> list[RouterAction]:
         self.workers.take_report(event.worker_id, event.changes, now)
         return []
 
-    def _lose_silent(self, worker_id: str, now: float) -> list[RouterAction]:
-        """Check a worker `worker_lost_s` after a report. Reports come by the thousand, so they move no deadline."""
-        record = self.workers.get(worker_id)
-        assert record is not None, "the deadline ends with the worker"
-        due = record.reported_at + self._config.worker_lost_s
-        if due > now:
-            self._deadlines.set(("worker", worker_id), due)
-            return []
-        return self._on_lost(events.WorkerLost(worker_id, f"silent for {self._config.worker_lost_s:g} s"), now)
-
     def _on_lost(self, event: events.WorkerLost, now: float) -> list[RouterAction]:
-        record = self.workers.leave(event.worker_id, now)
-        self._deadlines.cancel(("worker", event.worker_id))
-        self._deadlines.cancel(("absent peers", event.worker_id))
+        record, updates = self._liveness.leave(event.worker_id, now)
         if record is None:
             return []
         lost = WorkerUnavailable(f"worker {event.worker_id} was lost: {event.detail}")
-        return [*peer_discovery.announce_leave(record, self.workers), *self._retry_dispatches(record, lost, now)]
+        return [*updates, *self._retry_dispatches(record, lost, now)]
 
     def _retry_dispatches(self, record: WorkerRecord, error: TandemError, now: float) -> list[RouterAction]:
         """Retry every request that still needs something of this worker."""
@@ -461,7 +380,7 @@ class RouterMachine:
             routed = self._dispatches.by_id.get(dispatch_id)
             if routed is None:
                 continue
-            if record.worker_id == _dispatch_of(routed).candidate.prefill_worker:
+            if record.worker_id == dispatch_of(routed).candidate.prefill_worker:
                 actions += self._on_prefill_failed(routed, error, now)
             else:
                 actions += self._retry(routed, error, record.worker_id, now)
@@ -474,12 +393,8 @@ class RouterMachine:
         held = [choice.request_id for choice in choices if choice.request_id in self._requests]
         dispatched = [r.request_id for r in self._requests.values() if r.dispatch is not None]
         assert sorted(queued + held + dispatched) == sorted(self._requests)
-        assert self.num_queued == len(queued) + len(held)
+        assert self.view.num_queued == len(queued) + len(held)
         self._queue.check()
         self._dispatches.check(self._requests.values())
+        self._liveness.check()
         self.workers.check()
-
-
-def _dispatch_of(routed: RoutedRequest) -> Dispatch:
-    assert routed.last_dispatch is not None, f"{routed.request_id} was never dispatched"
-    return routed.last_dispatch

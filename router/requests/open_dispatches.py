@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from core.handoff import TransferId
 from router.requests import events
 from router.requests.events import RouterAction
-from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of
+from router.requests.routed_request import Dispatch, RoutedRequest, dispatch_id_of, dispatch_of
 from router.routing.policy import Candidate
 from router.routing.worker_record import CallWork
 from router.routing.workers import WorkerTable
@@ -57,6 +57,15 @@ class OpenDispatches:
     def _next_call(self) -> int:
         self._num_calls += 1
         return self._num_calls
+
+    def end_prefill(self, routed: RoutedRequest) -> str:
+        """Note that the prefill call of the current attempt has ended. Returns its worker."""
+        dispatch = dispatch_of(routed)
+        prefill_worker = dispatch.candidate.prefill_worker
+        assert prefill_worker is not None
+        dispatch.prefill_open = False
+        self._workers.remove_dispatch(prefill_worker, dispatch.dispatch_id)
+        return prefill_worker
 
     def end(self, routed: RoutedRequest) -> list[RouterAction]:
         """Remove the current attempt, if there is one, from its workers, and cancel its open calls."""

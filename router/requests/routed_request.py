@@ -62,7 +62,7 @@ class RoutedRequest:
     attempts_without_token: int = 0  # since the last delivered token
     queued_at: float = 0.0
     not_before: float = 0.0  # earliest time of the next dispatch
-    failed_workers: frozenset[str] = frozenset()
+    failed_workers: frozenset[str] = frozenset()  # the next attempt avoids them
     held_choices: list[RoutedRequest] = field(default_factory=list)  # other choices, which wait for the first token
     last_error: str = ""
     first_token_at: float | None = None
@@ -187,8 +187,14 @@ class RoutedRequest:
         return num_arrived < dispatch.decode.num_tokens
 
 
-def workers_to_avoid(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
-    """The workers that the next attempt avoids after `error`, which `worker_id` returned.
+def dispatch_of(routed: RoutedRequest) -> Dispatch:
+    """The current attempt, or else the last one."""
+    assert routed.last_dispatch is not None, f"{routed.request_id} was never dispatched"
+    return routed.last_dispatch
+
+
+def failed_workers(error: TandemError, worker_id: str, candidate: Candidate) -> set[str]:
+    """The workers that an attempt with `error`, which `worker_id` returned, adds to `RoutedRequest.failed_workers`.
 
     None after a full queue. Both workers after a failed hand-off, because either may have caused the failure.
     """

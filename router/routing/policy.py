@@ -146,13 +146,18 @@ class Candidate(NamedTuple):
 
 
 class Policy(Protocol):
+    """Chooses the workers of each request. `[router] policy` names a function that makes one from a `RouterConfig`.
+
+    The router calls a policy in its event loop, for each attempt to dispatch a request, so a policy must not wait.
+    """
+
     compared: Sequence[Candidate]  # by the last `choose`
 
     def choose(self, question: RoutingQuestion) -> Candidate | None:
-        """None if the request has to wait for a worker with room."""
+        """A candidate of workers of the question; None if the request has to wait for a worker with room."""
 
     def candidates(self, question: RoutingQuestion) -> list[Candidate]:
-        """The candidates that `choose` compares, its choice first."""
+        """The candidates that `choose` compares, its choice first. Changes nothing."""
 
 
 class SecondsPolicy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from core.block_hash import PromptHashes, root_hash
 from core.config import RouterConfig
@@ -18,6 +19,8 @@ from router.routing.policy import Candidate, Option, Policy, RoutingQuestion
 from router.routing.prefix_index import PrefixIndex
 from router.routing.worker_record import WorkerRecord
 
+NOT_TIMED = nullcontext()
+
 
 class WorkerTable:
     """The workers by id, and the prefix index. A worker without a report for `report_stale_s` gets no request.
@@ -26,9 +29,13 @@ class WorkerTable:
     workers serve than then. The owner of the table clears the flag.
     """
 
-    def __init__(self, config: RouterConfig, policy: Policy) -> None:
+    def __init__(
+        self, config: RouterConfig, policy: Policy, decision_timer: AbstractContextManager[object] = NOT_TIMED
+    ) -> None:
+        """`decision_timer` is entered around each decision."""
         self._config = config
         self._policy = policy
+        self._decision_timer = decision_timer
         self._records: dict[str, WorkerRecord] = {}
         self._pools: dict[ServiceRole, dict[str, WorkerRecord]] = {role: {} for role in ServiceRole}
         self._block_sizes: dict[ServiceRole, int] = {}  # of roles with a worker
@@ -193,8 +200,9 @@ class WorkerTable:
 
     def choose(self, prompt: PromptHashes, avoid: frozenset[str], now: float) -> Candidate | None:
         """The cheapest candidate for a prompt now; None if the request has to wait for a worker with room."""
-        question = self._question(prompt, avoid, now)
-        return None if question is None else self._policy.choose(question)
+        with self._decision_timer:
+            question = self._question(prompt, avoid, now)
+            return None if question is None else self._policy.choose(question)
 
     @property
     def compared(self) -> Sequence[Candidate]:

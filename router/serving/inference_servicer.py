@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from typing import Any
 
@@ -64,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline = arrived_at + timeout_s
         headers = {key: str(value) for key, value in writer.invocation_metadata() or ()}
         operation = "chat" if request.HasField("chat") else "text_completion"
-        new_id, longest = self._shell.new_request_id(), self._shell.machine.workers.longest_request()
+        new_id, longest = self._shell.new_request_id(), self._shell.view.longest_request
         try:
             generation = await self._validation_pool.run(
                 timeout_s, request.ByteSize(), validation.prepare,
@@ -138,7 +137,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=sorted(info.eos_token_ids),
             has_chat_template=self._tokenizer.has_chat_template,
             tool_format=self._tokenizer.tool_format,
-            can_decode=self._shell.machine.workers.served_until == math.inf,
+            can_decode=self._shell.view.can_decode,
         )
 
 

@@ -1,7 +1,8 @@
 """The one table of metrics: `METRICS` lists every metric with its kind, labels and meaning, `ALIASES` vLLM's names.
 
-Only routers have a metrics page (`runtime/prometheus/metrics_page.py`), each its own, also with what each worker
-reports to the router. So with several routers a value of a worker is on several pages; the counts of requests add up.
+Each router has a metrics page (`runtime/prometheus/metrics_page.py`) with `ROUTER_METRICS`, also with what each worker
+reports to the router; each HTTP server has one with `GATEWAY_METRICS`. So with several routers a value of a worker is
+on several pages; the counts of requests add up.
 Names and units follow OpenTelemetry's semantic conventions for generative AI, in the spelling of Prometheus.
 docs/metrics.md is made from this table.
 """
@@ -16,6 +17,7 @@ from core.scheduling.worker_load import STEP_BOUNDS_S
 
 BUCKETS_S = tuple(0.001 * 2**i for i in range(20))  # 1 ms to 524 s
 DECISION_BUCKETS_S = tuple(1e-5 * 2**i for i in range(14))  # 10 us to 82 ms
+ADDED_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 GAP_BUCKETS_S = (
     0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0,
     5.0,
@@ -88,6 +90,12 @@ class Metric(Enum):
     WORKER_MALFORMED_MESSAGES = "tandem_worker_malformed_messages_total"
     WORKER_DROPPED_MESSAGES = "tandem_worker_dropped_messages_total"
     WORKER_CORRUPT_BLOCKS = "tandem_worker_corrupt_blocks_total"
+    GATEWAY_REQUESTS = "tandem_gateway_requests_total"
+    GATEWAY_REQUEST_DURATION = "tandem_gateway_request_duration_seconds"
+    GATEWAY_ADDED_BEFORE = "tandem_gateway_added_before_seconds"
+    GATEWAY_ADDED_PER_MESSAGE = "tandem_gateway_added_per_message_seconds"
+    GATEWAY_OPEN_STREAMS = "tandem_gateway_open_streams"
+    GATEWAY_DISCONNECTS = "tandem_gateway_client_disconnects_total"
 
     # Each record hashes a metric, and Enum.__hash__ is slow Python code.
     __hash__ = object.__hash__
@@ -268,7 +276,28 @@ METRICS: dict[Metric, Description] = {
     Metric.WORKER_CORRUPT_BLOCKS: Description(
         Kind.TOTAL, "Blocks with a wrong digest after a read", WORKER,
     ),
+    Metric.GATEWAY_REQUESTS: Description(
+        Kind.COUNTER, "Ended HTTP requests, by route (other = no such route) and by status (499 = the client left)",
+        ("route", "status"),
+    ),
+    Metric.GATEWAY_REQUEST_DURATION: Description(
+        Kind.HISTOGRAM, "Time from the head of an HTTP request to the last byte of its answer", ("route",)
+    ),
+    Metric.GATEWAY_ADDED_BEFORE: Description(
+        Kind.HISTOGRAM, "Time that the gateway adds before a call of the router: body, checks, conversion",
+        buckets=ADDED_BUCKETS_S,
+    ),
+    Metric.GATEWAY_ADDED_PER_MESSAGE: Description(
+        Kind.HISTOGRAM, "Time that the gateway adds to a message of the router: conversion and writing, the mean of a "
+        "request", buckets=ADDED_BUCKETS_S,
+    ),
+    Metric.GATEWAY_OPEN_STREAMS: Description(Kind.GAUGE, "Answers that are being streamed"),
+    Metric.GATEWAY_DISCONNECTS: Description(
+        Kind.COUNTER, "Requests whose client left before the end of the answer"
+    ),
 }  # fmt: skip
+GATEWAY_METRICS = {metric: about for metric, about in METRICS.items() if metric.value.startswith("tandem_gateway_")}
+ROUTER_METRICS = {metric: about for metric, about in METRICS.items() if metric not in GATEWAY_METRICS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The metrics page of a router: what was recorded, what the router reads at each scrape, and vLLM's names for both."""
+"""A metrics page: what was recorded, what its process reads at each scrape, and on a router vLLM's names for both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from prometheus_client.process_collector import ProcessCollector
 from core.config import TelemetryConfig
 from core.errors import ConfigError
 from runtime.prometheus.metric_series import Buckets, Labels, Series, Value
-from runtime.prometheus.metrics import ALIASES, METRICS, RECORDED, TYPES, Alias, Description, Kind, Metric
+from runtime.prometheus.metrics import (
+    ALIASES,
+    METRICS,
+    RECORDED,
+    ROUTER_METRICS,
+    TYPES,
+    Alias,
+    Description,
+    Kind,
+    Metric,
+)
 
 FAMILY_TYPES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 SCRAPED = dict[Metric, list[tuple[Labels, Value]]]
@@ -25,20 +35,30 @@ Reading = tuple[Metric, Value, Mapping[str, str]]
 class Metrics:
     """Records, and calls `read` at each scrape, in the thread of the scrape. Recording takes about a microsecond."""
 
-    def __init__(self, config: TelemetryConfig, read: Callable[[], Iterable[Reading]]) -> None:
-        """Without a port, `text` is the only way to the page. Raises `ConfigError` if the port is taken."""
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        read: Callable[[], Iterable[Reading]],
+        table: Mapping[Metric, Description] = ROUTER_METRICS,
+    ) -> None:
+        """`table`: the metrics of the page. The page of a router has those of its process, too.
+
+        Without a port, `text` is the only way to the page. Raises `ConfigError` if the port is taken.
+        """
         self._read = read
+        self._table = table
         self.model = ""  # name of the served model, for `ALIASES`
         self._recorded = {
             metric: Series(about.labels, about.buckets if about.kind is Kind.HISTOGRAM else None)
-            for metric, about in METRICS.items()
+            for metric, about in table.items()
             if about.kind in RECORDED
         }
         self._registry = CollectorRegistry()
         self._server: Any = None
         if config.metrics_port:
             self._start(config.metrics_port)
-        ProcessCollector(registry=self._registry)
+        if table is ROUTER_METRICS:  # the HTTP server of a router shows its own page and that of the router
+            ProcessCollector(registry=self._registry)
         self._registry.register(self)  # type: ignore[arg-type]  # the registry calls only `collect`
 
     def _start(self, port: int) -> None:
@@ -53,7 +73,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Family]:
         """Every metric. The registry calls this at each scrape."""
-        found: SCRAPED = {metric: [] for metric in METRICS}
+        found: SCRAPED = {metric: [] for metric in self._table}
         for metric, series in self._recorded.items():
             found[metric] = series.snapshot()
         for metric, value, labels in self._read():
@@ -62,7 +82,8 @@ class Metrics:
             about = METRICS[metric]
             yield _family(metric.value, about, about.labels, values)
         for name, alias in ALIASES.items():
-            yield _alias_family(name, alias, self.model, found[alias.source])
+            if alias.source in found:
+                yield _alias_family(name, alias, self.model, found[alias.source])
 
     def record(self, metric: Metric, value: float, **labels: str) -> None:
         """Add to a counter or a histogram."""

@@ -53,7 +53,7 @@ class Telemetry:
         """`process` tells services of one name apart. Raises `ConfigError` if the trace file cannot be written."""
         self.service, self.process = service, process
         self.enabled = bool(config.otlp_endpoint or config.trace_file)
-        self._config = config
+        self.config = config
         self._processor = SynchronousMultiSpanProcessor()
         if config.trace_file:
             self._add(JsonLinesExporter(Path(config.trace_file)))
@@ -68,11 +68,11 @@ class Telemetry:
 
     def start_trace(self, headers: Mapping[str, str]) -> TraceContext:
         """Continue the trace that the headers name, or start one."""
-        return start_trace(headers, self._config.trace_sample_ratio)
+        return start_trace(headers, self.config.trace_sample_ratio)
 
     def keeps(self, trace: TraceContext, seconds: float, failed: bool) -> bool:
         """True if the trace of a request that has ended is exported."""
-        slow = seconds * 1e3 >= self._config.trace_slow_ms
+        slow = seconds * 1e3 >= self.config.trace_slow_ms
         return self.enabled and (trace.sampled or failed or slow)
 
     def export(self, trace: TraceContext, records: Sequence[SpanRecord]) -> None:
@@ -89,7 +89,7 @@ class Telemetry:
                 name=record.name.value,
                 context=contexts[place],
                 parent=parent,
-                resource=_resource(self._config.service_namespace, record.service, record.process),
+                resource=_resource(self.config.service_namespace, record.service, record.process),
                 attributes=dict(record.attributes),
                 kind=SpanKind.INTERNAL if place else SpanKind.SERVER,
                 status=Status(StatusCode.ERROR, record.error) if record.error else Status(StatusCode.UNSET),

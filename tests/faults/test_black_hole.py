@@ -74,7 +74,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 def is_known(deployment: Deployment, worker_id: str) -> bool:
     assert deployment.router._shell is not None
-    return deployment.router._shell.machine.workers.get(worker_id) is not None
+    return deployment.router._shell.view.worker(worker_id) is not None
 
 
 async def one_on_each_worker(scene: Scene) -> tuple[Stream, Stream]:

@@ -28,7 +28,7 @@ def id_of(deployment: Deployment, worker: WorkerService) -> str:
 
 def is_known(deployment: Deployment, worker: WorkerService) -> bool:
     assert deployment.router._shell is not None
-    return deployment.router._shell.machine.workers.get(id_of(deployment, worker)) is not None
+    return deployment.router._shell.view.worker(id_of(deployment, worker)) is not None
 
 
 async def a_stream_on_each(deployment: Deployment) -> dict[int, Stream]:

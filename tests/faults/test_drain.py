@@ -83,11 +83,12 @@ async def test_workers_that_drain_under_load_finish_what_they_have_and_get_nothi
         loading = asyncio.create_task(load(deployment.inference, over))
 
         draining = asyncio.gather(*(worker.drain(PATIENCE_S) for worker in leaving))
-        known = deployment.router._shell.machine.workers  # type: ignore[union-attr]
+        known = deployment.router._shell.view  # type: ignore[union-attr]
         names = {id_of(deployment, worker) for worker in leaving}
 
         def drain_known() -> bool:
-            return {record.worker_id for record in known if record.load.state is WorkerState.DRAINING} == names
+            draining = (record for record in known.workers() if record.load.state is WorkerState.DRAINING)
+            return {record.worker_id for record in draining} == names
 
         await until(drain_known, "the router knows that the two drain")
         num_taken = [num_arrived(worker) for worker in leaving]

@@ -56,7 +56,7 @@ Hold = Callable[[Scene, float], Awaitable[Stream]]  # start the request and retu
 async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
     shell = scene.deployment.router._shell
     assert shell is not None
-    workers = shell.machine.workers
+    workers = shell.view._workers
 
     def allow(max_in_flight: int) -> None:
         for record in workers:
@@ -67,7 +67,7 @@ async def in_the_routers_queue(scene: Scene, timeout_s: float) -> Stream:
     allow(1)
     scene.let_go.append(lambda: allow(64))
     stream = scene.start(timeout_s)
-    await until(lambda: shell.machine.num_queued == 1, "it is queued")
+    await until(lambda: shell.view.num_queued == 1, "it is queued")
     return stream
 
 

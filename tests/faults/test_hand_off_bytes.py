@@ -19,7 +19,7 @@ def reported(deployment: Deployment, role: str) -> int:
     """Corrupt blocks of a pool, as the router knows of them."""
     shell = deployment.router._shell
     assert shell is not None
-    return sum(record.load.num_corrupt_blocks for record in shell.machine.workers if record.role.value == role)
+    return sum(record.load.num_corrupt_blocks for record in shell.view.workers() if record.role.value == role)
 
 
 async def test_a_byte_flipped_on_the_way_is_read_again(fabric: MemoryFabric) -> None:

@@ -128,7 +128,7 @@ async def test_a_step_that_hangs_fails_its_worker_and_the_request_goes_elsewhere
         shell = deployment.router._shell
         assert shell is not None
         lost = deployment.endpoints[id(victim)].service_id
-        await until(lambda: shell.machine.workers.get(lost) is None, "the router knows it no more")
+        await until(lambda: shell.view.worker(lost) is None, "the router knows it no more")
         gate.open()
         deployment.decode.remove(victim)
         await deployment.settle()

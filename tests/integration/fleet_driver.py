@@ -21,8 +21,8 @@ async def main() -> None:
     cluster = connect(config)
     await cluster.start(fake_fleet(Path(journal), config))
     while True:
-        for news in await cluster.news():
-            print("ready" if isinstance(news, FleetReady) else news, flush=True)
+        for update in await cluster.updates():
+            print("ready" if isinstance(update, FleetReady) else update, flush=True)
 
 
 if __name__ == "__main__":

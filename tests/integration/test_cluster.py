@@ -24,8 +24,8 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
-from fleet.events import FleetFailed, FleetReady, FleetStopped, Member, Notice
-from fleet.supervisor import Here, Host, Supervisor
+from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, Member
+from fleet.supervisor import Host, Supervisor, SupervisorMachine
 from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,17 +37,17 @@ SMALLEST = ["decode-0", "prefill-0"]
 Fleet = tuple[Cluster, Journal]
 
 
-async def wait_for_news(cluster: Cluster, kind: type) -> object:
+async def wait_for_update(cluster: Cluster, kind: type) -> object:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            for news in await cluster.news():
-                if isinstance(news, kind):
-                    return news
+            for update in await cluster.updates():
+                if isinstance(update, kind):
+                    return update
 
 
-async def wait_for_notice(cluster: Cluster, text: str) -> None:
+async def wait_for_message(cluster: Cluster, text: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not any(isinstance(news, Notice) and text in news.text for news in await cluster.news()):
+        while not any(isinstance(update, FleetMessage) and text in update.text for update in await cluster.updates()):
             pass
 
 
@@ -74,11 +74,11 @@ async def fleet_here(ray_here: Cluster, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp("fleet") / "journal"
     async with Journal.open(path) as journal:
         await ray_here.start(fake_fleet(path, CONFIG))
-        await wait_for_news(ray_here, FleetReady)
+        await wait_for_update(ray_here, FleetReady)
         await journal.wait_for(event="workers", workers=SMALLEST)
         yield ray_here, journal
         await ray_here.shutdown()
-        await wait_for_news(ray_here, FleetStopped)
+        await wait_for_update(ray_here, FleetStopped)
         await journal.wait_for_drains({"router-0", *SMALLEST})
         await ray_here.leave()
 
@@ -133,10 +133,10 @@ async def test_a_start_that_cannot_succeed_is_one_line_that_says_why(ray_here: C
     async with Journal.open(tmp_path / "journal"):
         spec = replace(fake_fleet(tmp_path / "journal", CONFIG), decode=build_nothing)
         await ray_here.start(spec)
-        failed = await wait_for_news(ray_here, FleetFailed)
+        failed = await wait_for_update(ray_here, FleetFailed)
         assert failed == FleetFailed("decode-0: no model of that name for worker 0")
         await ray_here.shutdown()
-        await wait_for_news(ray_here, FleetStopped)
+        await wait_for_update(ray_here, FleetStopped)
         await ray_here.leave()
 
 
@@ -148,16 +148,18 @@ async def test_prefill_and_decode_workers_compute_on_cores_of_their_own(ray_here
     config = TandemConfig(engine=engine, cluster=CONFIG, router=RouterConfig(port=0))
     await ray_here.start(fleet_spec(config))
     try:
-        await wait_for_news(ray_here, FleetReady)
+        await wait_for_update(ray_here, FleetReady)
         allowed = {process.pid: cores_of_threads(process.pid) for process in psutil.Process().children(recursive=True)}
         await ray_here.shutdown()
-        await wait_for_news(ray_here, FleetStopped)
+        await wait_for_update(ray_here, FleetStopped)
     finally:
         await ray_here.leave()  # or the other tests' fleet would be refused
     workers = {pid: threads for pid, threads in allowed.items() if set(threads.values()) - {everything}}
     assert len(workers) == 2
     shares = [frozenset(threads.values()) - {everything} for threads in workers.values()]
-    assert set.union(*map(set, shares)) == {frozenset(share_of_cores(usable_cores(), seat, 2)) for seat in range(2)}
+    assert set.union(*map(set, shares)) == {
+        frozenset(share_of_cores(usable_cores(), local_rank, 2)) for local_rank in range(2)
+    }
     for pid, threads in workers.items():
         assert threads[pid] == everything, "the event loop runs wherever there is room"
 
@@ -183,7 +185,7 @@ async def test_a_dead_worker_is_published_away_and_comes_back_in_a_new_process(
     await journal.wait_for(event="workers", workers=SMALLEST)
     again = await journal.wait_for(name="decode-1", event="started")
     assert again["pid"] != second["pid"]
-    await wait_for_notice(cluster, "decode-1 died: its process ended")
+    await wait_for_message(cluster, "decode-1 died: its process ended")
     await journal.wait_for(event="workers", workers=["decode-0", "decode-1", "prefill-0"])
 
 
@@ -194,7 +196,7 @@ async def test_a_worker_that_fails_by_its_own_fault_is_ended_and_the_operator_to
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
     host, port = str(started["address"]).split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    await wait_for_notice(cluster, "prefill-1 died: RuntimeError: somebody connected")
+    await wait_for_message(cluster, "prefill-1 died: RuntimeError: somebody connected")
     writer.close()
     assert (await journal.wait_for(name="prefill-1", event="started"))["pid"] != started["pid"]
     await journal.wait_for(event="workers", workers=[*SMALLEST, "prefill-1"])
@@ -244,14 +246,16 @@ async def test_a_second_fleet_on_the_port_of_this_one_is_refused(fleet: Fleet, t
     (router,) = await cluster.routers()
     port = int(router.address.rpartition(":")[2])
     other = Supervisor(
-        replace(fake_fleet(tmp_path / "other", CONFIG), router_port=port), create_no_host, Here("this machine", "")
+        replace(fake_fleet(tmp_path / "other", CONFIG), router_port=port),
+        create_no_host,
+        SupervisorMachine("this machine", ""),
     )
     await other.start()
-    assert await other.news() == [
+    assert await other.updates() == [
         FleetFailed(f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another port with --port")
     ]
     await other.shutdown()
-    assert await other.news() == [FleetStopped()]
+    assert await other.updates() == [FleetStopped()]
 
 
 def create_no_host(_: Member) -> Host:
@@ -287,7 +291,7 @@ async def test_a_size_out_of_bounds_is_refused_by_name(fleet: Fleet) -> None:
 async def test_each_worker_gets_its_share_of_the_cores(fleet: Fleet) -> None:
     cluster, journal = fleet
     first: set[tuple[int, ...]] = {tuple(journal.started[name]["cores"]) for name in SMALLEST}  # type: ignore[arg-type]
-    assert first == {share_of_cores(usable_cores(), seat, 2) for seat in range(2)}
+    assert first == {share_of_cores(usable_cores(), local_rank, 2) for local_rank in range(2)}
     await cluster.scale({P: 2})
     started = await journal.wait_for(name="prefill-1", event="started")
     assert started["cores"] == [*share_of_cores(usable_cores(), 2, 3)]

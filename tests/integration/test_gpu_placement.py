@@ -23,7 +23,7 @@ from core.errors import ConfigError
 from core.lifecycle import ServiceRole
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster, connect
-from fleet.events import FleetReady, FleetStopped, Notice
+from fleet.events import FleetMessage, FleetReady, FleetStopped
 from tests.integration.fake_services import PATIENCE_S, Journal, fake_fleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -56,9 +56,9 @@ async def ray_here(pretended_gpus: None) -> AsyncIterator[Cluster]:
 async def wait_for(cluster: Cluster, kind: type) -> object:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            for news in await cluster.news():
-                if isinstance(news, kind):
-                    return news
+            for update in await cluster.updates():
+                if isinstance(update, kind):
+                    return update
 
 
 @contextlib.asynccontextmanager
@@ -124,7 +124,7 @@ async def test_a_worker_beyond_the_last_gpu_waits_and_the_operator_learns_why(
     async with fleet(ray_here, tmp_path / "journal", config) as journal:
         await gpus_of(journal, "prefill-0", "decode-0")
         await ray_here.scale({ServiceRole.DECODE: 2})
-        notice = await wait_for(ray_here, Notice)
+        notice = await wait_for(ray_here, FleetMessage)
         assert "decode-1 did not start: no answer within 8 s (no free GPU?)" in str(notice)
         await ray_here.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
         started = await journal.wait_for(name="decode-1", event="started")

@@ -118,7 +118,7 @@ async def test_a_stop_string_ends_the_output_at_the_worker_although_the_client_d
         request = request_of(max_tokens=4000, stop_strings=[stop], logprobs=20, n=16)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60.0)  # type: ignore[no-untyped-call]
         await call.read()
-        await until(lambda: not shell.machine.num_in_flight, "the stop string has ended every choice", seconds=20.0)
+        await until(lambda: not shell.view.num_in_flight, "the stop string has ended every choice", seconds=20.0)
         num_bytes, ends = 0, []
         while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             num_bytes += response.ByteSize()

@@ -70,7 +70,7 @@ def client_of(url: str, **options: Any) -> openai.AsyncOpenAI:
 def no_requests(deployment: Deployment) -> bool:
     shell = deployment.router._shell
     assert shell is not None
-    return shell.num_open == 0 and shell.machine.num_in_flight == 0
+    return shell.num_open == 0 and shell.view.num_in_flight == 0
 
 
 async def test_a_stream_has_the_text_of_the_answer_and_the_cached_tokens(client: openai.AsyncOpenAI) -> None:
@@ -327,7 +327,7 @@ async def test_a_full_queue_is_a_rate_limit_with_a_hint() -> None:
         shell = deployment.router._shell
         assert shell is not None
         waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt="waits", max_tokens=2))
-        await until(lambda: shell.machine.num_queued, "the first request is queued")
+        await until(lambda: shell.view.num_queued, "the first request is queued")
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(model=MODEL, prompt="finds it full", max_tokens=2)
         waiting.cancel()
@@ -417,9 +417,9 @@ async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_th
         assert shell is not None
         create = client.chat.completions.create
         waiting = asyncio.create_task(create(model=MODEL, messages=HELLO, max_tokens=4, n=3, stream=True))
-        await until(lambda: shell.machine.num_queued, "the request is queued")
+        await until(lambda: shell.view.num_queued, "the request is queued")
         waiting.cancel()
-        await until(lambda: not shell.machine.num_queued and not shell.num_open, "the queue is empty", 5)
+        await until(lambda: not shell.view.num_queued and not shell.num_open, "the queue is empty", 5)
 
 
 # ---- guardrails

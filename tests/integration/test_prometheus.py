@@ -146,7 +146,7 @@ async def send_requests_of_all_kinds(deployment: Deployment) -> None:
     many = asyncio.create_task(deployment.generate_all(make_request(text=prompt, max_tokens=8, n=MAX_CHOICES)))
     shell = deployment.router._shell
     assert shell is not None
-    await until(lambda: shell.machine.num_queued, "choices wait in the router", DEADLINE_S)
+    await until(lambda: shell.view.num_queued, "choices wait in the router", DEADLINE_S)
     with pytest.raises(grpc.aio.AioRpcError, match="max_queued"):
         await deployment.generate(text="finds the queue full")
     assert len(await many) == MAX_CHOICES

@@ -73,7 +73,7 @@ async def test_a_call_that_waits_for_a_worker_has_no_promise_until_one_takes_it(
         shell = deployment.router._shell
         assert shell is not None
         async with asyncio.timeout(10):
-            while not shell.machine.num_queued:
+            while not shell.view.num_queued:
                 await asyncio.sleep(0.01)
         assert not promise.done()
         await deployment.router.set_workers(list(deployment.endpoints.values()))

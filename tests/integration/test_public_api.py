@@ -220,7 +220,7 @@ async def test_of_two_long_prompts_each_pool_computes_one() -> None:
         shell = deployment.router._shell
         assert shell is not None
         first = asyncio.create_task(deployment.generate(text="a" * 1000, max_tokens=3))
-        await until(lambda: shell.machine.num_in_flight == 1, "the first request is dispatched", PATIENCE_S)
+        await until(lambda: shell.view.num_in_flight == 1, "the first request is dispatched", PATIENCE_S)
         answers = [await deployment.generate(text="b" * 1000, max_tokens=3), await first]
         finished = {answer.finished.path: answer.finished for answer in answers if answer.finished is not None}
         assert finished.keys() == {inference_pb2.REQUEST_PATH_LOCAL, inference_pb2.REQUEST_PATH_DISAGGREGATED}

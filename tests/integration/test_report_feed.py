@@ -25,7 +25,7 @@ STORMS = 4000  # reports at most until the slow reader is cut off
 def in_step(deployment: Deployment) -> bool:
     """The router knows exactly the blocks that its workers have cached."""
     assert deployment.router._shell is not None
-    index = deployment.router._shell.machine.workers.index
+    index = deployment.router._shell.view._workers.index
     return all(
         set(machine_of(worker).core.pool.registered_hashes()) == index.held(deployment.endpoints[id(worker)].service_id)
         for worker in deployment.workers
@@ -66,7 +66,7 @@ async def test_a_router_that_was_cut_off_is_back_at_once_and_loses_no_request() 
             for queue in list(feed._subscribers):
                 feed._cut_off(queue)
                 num_cuts += 1
-            assert all(len(list(shell.machine.workers)) == 2 for shell in (router, other.router._shell) if shell)
+            assert all(len(list(shell.view.workers())) == 2 for shell in (router, other.router._shell) if shell)
             await asyncio.sleep(0.05)
         assert num_cuts >= 4
         await all_right([*streams, bystander])

@@ -133,7 +133,7 @@ async def test_a_router_with_another_token_never_learns_a_worker_s_address(monke
                 await said.wait()
             shell = ours.router._shell
             assert shell is not None
-            assert list(shell.machine.workers) == []
+            assert list(shell.view.workers()) == []
 
 
 async def test_the_public_api_and_health_need_no_token_but_steering_does() -> None:

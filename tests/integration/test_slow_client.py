@@ -44,7 +44,7 @@ async def test_a_client_that_never_reads_is_let_go_at_the_default_deadline(
         assert shell is not None
         assert caplog.text == ""
         assert shell.num_open == 0
-        assert shell.machine.num_in_flight == shell.machine.num_queued == 0
+        assert shell.view.num_in_flight == shell.view.num_queued == 0
         await deployment.settle()
         with pytest.raises(grpc.aio.AioRpcError, match="the client did not read"):
             await _read_to_the_end(call)

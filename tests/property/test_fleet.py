@@ -117,10 +117,12 @@ class FleetUnderRandomEvents(RuleBasedStateMachine):
         live = {member for member, state in self.alive.items() if state != "starting"}
         routers = {member for member in live if member.role is ServiceRole.ROUTER}
         assert self.published.keys() == routers
-        for news in self.published.values():
-            assert {serving.member for serving in news.workers} == live - routers
-            assert {serving.member for serving in news.routers} == routers
-            assert all(serving.draining == (self.alive[serving.member] == "draining") for serving in news.routers)
+        for publication in self.published.values():
+            assert {serving.member for serving in publication.workers} == live - routers
+            assert {serving.member for serving in publication.routers} == routers
+            assert all(
+                serving.draining == (self.alive[serving.member] == "draining") for serving in publication.routers
+            )
 
     def teardown(self) -> None:
         """From any state, no member is left after a shutdown and the last deadline."""

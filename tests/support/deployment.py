@@ -137,10 +137,10 @@ class Deployment:
             machine_of(worker).check()
         shell = self.router._shell
         assert shell is not None
-        await until(lambda: shell.num_open == 0 and shell.machine.num_in_flight == 0, "the router still has requests")
-        workers = shell.machine.workers
-        await until(lambda: not any(record.load.num_calls for record in workers), "a load still has open calls")
-        shell.machine.check()
+        await until(lambda: shell.num_open == 0 and shell.view.num_in_flight == 0, "the router still has requests")
+        view = shell.view
+        await until(lambda: not any(record.load.num_calls for record in view.workers()), "a load still has open calls")
+        shell._driver.machine.check()
 
 
 def machine_of(worker: WorkerService) -> PrefillMachine | DecodeMachine:
@@ -224,7 +224,7 @@ async def generate_beside_a_full_queue(deployment: Deployment) -> Answer:
     shell = deployment.router._shell
     assert shell is not None
     try:
-        await until(lambda: shell.machine.num_queued, "the first request is queued", SETTLE_TIMEOUT_S)
+        await until(lambda: shell.view.num_queued, "the first request is queued", SETTLE_TIMEOUT_S)
         return await deployment.generate(text="finds it full")
     finally:
         waiting.cancel()
@@ -235,8 +235,8 @@ async def wait_until_known(deployment: Deployment, num_workers: int) -> None:
     """Wait until `num_workers` workers have reported to the router."""
     shell = deployment.router._shell
     assert shell is not None
-    known = shell.machine.workers
-    await until(lambda: len(list(known)) == num_workers, f"the router knows {num_workers} workers", SETTLE_TIMEOUT_S)
+    view, known = shell.view, f"the router knows {num_workers} workers"
+    await until(lambda: len(list(view.workers())) == num_workers, known, SETTLE_TIMEOUT_S)
 
 
 async def wait_until_met(deployment: Deployment) -> None:

@@ -21,9 +21,9 @@ PLACE = Placement(ordinal=2, host="", address="", num_threads=1, scale=None)
 def test_each_router_has_a_metrics_port_and_a_name_of_its_own() -> None:
     config = tiny_config(telemetry=TelemetryConfig(metrics_port=9464))
     routers = [build_router(config, replace(PLACE, ordinal=ordinal)) for ordinal in (0, 2)]
-    assert [router._telemetry_config.metrics_port for router in routers] == [9464, 9466]
+    assert [router._telemetry.config.metrics_port for router in routers] == [9464, 9466]
     assert [router._router_id.partition(".")[0] for router in routers] == ["router-0", "router-2"]
-    assert build_router(tiny_config(), PLACE)._telemetry_config.metrics_port == 0
+    assert build_router(tiny_config(), PLACE)._telemetry.config.metrics_port == 0
 
 
 def test_a_metrics_port_beyond_the_last_port_is_an_error_that_names_it() -> None:

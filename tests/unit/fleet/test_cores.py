@@ -1,4 +1,4 @@
-"""The cores of a machine are divided among its workers by seat, without overlap if there are enough cores."""
+"""The cores of a machine are divided among its workers by local_rank, without overlap if there are enough cores."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from fleet.cores import Seats, share_of_cores, usable_cores
+from fleet.cores import LocalRanks, share_of_cores, usable_cores
 from worker.executor import pin_thread, pinned
 
 
 @pytest.mark.parametrize(("num_cores", "num_sharers"), [(1, 1), (2, 1), (2, 2), (3, 2), (8, 3), (8, 8), (13, 8)])
 def test_shares_are_disjoint_and_use_every_core_if_there_are_enough(num_cores: int, num_sharers: int) -> None:
     cores = list(range(10, 10 + num_cores))
-    shares = [share_of_cores(cores, seat, num_sharers) for seat in range(num_sharers)]
+    shares = [share_of_cores(cores, local_rank, num_sharers) for local_rank in range(num_sharers)]
     assert [core for share in shares for core in share] == cores
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_with_more_workers_than_cores_each_worker_has_one_core_and_every_core_is_used() -> None:
-    shares = [share_of_cores([4, 7], seat, 5) for seat in range(5)]
+    shares = [share_of_cores([4, 7], local_rank, 5) for local_rank in range(5)]
     assert shares == [(4,), (7,), (4,), (7,), (4,)]
 
 
@@ -39,7 +39,7 @@ def test_hardware_threads_of_one_core_stay_together(tmp_path: Path, monkeypatch:
         (directory / "core_id").write_text(f"{cpu // 2 % 2}\n")
     cores = usable_cores(tmp_path)
     assert cores == [0, 4, 2, 6, 1, 5, 3, 7]
-    halves = [set(share_of_cores(cores, seat, 2)) for seat in range(2)]
+    halves = [set(share_of_cores(cores, local_rank, 2)) for local_rank in range(2)]
     assert halves == [{0, 2, 4, 6}, {1, 3, 5, 7}], "a share is not one socket"
 
 
@@ -68,15 +68,15 @@ def test_an_empty_list_of_cores_pins_no_thread() -> None:
 
 
 def test_a_worker_takes_the_lowest_free_seat_of_its_machine() -> None:
-    seats = Seats()
-    assert [seats.take("a", who) for who in ("p", "q", "r")] == [0, 1, 2]
-    assert seats.take("b", "s") == 0
-    seats.leave("q")
-    seats.leave("a worker without a seat")
-    assert [seats.take("a", who) for who in ("t", "u")] == [1, 3]
+    local_ranks = LocalRanks()
+    assert [local_ranks.take("a", who) for who in ("p", "q", "r")] == [0, 1, 2]
+    assert local_ranks.take("b", "s") == 0
+    local_ranks.leave("q")
+    local_ranks.leave("a worker without a local_rank")
+    assert [local_ranks.take("a", who) for who in ("t", "u")] == [1, 3]
 
 
 def test_workers_of_one_machine_share_no_core_if_there_are_enough() -> None:
-    seats, cores = Seats(), list(range(6))
-    shares = [set(share_of_cores(cores, seats.take("here", who), 3)) for who in "abc"]
+    local_ranks, cores = LocalRanks(), list(range(6))
+    shares = [set(share_of_cores(cores, local_ranks.take("here", who), 3)) for who in "abc"]
     assert all(not (one & other) for one, other in combinations(shares, 2))

@@ -13,11 +13,11 @@ from fleet.events import (
     DrainService,
     FleetAction,
     FleetFailed,
+    FleetMessage,
     FleetReady,
     FleetStopped,
     KillService,
     Member,
-    Notice,
     PublishFleet,
     ScaleTo,
     ServiceDied,
@@ -68,17 +68,17 @@ class Fleet:
     def names(self, kind: type) -> list[str]:
         return [action.member.name for action in self.of(kind)]  # type: ignore[union-attr]
 
-    def news(self) -> dict[str, PublishFleet]:
+    def publication(self) -> dict[str, PublishFleet]:
         """The newest lists, by the name of the router that receives them."""
         return {action.router.name: action for action in self.actions if isinstance(action, PublishFleet)}
 
     def published(self, router: str = "router-0") -> list[str] | None:
-        news = self.news().get(router)
-        return None if news is None else [serving.member.name for serving in news.workers]
+        publication = self.publication().get(router)
+        return None if publication is None else [serving.member.name for serving in publication.workers]
 
     def routers_known_to(self, router: str) -> dict[str, bool]:
         """Whether each router drains, by its name, as this router now learns."""
-        return {serving.member.name: serving.draining for serving in self.news()[router].routers}
+        return {serving.member.name: serving.draining for serving in self.publication()[router].routers}
 
 
 def test_the_first_tick_starts_the_router_and_both_pools() -> None:
@@ -136,7 +136,7 @@ def test_a_restarted_router_receives_the_list_of_workers() -> None:
 def test_every_router_receives_each_list_and_a_new_router_the_whole_list() -> None:
     fleet = Fleet(num_routers=2).all_started()
     fleet.died("decode-0")
-    assert list(fleet.news()) == ["router-0", "router-1"]
+    assert list(fleet.publication()) == ["router-0", "router-1"]
     assert fleet.published("router-0") == fleet.published("router-1") == ["prefill-0"]
     fleet.send(ScaleTo({R: 3}))
     assert fleet.names(StartService) == ["router-2"]
@@ -163,7 +163,7 @@ def test_a_removed_router_drains_and_hears_of_every_change_until_it_has_ended() 
     fleet.died("decode-0")
     assert fleet.published("router-1") == ["prefill-0"], "a draining router dispatches to a dead worker"
     fleet.send(Drained(fleet.members["router-1"]))
-    assert list(fleet.news()) == ["router-0"]
+    assert list(fleet.publication()) == ["router-0"]
     fleet.send(Tick(), after_s=100.0)
     assert "router-1" not in fleet.names(StartService)
 
@@ -171,7 +171,7 @@ def test_a_removed_router_drains_and_hears_of_every_change_until_it_has_ended() 
 def test_a_killed_router_restarts_while_the_other_one_serves() -> None:
     fleet = Fleet(num_routers=2).all_started()
     fleet.died("router-0")
-    assert list(fleet.news()) == ["router-1"]
+    assert list(fleet.publication()) == ["router-1"]
     fleet.send(Tick(), after_s=1.0)
     assert fleet.names(StartService) == ["router-0"]
     fleet.started("router-0")
@@ -198,7 +198,7 @@ def test_growing_starts_workers_and_shrinking_drains_the_newest_first() -> None:
     assert sorted(fleet.names(DrainService)) == ["prefill-1", "prefill-2"]
     assert fleet.published() is None, "a draining worker was removed from the router's list"
     fleet.send(Drained(fleet.members["prefill-1"]))
-    assert Notice("prefill-1 has drained") in fleet.of(Notice)
+    assert FleetMessage("prefill-1 has drained") in fleet.of(FleetMessage)
     assert fleet.published() == ["prefill-0", "decode-0", "prefill-2"]
 
 
@@ -266,7 +266,7 @@ def test_before_the_fleet_has_served_a_start_is_attempted_a_limited_number_of_ti
     fleet = Fleet()
     for pause_s in (1.0, 2.0):
         fleet.send(StartFailed(fleet.members["decode-0"], "out of memory", permanent=False))
-        assert fleet.of(Notice)
+        assert fleet.of(FleetMessage)
         fleet.send(Tick(), after_s=pause_s)
     fleet.died("decode-0")
     assert [str(action) for action in fleet.of(FleetFailed)] == ["FleetFailed(reason='decode-0: killed')"]
@@ -275,18 +275,18 @@ def test_before_the_fleet_has_served_a_start_is_attempted_a_limited_number_of_ti
 def test_one_death_before_the_fleet_has_served_does_not_fail_it() -> None:
     fleet = Fleet()
     fleet.died("decode-0")
-    assert fleet.of(Notice) == [Notice("decode-0 died: killed; starting it again in 1 s")]
+    assert fleet.of(FleetMessage) == [FleetMessage("decode-0 died: killed; starting it again in 1 s")]
     assert not fleet.of(FleetFailed)
 
 
 def test_a_fleet_that_has_served_reports_each_start_and_each_drain() -> None:
     fleet = Fleet()
     fleet.all_started()
-    assert fleet.of(Notice) == []
+    assert fleet.of(FleetMessage) == []
     fleet.died("decode-0")
     fleet.send(Tick(), after_s=1.0)
     fleet.started("decode-0")
-    assert Notice("decode-0 serves") in fleet.of(Notice)
+    assert FleetMessage("decode-0 serves") in fleet.of(FleetMessage)
 
 
 def test_a_fleet_that_has_served_restarts_a_service_after_any_failure() -> None:
@@ -317,7 +317,7 @@ def test_a_start_without_an_answer_is_killed_and_attempted_again(
     name = f"{role.value}-1"
     assert fleet.names(KillService) == [name]
     says = f"{name} did not start: no answer within 50 s{hint}; starting it again in 1 s"
-    assert fleet.of(Notice) == [Notice(says)]
+    assert fleet.of(FleetMessage) == [FleetMessage(says)]
 
 
 def test_at_shutdown_the_router_drains_before_any_worker() -> None:

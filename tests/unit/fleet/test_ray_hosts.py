@@ -11,7 +11,7 @@ from fleet.claims import Claim, Claims, GpuUse
 from fleet.events import Member
 from fleet.ray_hosts import HostActor
 from fleet.service_host import StartFault
-from fleet.supervisor import Seat
+from fleet.supervisor import LocalRank
 
 
 async def machine(_: HostActor) -> str:
@@ -27,7 +27,7 @@ async def test_a_machine_with_gpus_that_joined_later_makes_the_next_start_ask_fo
     claims, member = Claims(ClusterConfig(), GpuUse.IF_PRESENT), Member(ServiceRole.DECODE, 0, 1)
     earlier = claims.of(ServiceRole.DECODE, [])
     assert earlier == Claim("decode"), "no machine of the pool was there"
-    fault = await HostActor(claims, earlier).start_placed(b"", member, "", Seat(0, 1), None)
+    fault = await HostActor(claims, earlier).start_placed(b"", member, "", LocalRank(0, 1), None)
     assert isinstance(fault, StartFault)
     assert not fault.permanent
     assert claims.of(ServiceRole.DECODE, [node["Resources"]]) == Claim("decode", 1.0)

@@ -44,7 +44,7 @@ def test_a_request_that_would_be_late_is_refused_with_the_lateness_as_hint() -> 
     assert "predicted 1.312 s" in str(error)
     assert "slo_ttft_ms is 1000" in str(error)
     assert not router.dispatches()
-    assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
+    assert (router.machine.view.num_queued, router.machine.view.num_in_flight) == (0, 0)
 
 
 def test_a_request_that_would_miss_its_deadline_is_refused() -> None:

@@ -30,7 +30,7 @@ def test_a_prefill_worker_that_has_answered_has_room_for_the_next_prompt() -> No
         router.arrive(request("a"))
         router.tokens(0, 11, dispatch="a#1")  # now the request needs nothing more from the prefill worker
         router.arrive(request("b"))
-        assert router.machine.num_queued == 1
+        assert router.machine.view.num_queued == 1
         answer(router)
         router.report("P")
         assert [(dispatch, worker) for dispatch, worker, _ in router.dispatches()] == [("a#1", "P"), ("b#1", "P")]

@@ -54,7 +54,7 @@ def test_a_call_is_admitted_or_refused_as_a_whole() -> None:
 def test_held_choices_count_as_queued() -> None:
     router = DrivenRouter(prefill=())
     router.arrive(request("a"), others=[request("b"), request("c")])
-    assert (router.machine.num_queued, router.machine.num_in_flight) == (2, 1)
+    assert (router.machine.view.num_queued, router.machine.view.num_in_flight) == (2, 1)
     with pytest.raises(QueueFull):  # max_queued is 2
         router.arrive(request("other"))
 
@@ -91,7 +91,7 @@ def test_the_other_choices_fail_with_a_first_choice_that_has_no_token(end, error
     router.arrive(request("a"), others=[request("b"), request("c")])
     end(router)
     assert failed(router) == dict.fromkeys("abc", error)
-    assert router.machine.num_queued == 0
+    assert router.machine.view.num_queued == 0
     assert [name.partition("#")[0] for name in started(router)].count("b") == 0
 
 

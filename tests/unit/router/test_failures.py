@@ -138,7 +138,7 @@ def test_a_worker_with_a_full_queue_gets_nothing_until_it_reports_again() -> Non
     router = DrivenRouter(prefill=())
     router.arrive()
     router.decode_fails(QueueFull("256 sequences wait already"))
-    assert router.machine.num_queued == 1
+    assert router.machine.view.num_queued == 1
     router.report("D")
     assert router.dispatches() == [("r#1", None, "D"), ("r#2", None, "D")]
 
@@ -211,6 +211,6 @@ def test_a_restarted_worker_with_another_layout_is_refused_and_changes_nothing()
     router.arrive()
     with pytest.raises(LayoutMismatch):
         router.join("D", ServiceRole.DECODE, incarnation=2, layout=replace(LAYOUT, model="another"))
-    assert router.machine.num_in_flight == 1
+    assert router.machine.view.num_in_flight == 1
     router.post(events.WorkerLost("D", "it cannot join"))
     assert router.only(events.CancelDispatch).dispatch_id == "r#1"

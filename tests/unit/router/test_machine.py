@@ -224,7 +224,7 @@ def test_a_request_ends_at_its_deadline_in_every_stage(stage: str) -> None:
     assert isinstance(failed.error, DeadlineExceeded)
     assert stage in str(failed.error)
     assert len(router.of(events.CancelDispatch)) == (stage != "queue")
-    assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
+    assert (router.machine.view.num_queued, router.machine.view.num_in_flight) == (0, 0)
 
 
 def test_a_retry_gets_the_time_that_remains_to_the_deadline() -> None:
@@ -256,7 +256,7 @@ def test_a_cancelled_request_ends_at_once_in_every_stage(stage: str) -> None:
         router.first_token(11)
     if stage == "retry":
         router.decode_fails(LOST)
-        assert router.machine.num_queued == 1
+        assert router.machine.view.num_queued == 1
     router.post(events.ClientCancelled("r"))
     assert isinstance(router.only(events.Fail).error, RequestCancelled)
     assert len(router.of(events.CancelDispatch)) == (stage in ("prefill", "decode")), "only open calls are cancelled"
@@ -288,7 +288,7 @@ def test_a_request_too_large_for_every_decode_worker_is_refused_at_once() -> Non
     with pytest.raises(InvalidRequest, match=rf"max_tokens: prompt \+ max_tokens must be at most {largest + 1} tokens"):
         router.arrive(request("does not", max_tokens=largest - 8 + 2))
     router.machine.check()
-    assert router.machine.num_in_flight == 1
+    assert router.machine.view.num_in_flight == 1
 
 
 def test_the_queue_is_served_by_priority_and_then_by_arrival() -> None:
@@ -303,7 +303,7 @@ def test_a_request_waits_while_every_decode_worker_has_max_in_flight_per_worker(
     router = DrivenRouter(replace(CONFIG, max_in_flight_per_worker=1), prefill=())
     router.arrive(request("a", max_tokens=1))
     router.arrive(request("b"))
-    assert router.machine.num_queued == 1
+    assert router.machine.view.num_queued == 1
     router.tokens(0, 11, dispatch="a#1")
     router.decoded("a#1")
     assert [dispatch for dispatch, _, _ in router.dispatches()] == ["a#1", "b#1"]
@@ -321,7 +321,7 @@ def test_a_silent_worker_gets_no_request_and_is_then_lost() -> None:
     assert len(router.dispatches()) == 1, "usable again after the report"
     router.pass_time(10.1)
     assert router.machine.workers.get("D") is None
-    assert router.machine.num_queued == 1, "its request is queued again"
+    assert router.machine.view.num_queued == 1, "its request is queued again"
 
 
 def test_a_suspect_worker_gets_requests_again_after_its_next_report() -> None:
@@ -363,14 +363,14 @@ def test_reports_of_a_worker_that_never_joined_are_ignored() -> None:
     router = DrivenRouter(decode=())
     router.arrive()
     assert router.report("D") == []
-    assert router.machine.num_queued == 1
+    assert router.machine.view.num_queued == 1
 
 
 def test_explain_changes_nothing() -> None:
     router = DrivenRouter(prefill=("P1", "P2"))
-    found = router.machine.find_candidates(request(), router.now)
+    found = router.machine.view.find_candidates(request(), router.now)
     assert [candidate.prefill_worker for candidate in found] == ["P1", "P2"]
-    assert (router.machine.num_queued, router.machine.num_in_flight) == (0, 0)
+    assert (router.machine.view.num_queued, router.machine.view.num_in_flight) == (0, 0)
 
 
 def test_repeated_tokens_deliver_nothing() -> None:

@@ -10,12 +10,14 @@ import pytest_asyncio
 from core.config import RouterConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
+from router.routing.policy import SecondsPolicy
 from router.shell import RouterShell
 from runtime.rpc.security import OPEN
 from runtime.tracing.telemetry import Telemetry
 from tandem_client.stubs import worker_pb2
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
+CONFIG = RouterConfig()
 ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}
 
 
@@ -44,7 +46,7 @@ class Worker:
 @pytest_asyncio.fixture
 async def shell() -> AsyncIterator[RouterShell]:
     telemetry = TelemetryConfig()
-    shell = RouterShell(RouterConfig(), frozenset(), Telemetry(telemetry, "router"), telemetry, OPEN, "router-0.1")
+    shell = RouterShell(CONFIG, SecondsPolicy(CONFIG), frozenset(), Telemetry(telemetry, "router"), OPEN, "router-0.1")
     yield shell
     await shell.close_links()
     shell.metrics.close()
@@ -74,9 +76,9 @@ async def test_a_removed_worker_does_not_join_by_a_snapshot_that_arrived_before(
     decode.reports.put(snapshot("d"))  # the link reads the report in the next turn of the loop
     await shell.set_workers([endpoint("p")])
     await turn_the_loop()
-    assert [record.worker_id for record in shell.machine.workers] == ["p"]
+    assert [record.worker_id for record in shell.view.workers()] == ["p"]
     await shell.set_workers([])
-    assert list(shell.machine.workers) == []
+    assert list(shell.view.workers()) == []
     assert not shell.failure.done()
 
 

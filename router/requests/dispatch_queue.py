@@ -1,0 +1,90 @@
+"""The requests that wait for a worker with room, and the decision which of them is dispatched next.
+
+A request that found no room is priced again only after a change of room: events come by the thousand. The requests
+behind it wait, too, so that none of a lower rank overtakes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from core.config import RouterConfig
+from core.errors import QueueFull
+from router.requests.admission import QueueWait, refusal
+from router.requests.events import RequestArrived
+from router.requests.request_queue import RequestQueue
+from router.requests.routed_request import RoutedRequest
+from router.routing.policy import Candidate
+from router.routing.workers import WorkerTable, hashes_of
+
+
+class Taken(NamedTuple):
+    """A request that has left the queue, with its workers. `refused` is the error that ends it instead."""
+
+    routed: RoutedRequest
+    candidate: Candidate
+    refused: QueueFull | None
+
+
+class DispatchQueue:
+    def __init__(self, config: RouterConfig, workers: WorkerTable) -> None:
+        self._config = config
+        self._workers = workers
+        self._queue = RequestQueue()
+        self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
+        self._wait = QueueWait()
+
+    def refuse_arrival(self, event: RequestArrived, now: float) -> None:
+        """Raise `QueueFull` if the wait for room alone is too long."""
+        if self._blocked is not None and not self._workers.room_changed:
+            predicted_s = now - event.arrived_at + self._wait.seconds(len(self._queue))
+            late = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
+            if late is not None:
+                raise late
+
+    def add(self, routed: RoutedRequest, now: float) -> None:
+        routed.hashes, routed.queued_at = None, now
+        self._queue.add(routed, now)
+
+    def remove(self, routed: RoutedRequest) -> None:
+        """Does nothing if the request is not queued."""
+        self._queue.remove(routed)
+        if self._blocked is routed:
+            self._blocked = None
+
+    def take(self, now: float) -> Taken | None:
+        """Take the request of the highest rank that does not pause; None if no worker has room for it."""
+        routed = self._queue.first(now)
+        if routed is None or (routed is self._blocked and not self._workers.room_changed):
+            if not self._queue:
+                self._wait.note_empty()
+            return None
+        routed.hashes = routed.hashes or hashes_of(routed.resumed())
+        candidate = self._workers.choose(routed.hashes, routed.failed_workers, now)
+        had_waited = routed is self._blocked
+        self._blocked, self._workers.room_changed = (routed if candidate is None else None), False
+        if candidate is None:
+            return None
+        self._queue.remove(routed)
+        refused = self._refusal(routed, candidate, now)
+        if had_waited and refused is None:
+            self._wait.note_dispatch(now)
+        return Taken(routed, candidate, refused)
+
+    def _refusal(self, routed: RoutedRequest, candidate: Candidate, now: float) -> QueueFull | None:
+        if routed.has_streamed or not self._workers.has_fitted_cost(candidate):
+            return None
+        predicted_s = now - routed.arrived_at + candidate.first_token_s
+        return refusal(self._config, predicted_s, routed.deadline - routed.arrived_at)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[RoutedRequest]:
+        """In no particular order."""
+        return iter(self._queue)
+
+    def check(self) -> None:
+        self._queue.check()
+        assert self._blocked is None or self._blocked in list(self._queue)

@@ -1,0 +1,62 @@
+"""What a shell may read of the machine: the queue, the retries and the workers. Nothing here changes the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sized
+
+from core.errors import ErrorCode
+from core.lifecycle import ServiceRole
+from core.request import Request
+from router.routing.policy import Candidate
+from router.routing.worker_record import WorkerRecord
+from router.routing.workers import WorkerTable, hashes_of
+
+
+class RouterView:
+    def __init__(
+        self, requests: Collection[str], dispatches: Sized, workers: WorkerTable, num_retries: Mapping[ErrorCode, int]
+    ) -> None:
+        self._requests = requests
+        self._dispatches = dispatches
+        self._workers = workers
+        self._num_retries = num_retries
+
+    @property
+    def num_queued(self) -> int:
+        """Requests without a dispatch, including choices that wait for the first one."""
+        return len(self._requests) - len(self._dispatches)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._dispatches)
+
+    def num_retries(self) -> dict[ErrorCode, int]:
+        """By the error of the attempt that failed."""
+        return dict(self._num_retries)
+
+    def worker(self, worker_id: str) -> WorkerRecord | None:
+        """None if the worker has not joined, or was lost."""
+        return self._workers.get(worker_id)
+
+    def workers(self) -> Iterator[WorkerRecord]:
+        return iter(self._workers)
+
+    @property
+    def can_decode(self) -> bool:
+        """A decode worker serves."""
+        return self._workers.served_until == math.inf
+
+    @property
+    def can_prefill(self) -> bool:
+        """A prefill worker serves."""
+        return self._workers.has_role(ServiceRole.PREFILL)
+
+    @property
+    def longest_request(self) -> int | None:
+        """Most tokens of prompt and output that fit the largest decode worker; None without a decode worker."""
+        return self._workers.longest_request()
+
+    def find_candidates(self, request: Request, now: float) -> list[Candidate]:
+        """The workers that could take `request` now, cheapest first."""
+        return self._workers.candidates(hashes_of(request), frozenset(), now)
