@@ -10,6 +10,7 @@ installs must be tested there.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Generator
@@ -49,6 +50,21 @@ LONG_FILES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
+
+def pytest_configure() -> None:
+    """The garbage collector would look through all modules and items again and again: it starts when they are there."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left at the end of the process
 
 
 def complaint(reason: str) -> str | None:
