@@ -13,7 +13,8 @@ import pytest
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, ModelNotFound
-from protos.inference_pb2 import (
+from router.serving.validation import prepare, tokenize_prompt
+from tandem_client.stubs.inference_pb2 import (
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
@@ -22,7 +23,6 @@ from protos.inference_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
-from router.serving.validation import prepare, tokenize_prompt
 from text.tokenizer import load_tokenizer
 
 MANY = 2_000_000
