@@ -26,7 +26,7 @@ from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import FleetFailed, FleetReady, FleetStopped, Member, Notice
 from fleet.supervisor import Here, Host, Supervisor
-from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
+from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_news
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,14 +35,6 @@ P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 SIZES = {P: 1, D: 1, R: 1}
 SMALLEST = ["decode-0", "prefill-0"]
 Fleet = tuple[Cluster, Journal]
-
-
-async def wait_for_news(cluster: Cluster, kind: type) -> object:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            for news in await cluster.news():
-                if isinstance(news, kind):
-                    return news
 
 
 async def wait_for_notice(cluster: Cluster, text: str) -> None:
