@@ -35,10 +35,11 @@ test: setup  ## Every test, with warnings as errors
 	$(MAKE) --jobs=2 --no-print-directory test-main test-kernels
 
 test-main: setup  ## Every test but those of test-kernels
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	@# four processes on two cores: a third of the tests' time is spent waiting; the order is that of tests/conftest.py
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=30)
 
 test-kernels: setup  ## The GPU kernels under Triton's interpreter, which needs a process of its own, and compiled
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q tests/kernels $(if $(CI),--durations=30)
 
 demo: setup  ## Three questions through two pools, with a waterfall of each
 	$(BIN)/tandem demo

@@ -10,6 +10,7 @@ installs must be tested there.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Generator
@@ -36,19 +37,48 @@ ALLOWED_SKIPS = {
 }
 
 
-# Files that take longest. They start first, so that no process computes alone at the end of a run.
+# Files that take longest. They start first, in this order, so that no process computes alone at the end of a run: one
+# that computes beside one that waits.
 LONG_FILES = (
-    "tests/integration/test_machines_on_a_network.py",
-    "tests/integration/test_two_nodes.py",
-    "tests/unit/engine/cpu/test_sanitizer.py",
-    "tests/unit/engine/cpu/test_kernels.py",
-    "tests/faults/test_ray.py",
+    "tests/faults/test_processes.py",
+    "tests/simulation/test_seeds.py",
     "tests/integration/test_cli.py",
+    "tests/unit/engine/cpu/test_sanitizer.py",
+    "tests/faults/test_links.py",
+    "tests/integration/test_transports.py",
+    "tests/faults/test_ray.py",
+    "tests/unit/engine/cpu/test_kernels.py",
+    "tests/integration/test_gpu_placement.py",
+    "tests/simulation/test_the_checks_can_fail.py",
+    "tests/integration/test_cluster.py",
+    "tests/integration/test_two_pools.py",
+    "tests/integration/test_machines_on_a_network.py",
+    "tests/faults/test_soak.py",
+    "tests/faults/test_several_routers.py",
+    "tests/integration/test_two_nodes.py",
+    "tests/faults/test_slow_router.py",
+    "tests/integration/test_dashboard_page.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+    ranks = {file: rank for rank, file in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
+
+
+def pytest_configure() -> None:
+    """The garbage collector would look through all modules and items again and again: it starts when they are there."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries count what is left at the end of the process
 
 
 def complaint(reason: str) -> str | None:

@@ -14,7 +14,7 @@ from core.step import ScheduledChunk
 from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
 from tests.support.device_runner import put_pools_on_devices
-from tests.support.faults import Stream, expected, prompt_of, serves_on
+from tests.support.faults import Stream, expected, fault_config, prompt_of, serves_on
 from tests.support.steps import DeviceFaults, runner_of, slow_down
 from tests.support.waiting import until
 from worker.service import MAX_FAILED_STEPS, WorkerService
@@ -154,7 +154,7 @@ async def test_a_device_that_is_lost_during_a_hand_off_ends_its_worker(monkeypat
         num_lost += 1
         raise DeviceLost("start copies: an illegal memory access was encountered")
 
-    async with deploy(tiny_config(transport="nixl"), num_decode=2) as deployment:
+    async with deploy(fault_config(transport="nixl", local_prefill="never"), num_decode=2) as deployment:
         victim, other = deployment.decode
         monkeypatch.setattr(runner_of(victim).memory, "start_copies", lose)
         streams = [Stream(deployment.inference, prompt_of(seed), NUM_OUTPUT) for seed in range(1, 7)]

@@ -25,10 +25,10 @@ NUM_OUTPUT = 40
 LEASE_MARGIN_S = 0.2  # a stopped worker is stopped for this much longer than its lease lasts
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["nixl", "ucxx"])
-async def running(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
-    real_transport(request.param)
-    config = fault_config(request.param)
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running(transport: str) -> AsyncIterator[Fleet]:
+    real_transport(transport)
+    config = fault_config(transport)
     async with Fleet.start(config, {"prefill": 2, "decode": 2}, STEP_S) as fleet:
         yield fleet
 
@@ -60,6 +60,14 @@ async def only_busy(fleet: Fleet, role: str, but: ServiceProcess | None = None) 
     await until(busy, f"a {role} worker is busy")
     (worker,) = busy()
     return worker
+
+
+# A death meets a transport in a read, or while nothing moves: the moments before and after are alike to it.
+each_death = pytest.mark.parametrize(
+    ("transport", "moment"),
+    [("nixl", "before"), ("nixl", "during"), ("nixl", "after"), ("ucxx", "during"), ("ucxx", "after")],
+    scope="module",
+)
 
 
 class Scene:
@@ -121,7 +129,7 @@ class Scene:
         assert self.bystander.answer.finished.attempts == 1
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@each_death
 async def test_a_killed_prefill_worker(fleet: Fleet, moment: str) -> None:
     scene = await Scene.at(fleet, moment, seed=100 + MOMENTS.index(moment))
     await fleet.kill(scene.prefill.name)
@@ -129,14 +137,23 @@ async def test_a_killed_prefill_worker(fleet: Fleet, moment: str) -> None:
     await scene.ends_well(attempts=1 if moment == "after" else 2)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@each_death
 async def test_a_killed_decode_worker(fleet: Fleet, moment: str) -> None:
     scene = await Scene.at(fleet, moment, seed=200 + MOMENTS.index(moment))
     await fleet.kill(scene.decode.name)
     await scene.ends_well(attempts=2)
 
 
-@pytest.mark.parametrize(("role", "moment"), [("prefill", "during"), ("decode", "during"), ("decode", "after")])
+@pytest.mark.parametrize(
+    ("transport", "role", "moment"),
+    [
+        ("nixl", "prefill", "during"),
+        ("nixl", "decode", "during"),
+        ("nixl", "decode", "after"),
+        ("ucxx", "decode", "during"),
+    ],
+    scope="module",
+)
 async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: str, moment: str) -> None:
     scene = await Scene.at(fleet, moment, seed=300 + len(role) + len(moment))
     victim = scene.prefill if role == "prefill" else scene.decode
@@ -156,6 +173,7 @@ async def test_a_worker_stopped_for_longer_than_the_lease(fleet: Fleet, role: st
     await fleet.publish()  # and the router has it back
 
 
+@pytest.mark.parametrize("transport", ["nixl"], scope="module")
 async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> None:
     """Each attempt loses its worker; the decode worker then prefills alone."""
     scene = await Scene.at(fleet, "during", seed=400)
@@ -166,6 +184,7 @@ async def test_both_prefill_workers_killed_one_after_the_other(fleet: Fleet) -> 
     await scene.ends_well(attempts=3)
 
 
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"], scope="module")
 async def test_workers_that_restart_under_their_names_hand_off_to_those_that_knew_the_old_ones(fleet: Fleet) -> None:
     before = {service.name: service.endpoint["service_id"] for service in fleet.pool("prefill")}
     for name in before:

@@ -16,7 +16,7 @@ from tests.support.deployment import deploy, transfers
 from tests.support.faults import Stream, fault_config, prompt_of
 from tests.support.hand_offs import pulls_ended
 
-LEASE_S = 20.0  # three unanswered heartbeats take half of it
+LEASE_S = 12.0  # three unanswered heartbeats take half of it
 NUM_REQUESTS = 3
 
 

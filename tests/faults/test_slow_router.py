@@ -132,7 +132,7 @@ async def test_a_router_that_stands_still_is_cut_off_and_continues_its_requests_
     async with Fleet.start(config, {}, others=list(deployment.endpoints.values())) as fleet:
         await until(lambda: len(servicer._streams) == 2, "each router has a token stream")
         own, frozen = servicer._streams
-        bystander = await Stream(deployment.inference, prompt_of(1), 1500, timeout_s=60.0).reach(3)
+        bystander = await Stream(deployment.inference, prompt_of(1), 800, timeout_s=60.0).reach(3)
         victims = [asyncio.create_task(generate(fleet, seed, 600)) for seed in range(20, 28)]
         await until(lambda: len(servicer._calls) == 9, "all requests decode")
         async with fleet.stopped("router-0"):

@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from core.config import ClusterConfig
 from core.errors import ModelNotFound
@@ -21,6 +22,9 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter
 from fleet.service_host import Placement
 from fleet.supervisor import FleetSpec
+
+if TYPE_CHECKING:
+    from fleet.cluster import Cluster
 
 PATIENCE_S = 90.0  # for a busy machine: real workers start in six seconds on a quiet one
 
@@ -175,3 +179,12 @@ class Journal(asyncio.DatagramProtocol):
                         return message
         except TimeoutError:
             raise AssertionError(f"no message with {wanted}; there were {seen}") from None
+
+
+async def wait_for_update(cluster: Cluster, kind: type) -> object:
+    """The next update of this kind."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for update in await cluster.updates():
+                if isinstance(update, kind):
+                    return update

@@ -26,7 +26,7 @@ from fleet.cluster import Cluster, connect
 from fleet.cores import share_of_cores, usable_cores
 from fleet.events import FleetFailed, FleetMessage, FleetReady, FleetStopped, Member
 from fleet.supervisor import Host, Supervisor, SupervisorMachine
-from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet
+from tests.integration.fake_services import PATIENCE_S, Journal, build_nothing, fake_fleet, wait_for_update
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,14 +35,6 @@ P, D, R = ServiceRole.PREFILL, ServiceRole.DECODE, ServiceRole.ROUTER
 SIZES = {P: 1, D: 1, R: 1}
 SMALLEST = ["decode-0", "prefill-0"]
 Fleet = tuple[Cluster, Journal]
-
-
-async def wait_for_update(cluster: Cluster, kind: type) -> object:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            for update in await cluster.updates():
-                if isinstance(update, kind):
-                    return update
 
 
 async def wait_for_message(cluster: Cluster, text: str) -> None:

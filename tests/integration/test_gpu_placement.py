@@ -6,7 +6,6 @@ Ray's sees one number; a worker that inherits the variable sees both.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -24,7 +23,7 @@ from core.lifecycle import ServiceRole
 from fleet.claims import GpuUse
 from fleet.cluster import Cluster, connect
 from fleet.events import FleetMessage, FleetReady, FleetStopped
-from tests.integration.fake_services import PATIENCE_S, Journal, fake_fleet
+from tests.integration.fake_services import Journal, fake_fleet, wait_for_update
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,14 +52,6 @@ async def ray_here(pretended_gpus: None) -> AsyncIterator[Cluster]:
     cluster.close()
 
 
-async def wait_for(cluster: Cluster, kind: type) -> object:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            for update in await cluster.updates():
-                if isinstance(update, kind):
-                    return update
-
-
 @contextlib.asynccontextmanager
 async def fleet(
     cluster: Cluster, path: Path, config: ClusterConfig, use: GpuUse = GpuUse.IF_PRESENT
@@ -69,10 +60,10 @@ async def fleet(
     async with Journal.open(path) as journal:
         await cluster.start(replace(fake_fleet(path, config), gpu_use=use))
         try:
-            await wait_for(cluster, FleetReady)
+            await wait_for_update(cluster, FleetReady)
             yield journal
             await cluster.shutdown()
-            await wait_for(cluster, FleetStopped)
+            await wait_for_update(cluster, FleetStopped)
         finally:
             await cluster.leave()
 
@@ -124,7 +115,7 @@ async def test_a_worker_beyond_the_last_gpu_waits_and_the_operator_learns_why(
     async with fleet(ray_here, tmp_path / "journal", config) as journal:
         await gpus_of(journal, "prefill-0", "decode-0")
         await ray_here.scale({ServiceRole.DECODE: 2})
-        notice = await wait_for(ray_here, FleetMessage)
+        notice = await wait_for_update(ray_here, FleetMessage)
         assert "decode-1 did not start: no answer within 8 s (no free GPU?)" in str(notice)
         await ray_here.scale({ServiceRole.DECODE: 2, ServiceRole.PREFILL: 0})
         started = await journal.wait_for(name="decode-1", event="started")

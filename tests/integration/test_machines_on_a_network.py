@@ -4,61 +4,28 @@ requests, and KV over UCX on TCP. What a bad link does to a hand-off is in tests
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
-import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
-import psutil
 import pytest
 
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tests.support.command import running
 from tests.support.faults import Stream, prompt_of
 from tests.support.namespaces import CONTROL_IP, DATA, Machines, why_not
 
 ROOT = Path(__file__).parents[2]
 HEAD = f"{CONTROL_IP['router']}:6379"
-PATIENCE_S = 90.0
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces are there")
 
 
-@contextlib.asynccontextmanager
-async def running(
-    machines: Machines, machine: str, command: list[str], ready: str, environment: Mapping[str, str]
-) -> AsyncIterator[str]:
-    """A command on a machine. Gives its first line with `ready` in it; ends it and its family afterwards."""
-    process = await asyncio.create_subprocess_exec(
-        "ip", "netns", "exec", machines.namespace(machine), *command,
-        cwd=ROOT, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, limit=1 << 20,
-    )  # fmt: skip
-    try:
-        yield await line_with(process, ready)
-    finally:
-        family = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.communicate(), PATIENCE_S)
-        _, left = await asyncio.to_thread(psutil.wait_procs, family, 10)
-        for straggler in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                straggler.kill()
-
-
-async def line_with(process: Process, wanted: str) -> str:
-    assert process.stdout is not None
-    seen: list[str] = []
-    async with asyncio.timeout(PATIENCE_S):
-        while line := (await process.stdout.readline()).decode():
-            seen.append(line)
-            if wanted in line:
-                return line
-    raise AssertionError(f"it ended without saying {wanted!r}: {''.join(seen[-8:])}")
+def on(machines: Machines, machine: str, *command: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", machines.namespace(machine), *command)
 
 
 @pytest.mark.timeout(300)
@@ -78,12 +45,13 @@ async def test_a_ray_cluster_across_machines_hands_kv_over_their_data_link(tmp_p
 
     serve = [sys.executable, "-m", "cli.main", "serve", "--address", HEAD, "--model", "fake:tiny"]
     serve += ["--local-prefill", "never"]
+    joined: Any = {"wanted": "will now block", "cwd": ROOT}
     with Machines.made() as machines:
         async with (
-            running(machines, "router", ["bash", "deploy/head.sh"], "will now block", of("router")),
-            running(machines, "prefill", ["bash", "deploy/prefill.sh", HEAD], "will now block", of("prefill")),
-            running(machines, "decode", ["bash", "deploy/decode.sh", HEAD], "will now block", of("decode")),
-            running(machines, "router", serve, "serving", of("router")) as line,
+            running(*on(machines, "router", "bash", "deploy/head.sh"), **joined, environment=of("router")),
+            running(*on(machines, "prefill", "bash", "deploy/prefill.sh", HEAD), **joined, environment=of("prefill")),
+            running(*on(machines, "decode", "bash", "deploy/decode.sh", HEAD), **joined, environment=of("decode")),
+            running(*on(machines, "router", *serve), wanted="serving", environment=of("router"), cwd=ROOT) as line,
             machines.reachable() as reach,
         ):
             address = line.split(" at ")[1].split()[0]

@@ -6,98 +6,42 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from core.config import TransferConfig
 from core.errors import TransportError
-from core.handoff import AbortReason, OwnerState, Ready, Release
-from core.kv_layout import KVLayout
-from core.scheduling.block_pool import Column
+from core.handoff import AbortReason, Ready, Release
 from kv_transfer.agent import NICENESS
 from kv_transfer.protocol.events import (
     AgentEvent,
     AgentFailed,
     Connect,
     MessageReceived,
-    OfferEnded,
-    PullCompleted,
-    PullFailed,
     SendMessage,
 )
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import Transport
-from tests.integration.transfer_worker import TransferWorker, random_content, run_until_results
+from tests.integration.transfer_worker import (
+    LAYOUT,
+    TRANSFER_ID,
+    HandOff,
+    Kind,
+    OpenTransport,
+    TransferWorker,
+    run_until_results,
+)
 
-# One block is 368,640 bytes: SmolLM2-135M in bfloat16.
-LAYOUT = KVLayout(model="m", dtype="bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
 CONFIG = TransferConfig(max_blocks_per_read=16, read_grace_s=0.3)
-ID = 7
-
-Opener = Callable[[str], Transport]
 
 
-class HandOff:
-    """A hand-off of `num_blocks` blocks from `owner` to `puller`, offered in chunks."""
-
-    def __init__(self, open_transport: Opener, num_blocks: int = 24, config: TransferConfig = CONFIG) -> None:
-        self.owner = TransferWorker("prefill", open_transport, config, LAYOUT, 32)
-        self.puller = TransferWorker("decode", open_transport, config, LAYOUT, 32)
-        self.num_blocks = num_blocks
-        sources, targets = self.owner.pool.allocate(num_blocks), self.puller.pool.reserve(num_blocks)
-        assert sources is not None
-        assert targets is not None
-        self.sources, self.targets = sources, targets[::-1]
-        random_content(self.owner, self.sources, seed=1)
-
-    @property
-    def workers(self) -> list[TransferWorker]:
-        return [self.owner, self.puller]
-
-    def begin(self) -> None:
-        now = time.monotonic()
-        owner, puller = self.owner.machine, self.puller.machine
-        self.puller.act(puller.reserve_pull(ID, owner.address, now))
-        self.puller.act(puller.start_pull(ID, range(len(self.targets)), now))
-        self.puller.act(puller.add_targets(ID, dict(enumerate(self.targets)), now))
-        self.owner.act(owner.offer(ID, puller.address, now))
-
-    def offer_up_to(self, end: int) -> None:
-        blocks, last = list(enumerate(self.sources[:end])), end == self.num_blocks
-        machine = self.owner.machine
-        self.owner.act(machine.add_ready(ID, blocks, last, 42 if last else None, time.monotonic()))
-
-    def run(self) -> None:
-        self.begin()
-        for end in (8, 16, self.num_blocks):
-            self.offer_up_to(end)
-            for worker in self.workers:
-                worker.step(0.001)
-        run_until_results(self.workers, 1)
-
-    def assert_completed(self) -> PullCompleted:
-        assert self.owner.results == [OfferEnded(ID, OwnerState.RELEASED, None)]
-        (result,) = self.puller.results
-        assert isinstance(result, PullCompleted)
-        assert result.first_token_id == 42
-        assert np.array_equal(self.puller.bytes[self.targets], self.owner.bytes[self.sources])
-        assert self.owner.pool.ledger()[Column.LEASED] == 0
-        return result
-
-    def assert_failed(self, reason: AbortReason) -> PullFailed:
-        (result,) = self.puller.results
-        assert isinstance(result, PullFailed)
-        assert result.reason is reason
-        return result
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
+def hand_off_over(open_transport: OpenTransport) -> HandOff:
+    kind = Kind(open_transport)
+    return HandOff(kind, kind, CONFIG)
 
 
 @pytest.fixture
@@ -106,27 +50,27 @@ def fabric() -> MemoryFabric:
 
 
 @pytest.fixture
-def opener(fabric: MemoryFabric) -> Opener:
+def opener(fabric: MemoryFabric) -> OpenTransport:
     return lambda name: MemoryTransport(name, fabric)
 
 
 @pytest.fixture
-def hand_off(opener: Opener) -> Iterator[HandOff]:
-    one = HandOff(opener)
+def hand_off(opener: OpenTransport) -> Iterator[HandOff]:
+    one = hand_off_over(opener)
     yield one
     one.close()
 
 
 def test_blocks_move_over_nixl_and_their_digests_fit() -> None:
-    hand_off = HandOff(NixlTransport)
+    hand_off = hand_off_over(NixlTransport)
     hand_off.run()
-    stats = hand_off.assert_completed().stats
+    stats = hand_off.assert_moved().stats
     assert (stats.num_blocks, stats.num_blocks_reread) == (24, 0)
     hand_off.close()
 
 
 def test_a_byte_that_changes_after_the_digest_is_noticed_over_nixl() -> None:
-    hand_off = HandOff(NixlTransport)
+    hand_off = hand_off_over(NixlTransport)
     hand_off.begin()
     hand_off.offer_up_to(8)
     end = time.monotonic() + 20.0
@@ -147,7 +91,7 @@ def test_a_byte_that_changes_after_the_digest_is_noticed_over_nixl() -> None:
 
 def test_blocks_move_over_the_fake(hand_off: HandOff) -> None:
     hand_off.run()
-    hand_off.assert_completed()
+    hand_off.assert_moved()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a whole process's")
@@ -183,7 +127,7 @@ class NoReads(MemoryTransport):
 
 
 def test_a_read_that_cannot_start_fails_the_pull(fabric: MemoryFabric) -> None:
-    hand_off = HandOff(lambda name: NoReads(name, fabric))
+    hand_off = hand_off_over(lambda name: NoReads(name, fabric))
     hand_off.begin()
     hand_off.offer_up_to(8)
     run_until_results(hand_off.workers, 1)
@@ -191,7 +135,7 @@ def test_a_read_that_cannot_start_fails_the_pull(fabric: MemoryFabric) -> None:
     hand_off.close()
 
 
-def test_what_is_no_message_is_dropped_and_counted(hand_off: HandOff, opener: Opener) -> None:
+def test_what_is_no_message_is_dropped_and_counted(hand_off: HandOff, opener: OpenTransport) -> None:
     stranger = TransferWorker("stranger", opener, CONFIG, LAYOUT, 1)
     transport = opener("raw")
     transport.register(stranger.agent.pool)
@@ -199,7 +143,7 @@ def test_what_is_no_message_is_dropped_and_counted(hand_off: HandOff, opener: Op
     for payload in (b"", b"nonsense", b"\x08\x63", bytes(2_000_000)):
         transport.notify(hand_off.owner.agent.identity.name, payload)
     hand_off.run()
-    hand_off.assert_completed()
+    hand_off.assert_moved()
     assert hand_off.owner.agent.num_malformed == 4
     transport.close()
     stranger.close()
@@ -233,7 +177,7 @@ def test_an_agent_that_cannot_start_says_why(fabric: MemoryFabric) -> None:
 
 def test_a_peer_that_cannot_be_reached_is_reported_lost(hand_off: HandOff) -> None:
     ghost = replace(hand_off.owner.machine.address, name="ghost", metadata=b"ghost")
-    hand_off.puller.act(hand_off.puller.machine.reserve_pull(ID, ghost, time.monotonic()))
+    hand_off.puller.act(hand_off.puller.machine.reserve_pull(TRANSFER_ID, ghost, time.monotonic()))
     run_until_results([hand_off.puller], 1)
     hand_off.assert_failed(AbortReason.PEER_LOST)
 

@@ -8,8 +8,9 @@ import os
 import secrets
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,44 +19,19 @@ import pytest
 import pytest_asyncio
 
 from tests.integration.fake_services import Journal
+from tests.support.command import line_with, running
 from tests.support.ports import kept_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ROOT = Path(__file__).parents[2]
 HEAD_IP, PREFILL_IP, DECODE_IP = "127.0.1.1", "127.0.1.2", "127.0.1.3"
-PATIENCE_S = 60.0
 
 
-@contextlib.asynccontextmanager
-async def machine(script: str, *arguments: str, environment: dict[str, str]) -> AsyncIterator[None]:
-    """Run a script until its machine has joined; end it and everything below it afterwards."""
-    process = await asyncio.create_subprocess_exec(
-        "bash", str(ROOT / "deploy" / script), *arguments, env=environment, stdout=PIPE, stderr=STDOUT, limit=1 << 20
-    )
-    try:
-        await wait_for_line(process, "will now block")
-        yield
-    finally:
-        family = psutil.Process(process.pid).children(recursive=True)
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await asyncio.wait_for(process.communicate(), PATIENCE_S)
-        _, left = await asyncio.to_thread(psutil.wait_procs, family, 10)
-        for straggler in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                straggler.kill()
-
-
-async def wait_for_line(process: Process, wanted: str) -> None:
-    assert process.stdout is not None
-    seen = []
-    async with asyncio.timeout(PATIENCE_S):
-        while line := (await process.stdout.readline()).decode():
-            seen.append(line)
-            if wanted in line:
-                return
-    raise AssertionError(f"it ended without saying {wanted!r}: {''.join(seen[-5:])}")
+def machine(script: str, *arguments: str, environment: dict[str, str]) -> AbstractAsyncContextManager[str]:
+    """Run a script until its machine has joined."""
+    command = ("bash", str(ROOT / "deploy" / script), *arguments)
+    return running(*command, wanted="will now block", environment=environment, cwd=ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +67,7 @@ async def driver(cluster: RayCluster, journal: Path, *arguments: str) -> AsyncIt
         env=cluster.environment, stdout=PIPE, stderr=DEVNULL,
     )  # fmt: skip
     try:
-        await wait_for_line(process, "ready")
+        await line_with(process, "ready")
         yield
     finally:
         process.send_signal(signal.SIGKILL)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
@@ -17,15 +18,25 @@ from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.reference import CoLocatedEngine
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 BLOCK = 16
 PROMPT_LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 3]
 NUM_OUTPUT = 20
 
 
-@pytest.fixture
-async def deployment(model: str) -> AsyncIterator[Deployment]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(model: str) -> AsyncIterator[Deployment]:
     async with deploy(tiny_config(model, transport="nixl")) as deployment:
         yield deployment
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deployment(running: Deployment) -> AsyncIterator[Deployment]:
+    """Idle, and with empty caches, for every test."""
+    yield running
+    await running.settle()
+    running.drop_caches(running.workers)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -49,7 +60,6 @@ async def test_greedy_output_equals_one_engine(deployment: Deployment, engine: C
     assert answer.finished is not None
     assert answer.finished.path == inference_pb2.REQUEST_PATH_DISAGGREGATED
     assert answer.finished.transferred_bytes == -(-length // BLOCK) * engine.runner.layout.block_bytes
-    await deployment.settle()
 
 
 @pytest.mark.parametrize("shared_blocks", [1, 4])
@@ -77,7 +87,6 @@ async def test_prefix_hits_change_no_token(
     # The last token of a full hit is computed all the same, with its block.
     num_cached = 0 if warm == "decode" else min(shared_blocks, 3) * BLOCK
     assert answer.finished.usage.cached_tokens == num_cached
-    await deployment.settle()
 
 
 async def test_32_concurrent_mixed_requests_do_not_disturb_each_other(
@@ -92,7 +101,6 @@ async def test_32_concurrent_mixed_requests_do_not_disturb_each_other(
     for answer, prompt, length in zip(answers, prompts, lengths, strict=True):
         assert answer.token_ids == expected_tokens(engine, prompt, length)
         assert answer.indices == list(range(length))
-    await deployment.settle()
 
 
 async def test_the_same_seed_gives_the_same_text_twice(deployment: Deployment) -> None:
@@ -108,7 +116,6 @@ async def test_the_same_seed_gives_the_same_text_twice(deployment: Deployment) -
     assert answers[0].token_ids == answers[1].token_ids
     other = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **(sampled | {"seed": 4321}))
     assert other.token_ids != answers[0].token_ids
-    await deployment.settle()
 
 
 async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: CoLocatedEngine) -> None:
@@ -123,7 +130,6 @@ async def test_sampled_output_equals_one_engine(deployment: Deployment, engine: 
     }
     answer = await deployment.generate(token_ids=prompt, max_tokens=NUM_OUTPUT, **sampling)
     assert answer.token_ids == expected_tokens(engine, prompt, **sampling)
-    await deployment.settle()
 
 
 async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deployment, engine: CoLocatedEngine) -> None:
@@ -136,7 +142,6 @@ async def test_several_choices_are_those_of_consecutive_seeds(deployment: Deploy
         assert answer.token_ids == expected_tokens(engine, prompt, 10, temperature=0.75, seed=7 + choice)
         assert answer.finished is not None
         assert answer.finished.seed == 7 + choice
-    await deployment.settle()
 
 
 async def test_the_default_model_says_the_same_through_two_pools_as_on_one_engine() -> None:
@@ -170,4 +175,3 @@ async def test_min_tokens_gives_what_one_engine_gives(
     )
     assert answer.token_ids == expected
     assert stops["stop_token_ids"].isdisjoint(expected[:7])
-    await deployment.settle()

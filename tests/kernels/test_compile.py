@@ -16,15 +16,17 @@ import pytest
 
 from engine.gpu.kernels import KERNELS
 from engine.gpu.variants import variants
+from model_files.catalogue import default_cache_dir
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles: 40 s of CPU, on two cores
+pytestmark = pytest.mark.timeout(600)  # the first test may compile: 40 s of CPU, on two cores
 
 MAX_SHARED_BYTES = 227 << 10  # of a program on Hopper
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+def compiled() -> list[dict[str, Any]]:
+    """Triton's cache has each kernel by its source, its options and the compiler: what changed is compiled again."""
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(default_cache_dir() / "triton"))
     del environment["TRITON_INTERPRET"]
     finished = subprocess.run(
         [sys.executable, "-m", "tests.support.compile_kernels", "--jobs", "2"],

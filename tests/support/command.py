@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -78,3 +80,33 @@ async def _address(process: Process) -> str:
                 return line.split(" at ")[1].split()[0]
     _, err = await process.communicate()
     raise AssertionError(f"`tandem serve` did not start: {err.decode()}")
+
+
+@contextlib.asynccontextmanager
+async def running(*command: str, wanted: str, environment: Mapping[str, str], cwd: Path) -> AsyncIterator[str]:
+    """A program as soon as it has said `wanted`: gives that line. Its family ends with this context."""
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=cwd, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, limit=1 << 20
+    )
+    try:
+        yield await line_with(process, wanted)
+    finally:
+        family = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        _, left = await asyncio.to_thread(psutil.wait_procs, family, 10)
+        for straggler in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                straggler.kill()
+
+
+async def line_with(process: Process, wanted: str) -> str:
+    assert process.stdout is not None
+    seen: list[str] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while line := (await process.stdout.readline()).decode():
+            seen.append(line)
+            if wanted in line:
+                return line
+    raise AssertionError(f"it ended without saying {wanted!r}: {''.join(seen[-8:])}")

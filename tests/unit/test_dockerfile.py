@@ -1,4 +1,4 @@
-"""The image of deploy/Dockerfile contains every package of the project."""
+"""Every package that is shipped is in the image of deploy/Dockerfile and on a floor of the house."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def test_the_image_contains_every_package_of_pyproject() -> None:
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     copied = re.findall(r"^COPY (\w+) (\w+)$", dockerfile, re.MULTILINE)
     assert packages <= {source for source, target in copied if source == target}
+
+
+def test_every_package_that_is_shipped_stands_on_a_floor() -> None:
+    """`make check` holds the floors: import-linter reads them from pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    shipped = {name.rstrip("*") for name in project["setuptools"]["packages"]["find"]["include"]}
+    layers = next(each["layers"] for each in project["importlinter"]["contracts"] if each["type"] == "layers")
+    on_floors = {name for layer in layers for name in layer.split(" | ")}
+    assert shipped == set(project["importlinter"]["root_packages"]) == on_floors

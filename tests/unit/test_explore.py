@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import settings
 
 from simulator import __main__ as simulator_command
 from tests.support import explore
 from tests.support.explore import hypothesis_files, rounds
-
-CONFTEST = Path(__file__).parents[1] / "conftest.py"
-TEST = """
-from hypothesis import settings
-
-def test_examples_are_random():
-    assert not settings().derandomize
-    assert settings().max_examples >= 1000
-"""
-
-
-def test_the_profile_of_the_command_takes_the_place_of_the_usual_profile(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    (tmp_path / "test_settings.py").write_text(TEST)
-    profile = ["--hypothesis-profile=explore", "--hypothesis-seed=1"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        *profile,
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "1 passed" in done.stdout, done.stdout
 
 
 def test_no_test_decides_for_itself_whether_its_examples_are_random() -> None:
@@ -68,10 +35,6 @@ def test_a_failed_round_is_printed_with_its_command_and_does_not_end_the_explora
     assert "FAILED" in out
     assert "token 7 is wrong" in out
     assert out.splitlines()[-1].startswith("ok")
-
-
-def test_no_round_begins_after_the_time_is_over() -> None:
-    assert explore.explore(iter([["python", "-c", "pass"], ["python", "-c", "raise ValueError"]]), minutes=0.0) == []
 
 
 def test_a_round_without_end_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

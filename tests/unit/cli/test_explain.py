@@ -42,23 +42,21 @@ async def lines_of(router: Router, width: int = 200, terminal: bool = True) -> l
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
-async def test_a_row_has_every_term_of_its_candidate() -> None:
-    lines = await lines_of(Router(PAIR, ALONE))
+@pytest.mark.parametrize(("width", "terminal"), [(200, True), (80, True), (40, False)])
+async def test_the_table_has_every_term_of_each_candidate_the_cheapest_first_and_then_the_reason(
+    width: int, terminal: bool
+) -> None:
+    """A star marks the chosen candidate, which is not the cheapest in a near tie."""
+    cheaper = Candidate(decode_worker="decode-7.0123456789abcdef", cost_ms=1542.0)
+    lines = await lines_of(Router(PAIR, ALONE, cheaper), width, terminal)
     assert lines[0] == "80 prompt tokens · disaggregated · times in ms"
     assert "prefill decode cached new queue prefill transfer room gap first cost" in lines
-    assert "* prefill-0 decode-1 64 16 12.3 20.5 3.2 1500 1.5 x 4 34.8 1542" in lines
-    assert "- decode-1 0 80 0.0 80.5 0.0 0.0 0.0 x 0 0.0 1600" in lines
-
-
-async def test_the_reason_is_the_last_line() -> None:
-    assert (await lines_of(Router(PAIR)))[-1] == "the [lowest] predicted cost"
-
-
-async def test_the_cheapest_candidate_is_on_top_and_a_star_marks_the_chosen_one() -> None:
-    """They differ in a near tie."""
-    cheaper = Candidate(decode_worker="decode-7.0123456789abcdef", cost_ms=1542.0)
-    rows = [line for line in await lines_of(Router(PAIR, cheaper)) if "decode-" in line]
-    assert [row.startswith("*") for row in rows] == [False, True]
+    assert [line for line in lines if "decode-" in line] == [
+        "- decode-7 0 0 0.0 0.0 0.0 0.0 0.0 x 0 0.0 1542",
+        "* prefill-0 decode-1 64 16 12.3 20.5 3.2 1500 1.5 x 4 34.8 1542",
+        "- decode-1 0 80 0.0 80.5 0.0 0.0 0.0 x 0 0.0 1600",
+    ]
+    assert lines[-1] == "the [lowest] predicted cost"
 
 
 async def test_of_many_candidates_the_cheapest_are_shown_and_the_others_counted() -> None:
@@ -66,14 +64,6 @@ async def test_of_many_candidates_the_cheapest_are_shown_and_the_others_counted(
     lines = await lines_of(Router(*reversed(many)))
     assert "and 5 more, which --json lists" in lines
     assert [line.split()[1] for line in lines if "decode-" in line] == [f"decode-{cost}" for cost in range(MAX_ROWS)]
-
-
-async def test_in_a_pipe_no_number_is_cut_off() -> None:
-    assert await lines_of(Router(PAIR, ALONE), width=40, terminal=False) == await lines_of(Router(PAIR, ALONE))
-
-
-async def test_a_terminal_of_80_columns_is_wide_enough() -> None:
-    assert await lines_of(Router(PAIR, ALONE), width=80) == await lines_of(Router(PAIR, ALONE))
 
 
 async def test_json_has_the_whole_message_on_one_line_zeros_too(capsys: pytest.CaptureFixture[str]) -> None:

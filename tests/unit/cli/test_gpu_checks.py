@@ -13,7 +13,7 @@ import pytest
 from cli import gpu_checks
 from cli.findings import Finding, Health
 from cli.gpu_checks import judge_gpus
-from cli.gpu_facts import Gpu, GpuFacts, RdmaDevice, read_facts, read_matrix, run_command
+from cli.gpu_facts import Gpu, GpuFacts, RdmaDevice, read_facts
 
 QUERY = """\
 0, NVIDIA H100 80GB HBM3, 580.82.07, 9.0, 81559, 81008, 00000000:18:00.0, Default, Disabled
@@ -42,7 +42,6 @@ Legend:
 """
 COMMANDS = {"-m": TOPOLOGY, "r": PEER_READS}
 RESTRICTED = {"proc/sys/kernel/yama/ptrace_scope": "1\n", "proc/self/status": "Name:\tx\nCapEff:\t00000000a80425fb\n"}
-PRIVILEGED = RESTRICTED | {"proc/self/status": "Name:\tx\nCapEff:\t000001ffffffffff\n"}
 
 FILES = {
     "sys/bus/pci/devices/0000:18:00.0/numa_node": "0\n",
@@ -110,18 +109,10 @@ def test_every_fact_is_read(tmp_path: Path) -> None:
     assert facts.environment == {"A": "b"}
 
 
-def test_a_process_with_the_capability_may_read_others(tmp_path: Path) -> None:
-    assert read_facts(machine(tmp_path, PRIVILEGED), smi, {}).ptrace
-
-
 def test_a_machine_with_one_gpu_has_no_pairs(tmp_path: Path) -> None:
     facts = read_facts(tmp_path, lambda *command: QUERY.splitlines()[0] if "query" in command[1] else None, {})
     assert (len(facts.gpus), facts.links, facts.peer_reads) == (1, {}, {})
     assert facts.gpus[0].numa_node is None
-
-
-def test_a_matrix_that_is_no_matrix_has_no_pairs() -> None:
-    assert read_matrix("") == read_matrix("NVIDIA-SMI has failed\n") == {}
 
 
 def test_a_cpu_machine_is_one_line(tmp_path: Path) -> None:
@@ -137,29 +128,15 @@ def test_a_gpu_without_a_driver_is_noticed(tmp_path: Path) -> None:
     assert "--gpus all" in finding.fix
 
 
-def test_a_command_that_is_missing_or_fails_has_no_output() -> None:
-    assert run_command("tandem-has-no-such-command") is None
-    assert run_command("false") is None
-    assert run_command("echo", "here") == "here\n"
-
-
 def test_nothing_is_wrong_with_a_good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "_compiler", list)
     facts = replace(GOOD, gpus=(H100, replace(H100, index=1)), rdma=(NIC,), rdma_usable=True, gpudirect=True)
     found = findings_of(facts)
     assert {finding.health for group in found.values() for finding in group} == {Health.OK}
-    texts = {subject: group[0].text for subject, group in found.items()}
-    assert texts == {
-        "GPU 0": "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GB free, NUMA node 0",
-        "GPU 1": "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GB free, NUMA node 0",
-        "CUDA": "driver 580.82.07, CUDA 13 of torch 2.11.0",
-        "nixl-cu13": "1.5.1",
-        "peer access": "every GPU reads every other, over NVLink (NV18)",
-        "CUDA IPC": "no setting prevents it",
-        "mlx5_0": "InfiniBand, 400 Gb/sec (4X NDR), NUMA node 0",
-        "RDMA": "/dev/infiniband holds the devices",
-        "GPUDirect RDMA": "RDMA devices read GPU memory",
-    }
+    assert found.keys() == {
+        "GPU 0", "GPU 1", "CUDA", "nixl-cu13", "peer access", "CUDA IPC", "mlx5_0", "RDMA", "GPUDirect RDMA",
+    }  # fmt: skip
+    assert found["GPU 0"][0].text == "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GB free, NUMA node 0"
 
 
 def with_gpu(**changes: object) -> GpuFacts:
@@ -223,10 +200,6 @@ def test_torch_from_pypi_is_told_by_the_runtime_beside_it() -> None:
     version = packages({"torch": "2.8.0", "nvidia-cuda-runtime-cu12": "12.8.90"})
     findings = {f.subject: f for f in judge_gpus(GpuFacts((H100,)), version)}
     assert "CUDA 12 of torch 2.8.0" in findings["CUDA"].text
-
-
-def test_a_machine_without_rdma_says_how_hand_offs_travel() -> None:
-    assert "host memory and TCP" in findings_of(GOOD)["RDMA"][0].text
 
 
 def test_gpu_kernels_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

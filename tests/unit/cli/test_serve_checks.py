@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from cli.checks import (
     check_device,
     check_gateway,
     check_port,
+    check_telemetry,
     check_transport,
     warn_without_collector,
 )
@@ -41,6 +44,14 @@ def fake_config(**parts: EngineConfig | TelemetryConfig | ClusterConfig) -> Tand
     return replace(config, **parts)  # type: ignore[arg-type]
 
 
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
 def test_the_memory_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match='"memory" connects workers of one process only'):
         check_transport(TransferConfig(transport="memory"))
@@ -48,32 +59,25 @@ def test_the_memory_transport_is_refused() -> None:
 
 
 def test_the_error_for_a_taken_port_names_the_flag_that_changes_it() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .* --port"):
             check_port(RouterConfig(port=port))
+        with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
+            check_before_start(fake_config(telemetry=TelemetryConfig(metrics_port=port)), Console())
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*; choose another with --http$"):
+            check_gateway(GatewayConfig(port=port))
     check_port(RouterConfig(port=0))
 
 
-def test_the_error_for_a_taken_metrics_port_names_the_flag_that_changes_it() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
-            check_before_start(fake_config(telemetry=TelemetryConfig(metrics_port=port)), Console())
+def test_each_router_needs_a_metrics_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listen_error(_: str, port: int) -> OSError | None:
+        return OSError(98, "Address already in use") if port == 9003 else None
 
-
-def test_each_router_needs_a_metrics_port_of_its_own() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        config = fake_config(telemetry=TelemetryConfig(metrics_port=port - 2), cluster=ClusterConfig(num_routers=3))
-        with pytest.raises(ConfigError, match=f"metrics on port {port} .* --metrics-port"):
-            check_before_start(config, Console())
+    monkeypatch.setattr("cli.checks._listen_error", listen_error)
+    config = TelemetryConfig(metrics_port=9001)
+    check_telemetry(config, 2)
+    with pytest.raises(ConfigError, match=r"metrics on port 9003 .* --metrics-port"):
+        check_telemetry(config, 3)
 
 
 def test_a_port_that_routers_of_another_fleet_share_is_taken() -> None:
@@ -131,39 +135,17 @@ def test_the_error_for_a_slow_start_names_the_logs_or_the_ray_command(address: s
     assert says_not not in hint
 
 
-def test_the_error_for_a_slow_start_of_gpu_workers_names_the_gpu() -> None:
-    hint = slow_start_hint(ClusterConfig(address="head:6379"), "", GpuUse.ALWAYS)
-    assert "a free 'prefill' or 'decode', and each worker its GPU; `RAY" in hint
-
-
 def test_a_missing_collector_only_causes_a_warning() -> None:
     console = Console(file=io.StringIO())
+    with taken_port() as port:
+        warn_without_collector(TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{port}"), console)
+    warn_without_collector(TelemetryConfig(), console)
+    assert not console.file.getvalue()  # type: ignore[attr-defined]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # bound, but not listening
         endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
         warn_without_collector(TelemetryConfig(otlp_endpoint=endpoint), console)
     assert f"no trace collector answers at {endpoint} " in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_listening_collector_causes_no_warning() -> None:
-    console = Console(file=io.StringIO())
-    with socket.socket() as collector:
-        collector.bind(("127.0.0.1", 0))
-        collector.listen()
-        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
-        warn_without_collector(TelemetryConfig(otlp_endpoint=endpoint), console)
-    warn_without_collector(TelemetryConfig(), console)
-    assert not console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_taken_port_of_the_gateway_is_refused_and_names_its_flag() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*; choose another with --http$"):
-            check_gateway(GatewayConfig(port=port))
-    check_gateway(GatewayConfig(port=port))
 
 
 def test_a_certificate_of_the_gateway_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

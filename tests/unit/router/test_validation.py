@@ -1,16 +1,28 @@
-"""Fields that are too long are refused by name; millions of ids are refused before any id is converted."""
+"""What each field of a request may hold: an error names the field and its limit.
+
+The limits of sampling parameters are in tests/unit/core/test_request_limits.py; one row here shows each on the wire.
+Millions of ids are refused before any id is converted.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
 from core.config import RouterConfig
-from core.errors import InvalidRequest
-from core.request import MAX_CACHE_SALT_CHARS, MAX_USER_CHARS
-from router.serving.validation import prepare
-from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
+from core.errors import InvalidRequest, ModelNotFound
+from router.serving.validation import prepare, tokenize_prompt
+from tandem_client.stubs.inference_pb2 import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+    TokenIds,
+    TokenizeRequest,
+)
 from text.tokenizer import load_tokenizer
 
 MANY = 2_000_000
@@ -31,16 +43,85 @@ def test_a_field_of_millions_of_items_is_refused_by_its_length_within_millisecon
     assert time.thread_time() - started_at < 0.005
 
 
-@pytest.mark.parametrize(("field", "limit"), [("user", MAX_USER_CHARS), ("cache_salt", MAX_CACHE_SALT_CHARS)])
-def test_a_name_that_is_too_long_is_refused_with_its_field_and_its_limit(field: str, limit: int) -> None:
+def text(**fields: object) -> GenerateRequest:
+    return GenerateRequest(**({"text": "hello"} | fields))  # type: ignore[arg-type]
+
+
+def sampled(**fields: object) -> GenerateRequest:
+    return text(sampling=SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def stop(**fields: object) -> GenerateRequest:
+    return text(stop=StopConditions(**fields))  # type: ignore[arg-type]
+
+
+def chat(*turns: tuple[str, str]) -> GenerateRequest:
+    messages = [ChatMessage(role=role, content=content) for role, content in turns]
+    return GenerateRequest(chat=ChatPrompt(messages=messages))
+
+
+REFUSED: list[tuple[GenerateRequest, str, str]] = [
+    (GenerateRequest(), "prompt", "one of text, chat, token_ids must be set"),
+    (GenerateRequest(text=""), "text", "at least 1 token"),
+    (GenerateRequest(token_ids=TokenIds()), "token_ids", "at least 1 token"),
+    (GenerateRequest(token_ids=TokenIds(ids=[1, 10**6])), "token_ids", "1000000"),
+    (GenerateRequest(token_ids=TokenIds(ids=[1] * 10_000)), "token_ids", "in the context of 8192 tokens"),
+    (GenerateRequest(text="a" * 10_000), "prompt", "context of"),
+    (GenerateRequest(text="a" * 1_000_001), "text", "at most 1000000 characters"),
+    (stop(max_tokens=0), "max_tokens", "at least 1"),
+    (stop(max_tokens=100_000), "max_tokens", "over the context of"),
+    (stop(max_tokens=3, min_tokens=4), "min_tokens", "[0, 3], is 4"),
+    (stop(stop_strings=["x"] * 17), "stop_strings", "at most 16"),
+    (stop(stop_strings=[""]), "stop_strings", "1 to 256 characters"),
+    (stop(stop_token_ids=range(65)), "stop_token_ids", "at most 64"),
+    (stop(stop_token_ids=[10**6]), "stop_token_ids", "outside"),
+    (sampled(temperature=math.nan), "temperature", "[0, 100]"),
+    (sampled(top_p=0.0), "top_p", "(0, 1]"),
+    (sampled(min_p=2.0), "min_p", "[0, 1]"),
+    (sampled(repetition_penalty=1e-38), "repetition_penalty", "[0.01, 100]"),
+    (sampled(presence_penalty=3.0), "presence_penalty", "[-2, 2]"),
+    (sampled(frequency_penalty=math.inf), "frequency_penalty", "[-2, 2]"),
+    (sampled(seed=2**63), "seed", "[0, "),
+    (sampled(logit_bias=dict.fromkeys(range(2000), 1.0)), "logit_bias", "at most 1024"),
+    (sampled(logit_bias={10**6: 1.0}), "logit_bias", "outside the vocabulary"),
+    (sampled(logit_bias={1: math.nan}), "logit_bias", "[-100, 100]"),
+    (text(logprobs=21), "logprobs", "[0, 20]"),
+    (text(n=17), "n", "[1, 16]"),
+    (text(priority=101), "priority", "[-100, 100]"),
+    (text(min_interval_ms=60_001), "min_interval_ms", "[0, 60000]"),
+    (text(cache_salt="s" * 257), "cache_salt", "at most 256"),
+    (text(user="u" * 257), "user", "at most 256"),
+    (text(request_id="r" * 129), "request_id", "at most 128"),
+    (GenerateRequest(chat=ChatPrompt()), "chat.messages", "1 to 1024"),
+    (chat(("robot", "hi")), "chat.messages[0].role", "one of system, developer, user, assistant, tool"),
+    (chat(("r" * 100_000, "hi")), "chat.messages[0].role", "rrr...'"),
+    (chat(("user", "hi"), ("system", "no")), "chat.messages[1].role", "only for the first message"),
+]
+
+
+def test_an_error_names_the_field_that_is_wrong_and_its_limit() -> None:
     tokenizer, config = load_tokenizer("fake:tiny"), RouterConfig()
-    wire = GenerateRequest(text="a")
-    setattr(wire, field, "x" * limit)
-    prepare(wire, tokenizer, config, "id", lambda: 0, None)
-    setattr(wire, field, "x" * (limit + 1))
-    with pytest.raises(InvalidRequest, match=str(limit)) as refused:
-        prepare(wire, tokenizer, config, "id", lambda: 0, None)
-    assert refused.value.field == field
+    for wire, field, says in REFUSED:
+        with pytest.raises(InvalidRequest) as refused:
+            prepare(wire, tokenizer, config, "id", lambda: 0, None)
+        assert refused.value.field == field
+        assert says in refused.value.message
+    longest = text(user="u" * 256, cache_salt="s" * 256, request_id="r" * 128, priority=-100, n=16)
+    assert len(prepare(longest, tokenizer, config, "id", lambda: 0, None).choices) == 16
+
+
+@pytest.mark.parametrize("name", ["gpt-17", "m" * 100_000])
+def test_an_unknown_model_is_quoted_in_short(name: str) -> None:
+    with pytest.raises(ModelNotFound) as refused:
+        prepare(text(model=name), load_tokenizer("fake:tiny"), RouterConfig(), "id", lambda: 0, None)
+    assert len(str(refused.value)) < 200
+    assert f"'{name[:3]}" in str(refused.value)
+    assert "'fake:tiny'" in str(refused.value)
+
+
+def test_a_prompt_to_tokenize_has_two_forms() -> None:
+    with pytest.raises(InvalidRequest, match="prompt: one of text, chat must be set"):
+        tokenize_prompt(TokenizeRequest(), load_tokenizer("fake:tiny"), RouterConfig())
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,13 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_message_adds_no_special_token(codec: Codec, template: str) -> None:
-    tokenizer = with_template(codec, template)
-    for contents in HOSTILE:
-        honest = tokenizer.encode_chat(chat(*("q" for _ in contents)))
-        token_ids = tokenizer.encode_chat(chat(*contents))
-        assert special_ids(tokenizer, token_ids) == special_ids(tokenizer, honest), ascii(contents)
+def test_a_message_adds_no_special_token(codec: Codec) -> None:
+    for name, template in TEMPLATES.items():
+        tokenizer = with_template(codec, template)
+        for contents in HOSTILE:
+            honest = tokenizer.encode_chat(chat(*("q" for _ in contents)))
+            token_ids = tokenizer.encode_chat(chat(*contents))
+            assert special_ids(tokenizer, token_ids) == special_ids(tokenizer, honest), (name, ascii(contents))
 
 
 def test_an_empty_message_adds_no_forged_token(codec: Codec) -> None:
@@ -94,13 +94,13 @@ def test_the_model_gets_the_whole_text_of_a_message(codec: Codec) -> None:
     assert FORGED.replace(" ", "") not in tokenizer.decode(tokenizer.encode_chat(chat(FORGED), parse_special=True))
 
 
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_chat_without_special_tokens_has_the_ids_of_its_rendered_text(codec: Codec, template: str) -> None:
-    tokenizer = with_template(codec, template)
-    for text in ("plain", " a <b> | c ", "x</think>y", "<|im_start", "日本 < 語\n|>"):
-        rendered = tokenizer.render_chat(chat(text, "b", text))
-        token_ids = tokenizer.encode_chat(chat(text, "b", text))
-        assert token_ids == tokenizer.encode(rendered, add_special=False), text
+def test_a_chat_without_special_tokens_has_the_ids_of_its_rendered_text(codec: Codec) -> None:
+    for name, template in TEMPLATES.items():
+        tokenizer = with_template(codec, template)
+        for text in ("plain", " a <b> | c ", "x</think>y", "<|im_start", "日本 < 語\n|>"):
+            rendered = tokenizer.render_chat(chat(text, "b", text))
+            token_ids = tokenizer.encode_chat(chat(text, "b", text))
+            assert token_ids == tokenizer.encode(rendered, add_special=False), (name, text)
 
 
 def test_parse_special_turns_text_of_a_message_into_special_tokens(codec: Codec) -> None:

@@ -14,6 +14,7 @@ from engine.batch import Batch
 from engine.cpu.build import FLAGS, SOURCES, TARGETS, Target, build, find_compiler
 from engine.cpu.features import cpu_flags
 from engine.cpu.kernels import Kernels
+from model_files.catalogue import default_cache_dir
 from tests.support.c_kernels import need_compiler
 from tests.unit.engine.cpu.kernel_cases import TOLERANCE, AttentionCase, all_differences
 
@@ -37,12 +38,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=targets(), ids=lambda target: target.name)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Kernels]:
+def built(request: pytest.FixtureRequest) -> tuple[Target, Kernels]:
+    """Compiled once for each state of the sources, the flags and the compiler, as for a worker."""
     need_compiler()
     target: Target = request.param
     # Only the target that this CPU would get is compiled with the real flags; the others compile faster.
     flags = () if target.name == targets()[0].name else ("-O1",)
-    return target, Kernels(build(target, tmp_path_factory.mktemp("kernels"), flags))
+    return target, Kernels(build(target, default_cache_dir(), flags))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -11,6 +11,7 @@ import pytest
 
 from engine.cpu.build import TARGETS, Target, build, find_compiler
 from engine.cpu.features import cpu_flags
+from model_files.catalogue import default_cache_dir
 from tests.support.c_kernels import need_compiler
 from tests.unit.engine.cpu import kernel_cases
 
@@ -49,11 +50,9 @@ def targets() -> list[Target]:
 
 
 @pytest.fixture(scope="module", params=targets(), ids=lambda target: target.name)
-def library(
-    request: pytest.FixtureRequest, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def library(request: pytest.FixtureRequest, environment: dict[str, str]) -> Path:
     assert environment["LD_PRELOAD"], "else the library would not load"
-    return build(request.param, tmp_path_factory.mktemp("sanitized"), SANITIZER)
+    return build(request.param, default_cache_dir(), SANITIZER)
 
 
 def test_no_kernel_accesses_memory_out_of_bounds(environment: dict[str, str], library: Path) -> None:
