@@ -20,6 +20,8 @@ from core.kv_layout import KVLayout
 
 PROTOCOL_VERSION = 4
 
+MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
+
 TransferId = int  # 128 random bits, known only to the router and the two workers of the transfer
 
 

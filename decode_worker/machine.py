@@ -208,10 +208,10 @@ class DecodeMachine:
             if targets is None:
                 self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(sequence.block_table), pull.num_positions)
-                asked = self.transfers.start_pull(pull.transfer_id, positions, now, sequence.num_tokens)
+                asked = self.transfers.puller.start(pull.transfer_id, positions, now, sequence.num_tokens)
                 actions += self._apply_results(asked, now)
             else:
-                actions += self._apply_results(self.transfers.add_targets(pull.transfer_id, targets, now), now)
+                actions += self._apply_results(self.transfers.puller.add_targets(pull.transfer_id, targets, now), now)
         return actions
 
     def _apply_results(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
@@ -316,7 +316,7 @@ class DecodeMachine:
         for pull in list(self.pulls.by_id.values()):
             if pull.sequence.sequence_id == request_id:
                 self.pulls.end_call(pull)
-                actions += self._apply_results(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
+                actions += self._apply_results(self.transfers.puller.cancel(pull.transfer_id, reason, now), now)
         return actions
 
     def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from core.config import MAX_TRANSFERS
 from core.errors import ErrorCode, InvalidRequest, TandemError
 from core.handoff import (
+    MAX_POSITIONS,
     PROTOCOL_VERSION,
     Abort,
     AbortReason,
@@ -32,7 +33,6 @@ from core.handoff import (
 from protos import agent_codec, handoff_pb2
 
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
 MAX_ENTRIES = MAX_TRANSFERS  # in a heartbeat
 MAX_DETAIL_CHARS = 1024
 _TRANSFER_ID_BYTES = 16

@@ -24,7 +24,7 @@ class Offer:
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
     wanted_pieces: frozenset[int] = frozenset()
-    wanted: frozenset[int] | None = None  # positions; None until the WANT has come
+    wanted: frozenset[int] | None = None  # positions; None before the WANT
     # announced: wanted and readable, in this order
     announced_pieces: list[int] = field(default_factory=list)
     announced_blocks: list[int] = field(default_factory=list)  # one for each piece
@@ -34,11 +34,11 @@ class Offer:
     renewed_by: int = 0  # counter of the newest message that renewed the lease
     ready_sent_at: float = 0.0
     num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
-    aborting: AbortReason | None = None
+    aborting: AbortReason | None = None  # the offer ends with this reason, once no read can be running
     detail: str = ""
 
     def lease_ends_at(self, lease_s: float) -> float:
-        """The lease of an offer without a reader starts with the end of the prompt: nobody can renew it before."""
+        """The lease of an offer without a reader starts at the end of the prompt: nobody can renew it earlier."""
         return math.inf if self.peer is None and not self.last else self.renewed_at + lease_s
 
     @property
@@ -59,7 +59,7 @@ class Offer:
         return len(self.announced_pieces)
 
     def want(self, pieces: Sequence[int]) -> frozenset[int]:
-        """Take the pieces that the puller lacks. Returns the positions of their blocks."""
+        """Record the pieces that the puller lacks. Returns the positions of their blocks."""
         parts = self.plan.source_parts
         self.wanted_pieces = wanted = frozenset(pieces)
         self.wanted = wanted if parts == 1 else frozenset(piece // parts for piece in pieces)

@@ -4,17 +4,18 @@
         `----------------------------+--lease_s without a sign of the puller--> EXPIRED
                                      `--abort, then RELEASE or end of lease--> ABORTED
 
-A block is leased when it is offered. Positions that the puller does not want are unleased when its WANT comes. All
-others are unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
-waits for the RELEASE or for the end of the lease. A peer whose connection broke may still read, so a broken connection
-does not end a lease; only the proven death of the peer's process does.
+The owner leases a block when it offers the block. It unleases the positions that the puller does not want when the WANT
+arrives, and all others when the offer ends. No offer ends while the puller may still read: an aborted offer with
+announced blocks ends with the RELEASE or with its lease. A puller with a broken connection may still read, so a broken
+connection ends no lease; only the proven death of the puller's process does.
 
-Messages get lost. A READY counts the blocks announced before it, a heartbeat counts those that arrived, and the owner
-repeats the missing ones. A message that comes before its offer is kept for half a lease. A WANT for an ended offer is
-answered with the reason of its end.
+Messages get lost. A READY counts the blocks announced before it, a heartbeat counts the blocks that arrived, and the
+owner repeats the missing ones. The owner keeps a message that arrives before its offer for half a lease. It answers a
+WANT for an ended offer with the reason of the end.
 
-An open offer names no reader: the router does not know it yet. The first agent that sends a BIND with the transfer id
-becomes the reader, and the owner refuses every other one. Until then nothing can be read.
+An open offer names no reader, because the router does not know the reader yet. The first agent that sends a BIND with
+the transfer id becomes the reader, and the owner refuses every other agent. An open offer without a reader announces
+no block.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from kv_transfer.protocol.offer import Offer
 from kv_transfer.protocol.peers import Drop, Peers, transfer_name
 from kv_transfer.protocol.plan import TransferPlan
 
-# The puller reads the blocks of one READY while the digests of the next are computed. The first READY is small, so that
-# reads begin early. Each READY after it is four times as large, since each READY and each read costs the puller time.
-# Without digests, one READY has all blocks.
+# The puller reads the blocks of one READY while the owner's agent computes the digests of the next. The first READY is
+# small, so that reads begin early. Each later READY is four times as large, because each READY and each read costs the
+# puller time. Without digests, one READY has all blocks.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
 MAX_BLOCKS_PER_READY = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
-    """A message that came before its offer."""
+class _EarlyMessage:
+    """A message that arrived before its offer."""
 
     sender: str
     message: Want | Release
@@ -70,10 +71,10 @@ class Owner:
         self.pool = pool
         self.offers: dict[TransferId, Offer] = {}  # alive
         self._peers = peers
-        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # how, for a puller that still asks
-        self._early: dict[TransferId, _Early] = {}
+        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # why; the answer to a late WANT
+        self._early: dict[TransferId, _EarlyMessage] = {}
 
-    # ---- from the worker
+    # ---- commands of the worker
 
     def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress | None) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
@@ -84,6 +85,7 @@ class Owner:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
     def offer(self, transfer_id: TransferId, peer: AgentAddress | None, now: float) -> Actions:
+        """Call `TransferMachine.offer` instead, which also connects to the peer."""
         plan, is_open = self._plan_for(peer), peer is None
         self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, renewed_at=now, is_open=is_open)
         early = self._early.pop(transfer_id, None)
@@ -101,6 +103,11 @@ class Owner:
         first_token_id: int | None,
         now: float,
     ) -> Actions:
+        """Offer `blocks`, (position, block id) each. Their sequence holds them, and nothing writes to them any more.
+
+        `last` ends the list and carries `first_token_id`. The owner skips a position that it has offered before, so a
+        sequence that was preempted and recomputed may offer all its blocks again. Does nothing after the offer's end.
+        """
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
             return []
@@ -127,6 +134,8 @@ class Owner:
         return actions
 
     def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> Actions:
+        """Tell the puller to stop. `OfferEnded` follows at once if no block was announced, else with the RELEASE or at
+        the end of the lease."""
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None:
             return []
@@ -139,7 +148,8 @@ class Owner:
     # ---- from the puller
 
     def admits(self, sender: str, bind: Bind) -> bool:
-        """Whether the sender knows the id of an open offer, live or ended. Its address is worth nothing otherwise."""
+        """Whether the sender names itself as the reader of an open offer, live or ended. The owner connects to no other
+        sender."""
         offer, reader = self.offers.get(bind.transfer_id), bind.reader
         if (sender, bind.incarnation) != (reader.name, reader.incarnation) or (offer and not offer.is_open):
             self._peers.drop(Drop.FOREIGN)
@@ -150,7 +160,8 @@ class Owner:
         return False
 
     def on_bind(self, bind: Bind, now: float) -> Actions:
-        """Bind an offer to its reader, which is a known peer since `admits`. Another reader is told that it is late."""
+        """Make the sender, a connected peer that `admits` let pass, the reader of the offer. A second reader gets an
+        ABORT."""
         offer, reader = self.offers.get(bind.transfer_id), bind.reader
         if offer is None:
             return self._send_abort(reader, bind.transfer_id, self._ended[bind.transfer_id])
@@ -182,7 +193,7 @@ class Owner:
             wanted = offer.want(want.positions)
             self._unlease(offer, [position for position in offer.leased if position not in wanted])
             offer.announce(offer.leased)
-        return self._announce(offer, 0, now)  # a puller that repeats its WANT has received nothing
+        return self._announce(offer, 0, now)  # a puller repeats its WANT only while it has received no READY
 
     def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> Actions:
         if not self._peers.accept_heartbeat(sender, heartbeat):
@@ -217,7 +228,7 @@ class Owner:
         return self._end(offer, OwnerState.RELEASED, release.reason)
 
     def on_abort(self, sender: str, abort: Abort) -> Actions:
-        """The puller of a live offer gives up; its RELEASE follows when its reads have ended."""
+        """The puller of a live offer gives up. Its RELEASE follows when its reads have ended."""
         offer = self.offers[abort.transfer_id]
         if not self._accept(offer, sender, abort) or offer.aborting is not None:
             return []
@@ -257,16 +268,16 @@ class Owner:
 
     @property
     def _early_kept_s(self) -> float:
-        # The router calls both workers at once: an offer that was not made within half a lease will not be made.
+        # The router calls both workers at once, so an offer is made within half a lease or never.
         return self.config.lease_s / 2
 
     # ---- inside
 
     def _offer_for(self, sender: str, message: Want | Release, now: float) -> tuple[Offer | None, Actions]:
-        """The live offer a message is for. Without one, the message is kept, answered by the actions, or dropped."""
+        """The live offer of a message. Without one, the owner keeps, answers (the actions) or drops the message."""
         offer = self.offers.get(message.transfer_id)
         if offer is None:
-            return None, self._without_offer(sender, message, now)
+            return None, self._handle_unoffered(sender, message, now)
         return (offer if self._accept(offer, sender, message) else None), []
 
     def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort | Bind) -> bool:
@@ -278,7 +289,7 @@ class Owner:
             offer.newest = message.counter
         return accepted
 
-    def _without_offer(self, sender: str, message: Want | Release, now: float) -> Actions:
+    def _handle_unoffered(self, sender: str, message: Want | Release, now: float) -> Actions:
         ended_by = self._ended.get(message.transfer_id)
         if ended_by is not None:
             self._peers.drop(Drop.LATE)
@@ -290,11 +301,12 @@ class Owner:
         if kept is None and len(self._early) >= self.config.max_transfers:
             self._peers.drop(Drop.TABLE_FULL)
         elif kept is None or message.counter > kept.message.counter:
-            self._early[message.transfer_id] = _Early(sender, message, now if kept is None else kept.arrived_at)
+            arrived_at = now if kept is None else kept.arrived_at
+            self._early[message.transfer_id] = _EarlyMessage(sender, message, arrived_at)
         return []
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
-        """READYs for all announced blocks from `first_block` on. At least one READY: it also acknowledges the WANT."""
+        """READYs for all announced blocks from `first_block` on. There is at least one: it acknowledges the WANT."""
         assert offer.peer is not None
         actions: Actions = []
         total, start = offer.num_announced, first_block
@@ -319,7 +331,7 @@ class Owner:
         return actions
 
     def _repeat_lost(self, offer: Offer, num_received: int, now: float) -> Actions:
-        """A puller that lists the transfer has not received its end, or is still reading."""
+        """Repeat the ABORT or the READYs that a puller lacks, as its heartbeat says."""
         if offer.aborting is not None:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
         if (
@@ -353,7 +365,7 @@ class Owner:
         self.pool.unlease([offer.leased.pop(position) for position in positions])
 
     def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> Actions:
-        """The only way out: frees the blocks. An ended offer never comes back."""
+        """End an offer and free its blocks. Every offer ends here, once."""
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]

@@ -98,8 +98,8 @@ class HandOff:
         now = time.monotonic()
         owner, puller = self.owner.machine, self.puller.machine
         self.puller.act(puller.reserve_pull(ID, owner.address, now))
-        self.puller.act(puller.start_pull(ID, range(len(self.targets)), now))
-        self.puller.act(puller.add_targets(ID, dict(enumerate(self.targets)), now))
+        self.puller.act(puller.puller.start(ID, range(len(self.targets)), now))
+        self.puller.act(puller.puller.add_targets(ID, dict(enumerate(self.targets)), now))
         self.owner.act(owner.offer(ID, puller.address, now))
 
     def run(self) -> None:
@@ -107,7 +107,7 @@ class HandOff:
         for end in (8, 16, NUM_BLOCKS):
             last = end == NUM_BLOCKS
             blocks = list(enumerate(self.sources[:end]))
-            self.owner.act(self.owner.machine.add_ready(ID, blocks, last, 42 if last else None, time.monotonic()))
+            self.owner.act(self.owner.machine.owner.add_ready(ID, blocks, last, 42 if last else None, time.monotonic()))
             for worker in (self.owner, self.puller):
                 worker.step(0.001)
         run_until_results([self.owner, self.puller], 1, PATIENCE_S)

@@ -63,14 +63,14 @@ class HandOff:
         now = time.monotonic()
         owner, puller = self.owner.machine, self.puller.machine
         self.puller.act(puller.reserve_pull(ID, owner.address, now))
-        self.puller.act(puller.start_pull(ID, range(len(self.targets)), now))
-        self.puller.act(puller.add_targets(ID, dict(enumerate(self.targets)), now))
+        self.puller.act(puller.puller.start(ID, range(len(self.targets)), now))
+        self.puller.act(puller.puller.add_targets(ID, dict(enumerate(self.targets)), now))
         self.owner.act(owner.offer(ID, puller.address, now))
 
     def offer_up_to(self, end: int) -> None:
         blocks, last = list(enumerate(self.sources[:end])), end == self.num_blocks
         machine = self.owner.machine
-        self.owner.act(machine.add_ready(ID, blocks, last, 42 if last else None, time.monotonic()))
+        self.owner.act(machine.owner.add_ready(ID, blocks, last, 42 if last else None, time.monotonic()))
 
     def run(self) -> None:
         self.begin()

@@ -125,7 +125,7 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.started = True
         positions = range(transfer.num_cached, transfer.num_blocks)
         machine = transfer.puller.machine
-        self.pair.do(transfer.puller, machine.start_pull, transfer.transfer_id, positions)
+        self.pair.do(transfer.puller, machine.puller.start, transfer.transfer_id, positions)
 
     @precondition(lambda self: self.num_under_way())
     @rule(pick=picks, count=st.integers(1, 6), early=st.booleans())
@@ -145,7 +145,7 @@ class TwoMachines(RuleBasedStateMachine):
             return
         targets = dict(zip(positions, blocks, strict=True))
         transfer.targets |= targets
-        self.pair.do(transfer.puller, transfer.puller.machine.add_targets, transfer.transfer_id, targets)
+        self.pair.do(transfer.puller, transfer.puller.machine.puller.add_targets, transfer.transfer_id, targets)
 
     @precondition(lambda self: self.num_under_way())
     @rule(pick=picks, num_new=st.integers(1, 6), all_again=st.booleans())
@@ -166,7 +166,7 @@ class TwoMachines(RuleBasedStateMachine):
         new = list(enumerate(transfer.sequence))[0 if all_again else start :]
         token = 42 if transfer.last else None
         machine = transfer.owner.machine
-        self.pair.do(transfer.owner, machine.add_ready, transfer.transfer_id, new, transfer.last, token)
+        self.pair.do(transfer.owner, machine.owner.add_ready, transfer.transfer_id, new, transfer.last, token)
         if transfer.last:
             self.end_sequence(transfer)
 
@@ -178,9 +178,9 @@ class TwoMachines(RuleBasedStateMachine):
         if kind == "preempt" and not transfer.last:
             self.end_sequence(transfer)
         elif kind == "cancel":
-            self.pair.do(puller, puller.machine.cancel_pull, transfer.transfer_id, AbortReason.CANCELLED)
+            self.pair.do(puller, puller.machine.puller.cancel, transfer.transfer_id, AbortReason.CANCELLED)
         elif kind == "abort":
-            self.pair.act(owner, owner.machine.abort_offer(transfer.transfer_id, AbortReason.PREFILL_FAILED))
+            self.pair.act(owner, owner.machine.owner.abort(transfer.transfer_id, AbortReason.PREFILL_FAILED))
         elif kind == "break":
             self.pair.event(owner, PeerLost(puller.name))
         elif kind == "sleep":  # the puller's process stops for longer than a lease, and then continues
@@ -286,7 +286,7 @@ class TwoMachines(RuleBasedStateMachine):
             self.end_sequence(transfer)
             if transfer.is_open and not transfer.last:  # the call of its prompt ends, by its deadline
                 machine = transfer.owner.machine
-                aborted = machine.abort_offer(transfer.transfer_id, AbortReason.DEADLINE)
+                aborted = machine.owner.abort(transfer.transfer_id, AbortReason.DEADLINE)
                 self.pair.act(transfer.owner, aborted)
         self.take_results()
         for _ in range(3):  # no message arrives

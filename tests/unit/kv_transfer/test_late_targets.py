@@ -15,7 +15,7 @@ def wanting(num_positions: int) -> Pair:
     pair = Pair()
     pair.offer([], last=False)
     pair.reserve_pull()
-    pair.do(pair.puller, pair.puller.machine.start_pull, ID, range(num_positions))
+    pair.do(pair.puller, pair.puller.machine.puller.start, ID, range(num_positions))
     pair.deliver_all()
     return pair
 

@@ -20,7 +20,7 @@ def offer(pair: Pair, transfer_id: int) -> None:
 
 
 def end_offer(pair: Pair, transfer_id: int) -> None:
-    pair.act(pair.owner, pair.owner.machine.abort_offer(transfer_id, AbortReason.PREFILL_FAILED))
+    pair.act(pair.owner, pair.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
 
 
 def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:

@@ -77,8 +77,8 @@ class Reader:
         targets = self.machine_pool.reserve(num_blocks)
         assert targets is not None
         self.take(self.machine.reserve_pull(ticket, owner, self.now))
-        self.take(self.machine.start_pull(ticket, range(num_blocks), self.now))
-        self.take(self.machine.add_targets(ticket, dict(enumerate(targets)), self.now))
+        self.take(self.machine.puller.start(ticket, range(num_blocks), self.now))
+        self.take(self.machine.puller.add_targets(ticket, dict(enumerate(targets)), self.now))
         (want,) = [send.message for send in self.of(SendMessage) if isinstance(send.message, Want)]
         offered = OfferedBlocks(blocks, blocks, (0,) * num_blocks)
         self.hear(Ready(ticket, 7, 10_000 + ticket, want.counter, 0, offered, last=True, first_token_id=1))

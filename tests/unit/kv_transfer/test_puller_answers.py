@@ -51,7 +51,7 @@ def test_an_owner_that_has_forgotten_the_transfer_is_not_waited_for() -> None:
     pair.event(pair.owner, PeerLost("puller", died=True))
     for other in (1, 2):
         pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address)
-        pair.act(pair.owner, pair.owner.machine.abort_offer(other, AbortReason.CANCELLED))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(other, AbortReason.CANCELLED))
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)
     assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
@@ -73,7 +73,7 @@ def test_an_owner_that_gives_no_detail_is_named_as_the_one_who_ended_it() -> Non
         pair.offer([0], last=False)
         pair.pull([0, 1])
         pair.run()
-        pair.act(pair.owner, pair.owner.machine.abort_offer(ID, AbortReason.OVERLOADED))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(ID, AbortReason.OVERLOADED))
         (mail,) = pair.lose_mail()
         assert isinstance(mail.message, Abort)
         pair.deliver(replace(mail, message=replace(mail.message, detail=detail)))
@@ -140,14 +140,14 @@ def test_of_an_owner_with_smaller_blocks_those_pieces_are_pulled_that_the_sequen
     targets = pool.reserve(2)
     assert targets is not None
     num_tokens = 2 * LAYOUT.block_size + 1
-    actions = machine.start_pull(ID, range(2), 0.0, num_tokens)
+    actions = machine.puller.start(ID, range(2), 0.0, num_tokens)
     (want,) = [action.message for action in actions if isinstance(action, SendMessage)]
     assert isinstance(want, Want)
     assert want.positions == (0, 1, 2), "the fourth would lie behind the end"
     blocks = OfferedBlocks.of((position, 20 + position, 0) for position in want.positions)
     needed = machine.handle(MessageReceived("owner", Ready(ID, 11, 1, want.counter, 0, blocks, True, 42)), 0.0)
     assert needed == [TargetsNeeded(ID, (0, 1))]
-    (read,) = machine.add_targets(ID, dict(enumerate(targets)), 0.0)
+    (read,) = machine.puller.add_targets(ID, dict(enumerate(targets)), 0.0)
     assert isinstance(read, StartRead)
     assert (read.sources, read.targets) == ((20, 21, 22), (targets[0], targets[0], targets[1]))
     assert read.pieces == (0, 1, 2)
@@ -166,7 +166,7 @@ def test_ends_are_remembered_so_that_no_id_is_pulled_twice_and_the_oldest_is_for
     pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
     for transfer_id in (1, 2, 3):
         pair.do(pair.puller, pair.puller.machine.reserve_pull, transfer_id, pair.owner.address)
-        pair.do(pair.puller, pair.puller.machine.cancel_pull, transfer_id, AbortReason.CANCELLED)
+        pair.do(pair.puller, pair.puller.machine.puller.cancel, transfer_id, AbortReason.CANCELLED)
     for transfer_id in (2, 3):
         with pytest.raises(TransferFailed, match="pulled before"):
             pair.puller.machine.reserve_pull(transfer_id, pair.owner.address, 1000.0)

@@ -47,7 +47,7 @@ def test_blocks_are_pulled_while_later_ones_are_still_computed() -> None:
     targets = pair.pull([0, 1, 2, 3, 4])
     pair.offer([0, 1], last=False)
     pair.run()
-    assert len(pair.puller.machine._puller.pulls[ID].verified) == 2
+    assert len(pair.puller.machine.puller.pulls[ID].verified) == 2
     assert pair.puller.pull_state(ID) is PullerState.WANTING
     pair.add_ready([2, 3], last=False)
     pair.run()
@@ -198,7 +198,7 @@ def test_idle_peers_above_the_limit_are_disconnected() -> None:
     pair = Pair()
     for number in range(80):
         pair.do(pair.owner, pair.owner.machine.offer, number, address(f"peer{number}", number + 1))
-        pair.act(pair.owner, pair.owner.machine.abort_offer(number, AbortReason.CANCELLED))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(number, AbortReason.CANCELLED))
     connected = {link.peer.name for link in pair.owner.links if isinstance(link, Connect)}
     gone = [link.peer for link in pair.owner.links if not isinstance(link, Connect)]
     assert len(connected) - len(gone) == 64

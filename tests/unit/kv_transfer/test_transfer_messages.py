@@ -210,7 +210,7 @@ def test_a_pull_of_more_blocks_than_a_want_can_list_fails_at_once(monkeypatch: p
     pair = Pair()
     pair.offer([0, 1, 2])
     pair.reserve_pull()
-    pair.do(pair.puller, pair.puller.machine.start_pull, ID, [0, 1, 2])
+    pair.do(pair.puller, pair.puller.machine.puller.start, ID, [0, 1, 2])
     assert_failed(pair, AbortReason.READ_FAILED)
     pair.deliver_all()
     assert_freed(pair, OwnerState.RELEASED, AbortReason.READ_FAILED)
