@@ -146,6 +146,11 @@ class AgentAddress:
     location: Location = Location()
     access: PoolAccess = PoolAccess()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, with those for probes."""
+        return self.num_blocks * self.layout.block_bytes + self.probe_bytes
+
 
 class OfferedBlock(NamedTuple):
     position: int  # index of the block in its sequence

@@ -85,7 +85,7 @@ def pump(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: bool =
         return poll()
 
     wire.poll = poll_until_the_end  # type: ignore[method-assign]
-    agent._pump(cast(Any, wire))
+    agent._run_until_closed(cast(Any, wire))
 
 
 def test_it_does_not_sleep_at_once(clock: Clock) -> None:
