@@ -6,10 +6,10 @@
                                                UNREACHABLE
     KV layouts that cannot be translated, memory that no path reaches: REFUSED
 
-The reading side measures: PINGs for the round trip, then probes, reads of bytes that hold no KV. No probe starts while
-a transfer with the peer is alive. Each later hand-off that moves enough bytes measures its own path. The best of the
-last few speeds counts, so one busy moment does not make a path slow. A path that is not fine is measured again after
-RETRY_S.
+The reading side measures: PINGs for the round trip, then probes, reads of bytes that hold no KV. Probing starts only
+while no transfer with the peer is alive. Each later hand-off that moves enough bytes measures its own path. The best of
+the last few speeds counts, so one busy moment does not make a path slow. A path that is not fine is measured again
+after RETRY_S.
 
 No hand-off waits for any of this.
 """
