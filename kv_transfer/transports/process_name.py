@@ -31,7 +31,7 @@ def _namespace(proc: Path) -> str:
 
 
 def _started(proc: Path, pid: int) -> str:
-    """The time at which a process began, in ticks; empty where it has ended, even if nobody has waited for it."""
+    """The time at which a process began, in ticks; empty if the process has ended or is a zombie."""
     try:
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

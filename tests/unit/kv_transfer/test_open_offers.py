@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.handoff import Abort, AbortReason, Bind, Heartbeat, OwnerState, Ready, Release, Want
+from core.handoff import Abort, AbortReason, Bind, Heartbeat, HeartbeatEntry, OwnerState, Release, Want
 from kv_transfer.protocol.events import Connect, MessageReceived, PullCompleted, PullFailed
 from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
@@ -35,6 +35,7 @@ def test_a_second_reader_with_the_ticket_is_refused_and_the_first_one_does_not_n
     assert refusal.receiver == "thief"
     assert isinstance(refusal.message, Abort)
     assert refusal.message.reason is AbortReason.UNKNOWN_TRANSFER
+    assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 1
     pair.event(pair.owner, MessageReceived("thief", Want(ID, 33, 2, LAYOUT.fingerprint(), (0, 1))))
     assert pair.mail == [], "the thief learns of no block"
     pair.event(pair.owner, MessageReceived("thief", Release(ID, 33, 3, None)))
@@ -154,9 +155,19 @@ def test_a_reader_of_another_model_is_refused_by_the_field_and_the_next_one_may_
 def test_a_reader_that_dies_after_its_bind_costs_one_lease() -> None:
     pair = Pair()
     pair.offer([0, 1], is_open=True)
-    pair.pull([0, 1], binds=True)
+    pair.wait(CONFIG.lease_s / 2)
+    pair.reserve_pull(binds=True)
     pair.deliver_all()
-    assert not any(isinstance(mail.message, (Ready, Heartbeat)) for mail in pair.lose_mail())
-    pair.wait(CONFIG.lease_s, deliver=False)
+    pair.wait(CONFIG.lease_s - 0.01, deliver=False)
+    assert pair.num_leases() == 2
+    pair.wait(0.02, deliver=False)
     assert pair.offer_result().state is OwnerState.EXPIRED
     assert pair.num_leases() == 0
+
+
+def test_a_heartbeat_for_an_offer_without_a_reader_is_dropped() -> None:
+    pair = Pair()
+    pair.offer([0], is_open=True)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, pair.puller.address)  # so that the owner knows the sender
+    pair.event(pair.owner, MessageReceived("puller", Heartbeat(22, 1, None, (HeartbeatEntry(ID, 0),))))
+    assert pair.owner.machine.counters.dropped[Drop.FOREIGN] == 1

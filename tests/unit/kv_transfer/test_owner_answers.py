@@ -8,11 +8,25 @@ import pytest
 
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
-from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Release, Want
-from kv_transfer.protocol.events import Connect, MessageReceived
+from core.handoff import (
+    Abort,
+    AbortReason,
+    DevicePath,
+    Heartbeat,
+    HeartbeatEntry,
+    OwnerState,
+    PoolAccess,
+    Ready,
+    Release,
+    Want,
+)
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.protocol import owner
+from kv_transfer.protocol.events import ComputeDigests, Connect, MessageReceived, PeerLost
+from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 
 def offer(pair: Pair, transfer_id: int) -> None:
@@ -89,13 +103,58 @@ def test_a_puller_that_aborts_ends_an_offer_it_cannot_have_read_and_keeps_one_it
     assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
 
 
-def test_a_reader_of_another_layout_is_refused_and_not_even_connected_to() -> None:
+def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected_to() -> None:
     pair = Pair()
-    other = replace(pair.puller.address, layout=replace(LAYOUT, model="another"))
+    other = replace(LAYOUT, block_size=8, model="n")  # a block size that is twice ours can be translated
     with pytest.raises(LayoutMismatch):
-        pair.owner.machine.offer(ID, other, 0.0)
+        pair.owner.machine.offer(ID, replace(pair.puller.address, layout=other), 0.0)
+    with pytest.raises(LayoutMismatch) as refused:
+        pair.puller.machine.reserve_pull(ID, replace(pair.owner.address, layout=other), 0.0)
+    assert refused.value.differences == {"model": ("m", "n")}
     offer(pair, ID)
+    pair.reserve_pull()
     assert pair.owner.links == [Connect(pair.puller.address)]
+    assert pair.puller.links == [Connect(pair.owner.address)]
+
+
+def test_a_lost_puller_ends_its_own_offers_alone_and_at_once_if_it_cannot_have_read() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    other = replace(pair.puller.address, name="other", incarnation=33)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.event(pair.owner, PeerLost("puller"))
+    ended = pair.offer_result()
+    assert (ended.transfer_id, ended.state, ended.reason) == (ID, OwnerState.ABORTED, AbortReason.PEER_LOST)
+    assert pair.num_leases() == 0
+
+
+@pytest.mark.parametrize(
+    ("verify", "device", "pieces", "computed", "sizes"),
+    [
+        (True, None, 1, True, [2, 8]),
+        (False, None, 1, False, [10]),
+        (True, None, 2, False, [2, 8, 10]),  # the agent hashes pieces when it sends their READY
+        (True, 0, 1, True, [2, 8]),
+        (True, 0, 2, False, [20]),
+    ],
+)
+def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_hashed(
+    verify: bool, device: int | None, pieces: int, computed: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 2 * LAYOUT.block_bytes)
+    access = PoolAccess(device, frozenset({DevicePath.MAPPED}))
+    pool = BlockPool(10)
+    here = replace(address("owner", 11), access=access)
+    machine = TransferMachine(replace(CONFIG, verify_digests=verify), pool, here)
+    layout = replace(LAYOUT, block_size=LAYOUT.block_size // pieces)
+    machine.offer(ID, replace(address("puller", 22, layout=layout), access=access), 0.0)
+    blocks = pool.allocate(10)
+    assert blocks is not None
+    actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, 42, 0.0)
+    assert actions == ([ComputeDigests(tuple(blocks))] if computed else [])
+    want = Want(ID, 22, 1, layout.fingerprint(), tuple(range(10 * pieces)))
+    sent = machine.handle(MessageReceived("puller", want), 0.0)
+    assert [len(send.message.blocks) for send in sent] == sizes  # type: ignore[union-attr]
 
 
 def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:

@@ -132,25 +132,25 @@ def test_a_want_may_list_as_many_blocks_as_a_message_holds(monkeypatch: pytest.M
     assert_completed(pair)
 
 
-def test_of_an_owner_with_smaller_blocks_those_pieces_are_pulled_that_the_sequence_fills() -> None:
+def test_from_an_owner_with_smaller_blocks_the_puller_wants_the_pieces_that_the_sequence_fills() -> None:
     pool = BlockPool(8)
     ours = address("puller", 22, num_blocks=8, layout=replace(LAYOUT, block_size=2 * LAYOUT.block_size))
     machine = TransferMachine(CONFIG, pool, ours)
     machine.reserve_pull(ID, address("owner", 11), 0.0)
     targets = pool.reserve(2)
     assert targets is not None
-    num_tokens = 2 * LAYOUT.block_size + 1
-    actions = machine.puller.start(ID, range(2), 0.0, num_tokens)
+    num_tokens = 4 * LAYOUT.block_size + 1
+    actions = machine.puller.start(ID, (1, 2), 0.0, num_tokens)  # the puller has position 0
     (want,) = [action.message for action in actions if isinstance(action, SendMessage)]
     assert isinstance(want, Want)
-    assert want.positions == (0, 1, 2), "the fourth would lie behind the end"
+    assert want.positions == (2, 3, 4), "the sixth piece would lie behind the end"
     blocks = OfferedBlocks.of((position, 20 + position, 0) for position in want.positions)
     needed = machine.handle(MessageReceived("owner", Ready(ID, 11, 1, want.counter, 0, blocks, True, 42)), 0.0)
-    assert needed == [TargetsNeeded(ID, (0, 1))]
-    (read,) = machine.puller.add_targets(ID, dict(enumerate(targets)), 0.0)
+    assert needed == [TargetsNeeded(ID, (1, 2))]
+    (read,) = machine.puller.add_targets(ID, dict(enumerate(targets, 1)), 0.0)
     assert isinstance(read, StartRead)
-    assert (read.sources, read.targets) == ((20, 21, 22), (targets[0], targets[0], targets[1]))
-    assert read.pieces == (0, 1, 2)
+    assert (read.sources, read.targets) == ((22, 23, 24), (targets[0], targets[0], targets[1]))
+    assert read.pieces == (2, 3, 4)
 
 
 def test_of_an_owner_with_blocks_like_ours_whole_blocks_are_read() -> None:

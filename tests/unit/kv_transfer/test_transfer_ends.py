@@ -1,5 +1,6 @@
 """Hand-offs that are given up, and reads that fail: nothing is written after the end, and nothing stays leased."""
 
+from core.block_hash import FullBlock
 from core.handoff import AbortReason, OwnerState, PullerState
 from core.machine import Tick
 from core.scheduling.block_pool import Column
@@ -102,6 +103,7 @@ def test_an_aborted_offer_keeps_its_blocks_until_the_puller_has_stopped_reading(
     pair.deliver_all()
     pair.abort_offer()
     pair.deliver_all()
+    pair.add_ready([1], last=True)
     assert pair.num_leases() == 1
     assert not pair.owner.results
     pair.end_read(pair.puller, 0)
@@ -158,6 +160,7 @@ def test_a_block_with_a_wrong_digest_is_read_again() -> None:
 def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
     pair = Pair()
     blocks = dict(pair.offer([0, 1, 2]))
+    assert pair.owner.pool.register(blocks[1], FullBlock(5, b""), "") is not None
     pair.pull([0, 1, 2])
     pair.deliver_all()
     pair.owner.content[blocks[1]] = -1
@@ -165,3 +168,4 @@ def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
     assert_failed(pair, AbortReason.DIGEST_MISMATCH)
     assert pair.puller.machine.counters.num_digest_mismatches == CONFIG.max_read_attempts
     assert_freed(pair, OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
+    assert pair.owner.pool.registered_hashes() == [], "the prefix cache serves the corrupt block"
