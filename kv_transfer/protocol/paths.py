@@ -24,8 +24,9 @@ from enum import Enum, auto
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import AgentAddress, Ping
-from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of, refuse_memory
+from core.paths import Lane, PathState, PathStatus, refuse_memory
 from kv_transfer.protocol.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
+from kv_transfer.protocol.path_verdict import expected_bytes_per_s, judge, lane_of
 from kv_transfer.protocol.peers import MAX_IDLE_PEERS, Drop, Peers
 from kv_transfer.protocol.plan import plan_from
 
