@@ -1,4 +1,4 @@
-"""A read is cut into slices; each pair gets the digest of what landed, and the end comes once."""
+"""A read is cut into slices, each pair gets the digest of the bytes that arrived, and the read ends once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAN = TransferPlan(LAYOUT, LAYOUT)
 
 
 class Copier:
-    """A transport of which only the reads are used: it copies at once, or when told to."""
+    """A transport for reads alone. It copies at the start of a read, or when the test calls `copy`."""
 
     name, busy = "copier", False
 
