@@ -83,7 +83,7 @@ bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: mak
 gpu-docs: setup  ## Draw the figures of a run of benchmarks/gpu.py into docs/gpu.md: make gpu-docs JSON=DIR/gpu.json
 	$(BIN)/python -m docs.gpu_figures $(JSON)
 
-bench-gateway: setup  ## Measure what the HTTP gateway adds, and its tokens/s beside Dynamo's frontend (8 minutes)
+bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.gateway
 
@@ -105,13 +105,11 @@ explore: setup  ## Look for faults with fresh random seeds for five minutes: mak
 screenshots: setup  ## Take the dashboard's screenshots of docs/ (2 minutes, needs Chromium)
 	$(BIN)/python -m docs.make_screenshots
 
-protos: setup  ## Generate the checked-in stubs again
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. protos/*.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. $$(grep -l '^service ' protos/*.proto)
-	@# the client carries the public ones itself: tandem_client/stubs/__init__.py says why
-	for stub in inference_pb2.py inference_pb2.pyi inference_pb2_grpc.py cluster_pb2.py cluster_pb2.pyi \
-	    cluster_pb2_grpc.py worker_pb2.py worker_pb2.pyi; do \
-	    sed 's/^from protos import/from tandem_client.stubs import/' protos/$$stub > tandem_client/stubs/$$stub; done
+protos: setup  ## Generate the checked-in stubs again: the public ones for the client, which everybody imports, the others here
+	$(BIN)/python -m grpc_tools.protoc -Itandem_client/stubs=protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	    $(addprefix tandem_client/stubs/,inference.proto cluster.proto worker.proto)
+	$(BIN)/python -m grpc_tools.protoc -I. -Itandem_client/stubs=protos --python_out=. --pyi_out=. protos/handoff.proto protos/kserve.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. protos/kserve.proto
 
 clean:  ## Remove what the targets made
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

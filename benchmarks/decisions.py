@@ -39,13 +39,14 @@ from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
 from core.scheduling.worker_load import RouterCalls, WorkerChanges, WorkerLoad
 from core.service import Endpoint
-from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
+from protos import codec, report_codec
 from router.links.worker_link import WorkerLink
 from router.requests import events
 from router.requests.machine import RouterMachine
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer
 from runtime.rpc.security import OPEN, WORKER_RULES
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.changes import ChangeTracker
 from worker.reports import ReportFeed
 

@@ -24,9 +24,9 @@ from benchmarks.report import Line, Report
 from core.config import RouterConfig
 from fleet.service_host import SWITCH_INTERVAL_S
 from model_files.catalogue import fetch
-from protos.inference_pb2 import GenerateRequest, TokenIds
 from router.serving.bounded_pool import BoundedPool
 from router.serving.validation import prepare
+from tandem_client.stubs.inference_pb2 import GenerateRequest, TokenIds
 from text.tokenizer import ModelTokenizer, load_tokenizer
 
 MODEL = "smollm2-135m"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.config import EngineConfig, RouterConfig, TandemConfig, TransferConfig, WorkerConfig
+from core.config import EngineConfig, GatewayConfig, RouterConfig, TandemConfig, TransferConfig, WorkerConfig
 from core.cost.model_work import Peak
 from core.cost.step_cost_fit import StepCostFit
 from core.errors import ConfigError, TransportError
@@ -44,6 +44,11 @@ def router_host(config: TandemConfig, machine: str) -> str:
     return _listen_on(config.router.host, RouterConfig().host, machine)
 
 
+def http_host(config: TandemConfig, machine: str) -> str:
+    """The host that the HTTP servers of routers listen on; `machine` as `Placement.host`."""
+    return _listen_on(config.gateway.host, GatewayConfig().host, machine)
+
+
 def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> Any:
     """A `core.service.RouterControl`. Each router of a machine has a metrics port of its own."""
     from router.service import RouterPlace, RouterService
@@ -56,7 +61,12 @@ def build_router(config: TandemConfig, placement: Placement, cache_dir: Path | N
         telemetry = replace(telemetry, metrics_port=telemetry.metrics_port + placement.ordinal)
     load = functools.partial(load_tokenizer, config.engine.model, config.engine.max_context, cache_dir)
     place = RouterPlace(placement.ordinal, bool(placement.address), placement.scale)
-    return RouterService(router, load, telemetry, place, config.security, config.api_keys)
+    front = None
+    if config.gateway.port:
+        from cli.gateway import http_front
+
+        front = functools.partial(http_front, config, http_host(config, placement.host))
+    return RouterService(router, load, telemetry, place, config.security, config.api_keys, front)
 
 
 def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:

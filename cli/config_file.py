@@ -62,7 +62,6 @@ FLAGS = (
     Flag("local-prefill", "router", "local_prefill",
          "auto or never: whether a decode worker may compute prompts while a prefill worker serves."),
     Flag("http", "gateway", "port", "Port of the OpenAI-compatible HTTP server; 0 = none."),
-    Flag("http-processes", "gateway", "num_processes", "Processes of the HTTP server, all on its port."),
     Flag("http-host", "gateway", "host", "Address that the HTTP server listens on; 0.0.0.0 = every address."),
     Flag("trace-file", "telemetry", "trace_file", "Append every span to this file, one JSON object a line."),
     Flag("otlp-endpoint", "telemetry", "otlp_endpoint", "Collector to send traces to, e.g. http://localhost:4317."),

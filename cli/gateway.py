@@ -1,70 +1,86 @@
-"""The gateway beside a fleet: inside `tandem serve --http`, or alone as `tandem gateway`."""
+"""HTTP: beside the gRPC of a router (`http_front`), or alone for routers that run already (`tandem gateway`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import uvloop
 from rich.console import Console
 
-from core.config import TandemConfig
-from gateway.processes import gateway
-from gateway.server import GatewaySpec
-from runtime.rpc.security import Credentials, load_credentials
+from cli.remote_router import RemoteRouter
+from core.config import GatewayConfig, TandemConfig
+from core.errors import ConfigError
+from core.service import join_address
+from gateway.fleets import Fleets
+from gateway.router_calls import RouterCalls
+from gateway.server import HttpServer
+from runtime.rpc.security import load_credentials
+from runtime.shared_port import PortClaim
 from tandem_client import Credentials as ClientCredentials
 
-PrintLine = Callable[[str], None]
+
+def http_front(config: TandemConfig, host: str, router: RouterCalls) -> HttpServer:
+    """The HTTP server of a router on `host`. Raises `ConfigError` if the guardrail cannot be loaded."""
+    return _server(replace(config, gateway=replace(config.gateway, host=host)), [router])
 
 
-def gateway_spec(config: TandemConfig, routers: Sequence[str], credentials: Credentials) -> GatewaySpec:
-    """The gateway gets certificates, but no token: it must not lend its rights to HTTP clients."""
-    channel = ClientCredentials(
-        cert=credentials.cert, key=credentials.key, ca=credentials.ca, server_name=credentials.server_name
-    )
-    return GatewaySpec(
-        config.gateway,
-        tuple(routers),
-        config.models,
-        config.model_rules,
-        channel,
-        config.router.drain_timeout_s,
-        config.telemetry,
-    )
+def _server(config: TandemConfig, routers: Sequence[RouterCalls]) -> HttpServer:
+    connect = functools.partial(RemoteRouter, credentials=_channel_credentials(config))
+    fleets = Fleets(routers, config.models, config.model_rules, connect)
+    return HttpServer(config.gateway, config.telemetry, fleets)
 
 
-def gateway_line(url: str) -> str:
+def _channel_credentials(config: TandemConfig) -> ClientCredentials:
+    """Certificates, but no token: the gateway must not lend its rights to HTTP clients."""
+    own = load_credentials(config.security)
+    return ClientCredentials(cert=own.cert, key=own.key, ca=own.ca, server_name=own.server_name)
+
+
+@contextlib.contextmanager
+def claimed_port(config: GatewayConfig) -> Iterator[GatewayConfig]:
+    """Keep other programs off the HTTP port, which several servers of one fleet share. Raises `ConfigError`."""
+    try:
+        claim = PortClaim(config.host, config.port)
+    except OSError as error:
+        where = f"{join_address(config.host, config.port)} ({error.strerror})"
+        raise ConfigError(f"cannot listen on {where}; choose another port with --http") from error
+    with contextlib.closing(claim):
+        yield replace(config, port=claim.port)
+
+
+def gateway_line(config: GatewayConfig) -> str:
+    scheme = "https" if config.tls_cert else "http"
+    url = f"{scheme}://{join_address(config.host, config.port)}"
     return f"OpenAI API at {url}/v1, dashboard at {url}/dashboard"
-
-
-@contextlib.asynccontextmanager
-async def gateway_beside(
-    config: TandemConfig, routers: Sequence[str], credentials: Credentials, print_line: PrintLine
-) -> AsyncIterator[None]:
-    """The gateway of a fleet that serves; without a configured port, nothing."""
-    if not config.gateway.port:
-        yield
-        return
-    async with gateway(gateway_spec(config, routers, credentials), print_line) as url:
-        print_line(gateway_line(url))
-        yield
 
 
 def serve_gateway(config: TandemConfig, routers: Sequence[str], console: Console) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises `TandemError` if the gateway does not start."""
-    spec = gateway_spec(config, routers, load_credentials(config.security))
 
     def print_line(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    async def main() -> None:
+    async def main(config: TandemConfig) -> None:
         interrupted = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
-        async with gateway(spec, print_line) as url:
-            print_line(f"serving {', '.join(routers)} at {url}; Ctrl-C drains and stops")
-            print_line(gateway_line(url))
+        credentials = _channel_credentials(config)
+        server = _server(config, [RemoteRouter(address, credentials) for address in routers])
+        await server.start()
+        try:
+            away = [link.fault for fleet in server.fleets.fleets for link in fleet.links if link.fault]
+            for fault in dict.fromkeys(away):
+                print_line(f"the gateway answers 503 until its router answers: {fault}")
+            print_line(f"serving {', '.join(routers)} at {server.url}; Ctrl-C drains and stops")
+            print_line(gateway_line(config.gateway))
             await interrupted.wait()
+        finally:
+            await server.drain(config.router.drain_timeout_s)
 
-    asyncio.run(main())
+    with claimed_port(config.gateway) as claimed:
+        uvloop.run(main(replace(config, gateway=claimed)))

@@ -21,7 +21,7 @@ from rich.console import Console
 from cli import compose
 from cli.credentials import client_of, token_file, with_cluster_token
 from cli.exit_codes import INTERRUPTED
-from cli.gateway import gateway_beside
+from cli.gateway import claimed_port, gateway_line
 from cli.pools import num_serving, ready_line
 from cli.pull import pull_if_listed
 from core.config import ClusterConfig, EngineConfig, TandemConfig
@@ -221,13 +221,13 @@ def run_interruptible(main: Callable[[], Coroutine[Any, Any, None]], print_line:
 def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
     """Serve until interrupted. `cluster` is starting already. Raises `TandemError` if the start or Ray fails."""
     secured = with_cluster_token(config)
-    credentials, spec = load_credentials(secured.security), fleet_spec(secured)
+    credentials = load_credentials(secured.security)
     generated_token = "" if read_token(config.security) else credentials.token
 
     def print_line(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    async def main() -> None:
+    async def main(spec: FleetSpec) -> None:
         async with (
             cancelled_when_ray_fails(cluster, print_line),
             fleet(cluster, spec, print_line, credentials) as addresses,
@@ -235,11 +235,13 @@ def serve(config: TandemConfig, cluster: Cluster, console: Console) -> None:
             with contextlib.ExitStack() as token_files:
                 for address in addresses:
                     token_files.enter_context(token_file(address, generated_token))
-                async with gateway_beside(config, addresses, credentials, print_line):
-                    print_line(ready_line(config.engine.model, addresses, config.cluster))
-                    await print_notices(cluster, print_line)
+                if config.gateway.port:
+                    print_line(gateway_line(config.gateway))
+                print_line(ready_line(config.engine.model, addresses, config.cluster))
+                await print_notices(cluster, print_line)
 
     if not config.cluster.address:
         pull_if_listed(config.engine.model, console)  # the file is cached; this checks its hash
     cluster.join()
-    run_interruptible(main, print_line)
+    with claimed_port(config.gateway) if config.gateway.port else contextlib.nullcontext():
+        run_interruptible(functools.partial(main, fleet_spec(secured)), print_line)

@@ -31,7 +31,8 @@ from kv_transfer.path_probe import keep_for_probes, seen, traffic
 from kv_transfer.protocol.path_verdict import expected_bytes_per_s, judge, lane_of
 from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
-from protos import codec, worker_pb2
+from protos import codec
+from tandem_client.stubs import worker_pb2
 
 LAYOUT = KVLayout("probe", "bfloat16", num_layers=30, num_kv_heads=3, block_size=16, head_dim=64)
 NUM_BLOCKS, PROBE_BYTES = keep_for_probes(200, LAYOUT)  # 73 MB

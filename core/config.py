@@ -22,7 +22,7 @@ MAX_KEY_NAME_CHARS = 128
 MIN_GPU_SHARE = 0.01  # of a GPU; below it not even a context fits
 HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
 MAX_REQUESTS_PER_MINUTE = 100_000  # a router remembers the time of each
-MIN_MESSAGE_BYTES = 512 * 1024  # clients put calls of half as many bytes into a shared stream
+MIN_MESSAGE_BYTES = 512 * 1024  # the requests of every client that is in use fit
 TOKEN_RULE = f"{MIN_TOKEN_CHARS} or more printable ASCII characters without spaces"
 
 
@@ -340,11 +340,10 @@ class SecurityConfig:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """The OpenAI-compatible HTTP server. It is a client of the routers."""
+    """The OpenAI-compatible HTTP server of every router, or of `tandem gateway`."""
 
     host: str = "127.0.0.1"  # address that the gateway listens on; 0.0.0.0 = every address of this machine
-    port: int = 0  # 0 = `tandem serve` starts no gateway
-    num_processes: int = 1  # gateway processes, all on this port
+    port: int = 0  # shared by the routers of a machine; 0 = `tandem serve` serves no HTTP
     max_body_bytes: int = 8 * 1024 * 1024  # a larger body is refused with status 413
     default_timeout_s: float = 600.0  # time limit of a request that names none
     min_interval_ms: int = 0  # least time between two events of a choice: tokens of this time come as one event
@@ -356,7 +355,7 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         _require_given(self, "host")
         _require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
-        _require_positive(self, "num_processes", "max_body_bytes", "default_timeout_s")
+        _require_positive(self, "max_body_bytes", "default_timeout_s")
         _require(
             0 <= self.min_interval_ms <= MAX_MIN_INTERVAL_MS,
             f"min_interval_ms must be in [0, {MAX_MIN_INTERVAL_MS}], is {self.min_interval_ms}",

@@ -22,6 +22,7 @@ class ErrorCode(Enum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
     UNAVAILABLE = "unavailable"
+    UNIMPLEMENTED = "unimplemented"
     INTERNAL = "internal"
 
 

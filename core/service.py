@@ -50,6 +50,19 @@ class Service(Protocol):
         """End at once: calls in flight fail with UNAVAILABLE. A second call does nothing."""
 
 
+class HttpFront(Protocol):
+    """The HTTP server in the process of a router."""
+
+    async def start(self) -> None:
+        """Accept connections. Raises `ConfigError`."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new connection, let open answers end for at most `timeout_s`, and cut the others off."""
+
+    async def stop(self) -> None:
+        """Cut off every answer. A second call does nothing."""
+
+
 class RouterControl(Service, Protocol):
     """A router as the supervisor sees it."""
 

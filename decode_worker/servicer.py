@@ -29,10 +29,11 @@ from decode_worker.machine import (
 )
 from decode_worker.token_stream import TokenStream
 from kv_transfer.protocol.events import PullStats
-from protos import codec, worker_pb2, worker_pb2_grpc
+from protos import codec
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import abort, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
 
 SPAN_OF_STAGE = {

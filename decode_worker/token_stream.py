@@ -15,7 +15,8 @@ from typing import NoReturn
 
 from core.errors import TandemError, WorkerUnavailable
 from core.step import SampledToken
-from protos import codec, worker_pb2
+from protos import codec
+from tandem_client.stubs import worker_pb2
 
 MAX_PENDING = 262_144  # tokens, and log-probabilities of tokens, that wait for a write
 MAX_WRITE_S = 10.0

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.calls import CallContext, generate, json_bytes, warning_headers
-from gateway.connection import EventFormat, EventStream, first_of, while_connected
+from gateway.calls import CallContext, json_bytes, warning_headers
+from gateway.connection import EventFormat, EventStream, EventWriter, while_connected
 from gateway.fleets import ServedModel
 from gateway.guardrails import Guardrail, Message
 from gateway.metrics import GatewayMetrics
-from gateway.outputs import AnswerHead, Event, Events, guarded
-from tandem_client import GenerateRequest
+from gateway.outputs import AnswerHead
+from gateway.router_calls import Chunk, Sink
+from gateway.sinks import AnswerSink, GuardedSink, Renumbered
+from tandem_client.stubs.inference_pb2 import Finished, GenerateRequest
 
 
 class AnswerForm(Protocol):
-    """Collects events into one object."""
+    """Collects the parts of an answer into one object."""
 
-    def push(self, event: Event) -> None: ...
+    def chunk(self, chunk: Chunk) -> object: ...
+
+    def finished(self, finished: Finished) -> object: ...
+
+    def filtered(self, choice: int) -> object: ...
 
     def result(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A checked request: one gRPC request for each prompt."""
+    """A checked request: one call of the router for each prompt. Choice k of prompt i is choice i * n + k."""
 
     id: str
     model: ServedModel
@@ -46,33 +52,88 @@ class Call:
             self.id, self.model.name, int(time.time()), frozenset(self.model.info.eos_token_ids), stop_strings
         )
 
-    def events(self) -> Events:
-        responses = generate(self.model.client, self.requests, self.context)
+    def generate(self, sink: AnswerSink) -> Coroutine[Any, Any, None]:
+        """Generates into `sink`. Raises the error of the first call that fails; the others are then cancelled.
+
+        Raises `ApiError` at once if the guardrail refuses.
+        """
         if self.guardrail is None:
-            return cast(Events, responses)
-        return guarded(responses, self.guardrail, self.prompts, self.requests[0].n or 1)
+            return self._generate(sink)
+        guarded = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
+        return guarded.check_all(self._generate(guarded))
+
+    async def _generate(self, sink: Sink) -> None:
+        if len(self.requests) == 1:
+            await self._generate_one(self.requests[0], sink)
+            return
+        calls, first_choice = [], 0
+        for request in self.requests:
+            call = self._generate_one(request, Renumbered(sink, first_choice))
+            calls.append(asyncio.create_task(call))
+            first_choice += request.n or 1
+        try:
+            await asyncio.gather(*calls)
+        finally:
+            for task in calls:
+                task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _generate_one(self, request: GenerateRequest, sink: Sink) -> None:
+        request.min_interval_ms = self.context.min_interval_ms
+        await self.model.router.generate(request, sink, self.context.timeout_s, self.context.metadata)
 
     def headers(self) -> dict[str, str]:
         return {"x-request-id": self.id} | warning_headers(self.warnings)
 
 
-async def answer_stream(request: Request, call: Call, form: EventFormat[Event]) -> Response:
+class Collector:
+    """The sink of an answer that is one object."""
+
+    is_full = False
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form = form
+
+    def when_room(self, _: Callable[[], None]) -> None:
+        raise AssertionError("a collector is never full")
+
+    def chunk(self, chunk: Chunk) -> None:
+        self._form.chunk(chunk)
+
+    def finished(self, finished: Finished) -> None:
+        self._form.finished(finished)
+
+    def filtered(self, choice: int) -> None:
+        self._form.filtered(choice)
+
+
+async def answer_stream(request: Request, call: Call, form: EventFormat) -> Response:
     """The stream begins with the first token, so that a refusal before it has its own status."""
     _count_time_before(request)
-    events = call.events()
-    first = await first_of(request.receive, events)
+    writer = EventWriter(form)
+    generating = asyncio.create_task(call.generate(writer))
+    generating.add_done_callback(_note_end)
+    try:
+        begun = asyncio.wait((generating, writer.has_begun), return_when=asyncio.FIRST_COMPLETED)
+        await while_connected(request.receive, begun)
+        if not writer.has_begun.done():
+            await generating  # raises its error
+    except BaseException:
+        generating.cancel()
+        raise
     metrics: GatewayMetrics = request.app.state.metrics
-    return EventStream(first, events, form, call.headers(), metrics.added_per_message.observe)
+    return EventStream(writer, generating, call.headers(), metrics.added_per_message.observe)
+
+
+def _note_end(generating: asyncio.Task[None]) -> None:
+    """Without a look at its error, asyncio logs a call that failed after its client had gone."""
+    if not generating.cancelled():
+        generating.exception()
 
 
 async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:
-    async def collect() -> None:
-        async with aclosing(call.events()) as events:
-            async for event in events:
-                form.push(event)
-
     _count_time_before(request)
-    await while_connected(request.receive, collect())
+    await while_connected(request.receive, call.generate(Collector(form)))
     return Response(json_bytes(form.result()), 200, call.headers(), "application/json")
 
 

@@ -1,51 +1,56 @@
-"""The FastAPI application of the gateway. Each group of routes is a module of its own."""
+"""The application of the gateway. Each group of routes is a module of its own."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
-from fastapi.middleware.cors import CORSMiddleware
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from core.config import GatewayConfig
 from gateway import chat, completions, operations, responses, tokens
 from gateway.dashboard import routes
-from gateway.errors import install_error_handlers
+from gateway.errors import HANDLERS
 from gateway.fleets import Fleets
 from gateway.front_door import FrontDoor
 from gateway.guardrails import load_guardrail
 from gateway.metrics import GatewayMetrics
+from gateway.tracing import Tracer
+from runtime.tracing.telemetry import Telemetry
 
 
-def build_app(config: GatewayConfig, fleets: Fleets, metrics: GatewayMetrics | None = None) -> FastAPI:
+def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> Starlette:
     """The application. It opens `fleets` when it starts, and closes them when it ends.
 
     Raises `ConfigError` if the guardrail cannot be loaded.
     """
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await fleets.open()
         try:
             yield
         finally:
             await fleets.close()
 
-    app = FastAPI(
-        title="Tandem", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # the gateway has its own
-    )  # fmt: skip
-    app.state.config, app.state.fleets = config, fleets
-    app.state.metrics = metrics or GatewayMetrics()
-    app.state.guardrail = load_guardrail(config.guardrail)
-    for module in (operations, completions, chat, responses, tokens, routes):
-        app.include_router(module.router)
-    install_error_handlers(app)
-    app.add_middleware(FrontDoor, config=config, metrics=app.state.metrics)
-    if config.cors_origins:  # the last one added is the outermost, so refusals have its headers, too
-        app.add_middleware(
+    metrics = GatewayMetrics()
+    middleware = [Middleware(FrontDoor, config=config, metrics=metrics, tracer=Tracer(telemetry))]
+    if config.cors_origins:  # outermost, so refusals have its headers, too
+        cors = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id", "x-tandem-trace-id", "traceresponse"],
         )  # fmt: skip
+        middleware.insert(0, cors)
+    app = Starlette(
+        routes=[
+            route for module in (operations, completions, chat, responses, tokens, routes) for route in module.ROUTES
+        ],
+        middleware=middleware,
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
+    app.state.config, app.state.fleets, app.state.metrics = config, fleets, metrics
+    app.state.guardrail = load_guardrail(config.guardrail)
     return app

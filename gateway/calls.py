@@ -1,26 +1,20 @@
-"""From an HTTP request to a gRPC call: its headers, its deadline, and its stream of answers.
-
-A request with several prompts makes one call for each prompt. Choice k of prompt i is choice i * n + k of the answer.
-"""
+"""From an HTTP request to a call of a router: its headers, its deadline, its body."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import math
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from gateway.errors import ApiError, api_error, refused
+from gateway.errors import api_error, refused
 from gateway.schema_sampling import Schema
-from tandem_client import AsyncClient, GenerateRequest, GenerateResponse
 
 TIMEOUT_HEADER = "x-tandem-timeout-ms"
 RECEIPT_HEADER = "x-tandem-receipt"
@@ -29,15 +23,13 @@ REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-tandem-warning"
 PASSED_ON = ("authorization", "traceparent", "tracestate")  # HTTP headers that become gRPC metadata
 MAX_REQUEST_ID_CHARS = 120  # the router takes 128; the calls of several prompts add a number
-MAX_MERGED_RESPONSES = 64  # that wait between the calls of one request and its answer
 
 S = TypeVar("S", bound=Schema)
-Responses = AsyncGenerator[GenerateResponse, None]
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """The options of a gRPC call that the headers of a request set."""
+    """The options of a call that the headers of a request set."""
 
     timeout_s: float
     metadata: tuple[tuple[str, str], ...]
@@ -113,50 +105,3 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
 
 def json_bytes(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
-# ---- streams
-
-
-def generate(client: AsyncClient, requests: Sequence[GenerateRequest], context: CallContext) -> Responses:
-    """The answers of all calls as one stream. Closing the stream cancels every call."""
-    for request in requests:
-        request.min_interval_ms = context.min_interval_ms
-    streams = [cast(Responses, client.generate(request, context.timeout_s, context.metadata)) for request in requests]
-    return streams[0] if len(streams) == 1 else _merged(streams, [request.n or 1 for request in requests])
-
-
-async def _merged(streams: Sequence[Responses], nums_choices: Sequence[int]) -> Responses:
-    """Renumber the choices, and pass on the responses as they come. The first error ends all calls."""
-    merged: asyncio.Queue[GenerateResponse | BaseException | None] = asyncio.Queue(MAX_MERGED_RESPONSES)
-
-    async def pump(responses: AsyncIterator[GenerateResponse], first_choice: int) -> None:
-        try:
-            async for response in responses:
-                event = response.tokens if response.HasField("tokens") else response.finished
-                event.choice += first_choice
-                await merged.put(response)
-        except Exception as error:  # noqa: BLE001  the reader raises it
-            await merged.put(error)
-        else:
-            await merged.put(None)
-
-    starts = [sum(nums_choices[:index]) for index in range(len(streams))]
-    pumps = [asyncio.create_task(pump(responses, start)) for responses, start in zip(streams, starts, strict=True)]
-    try:
-        num_open = len(pumps)
-        while num_open:
-            item = await merged.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        for responses in streams:
-            with contextlib.suppress(ApiError):
-                await responses.aclose()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from gateway.answering import Call, answer_object, answer_stream
 from gateway.calls import call_context, read_body, request_id_of
@@ -18,12 +18,9 @@ from gateway.guarding import check_chat, guardrail_of, refuse_logprobs
 from gateway.schema_chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools
 from gateway.schema_sampling import common_request, stream_warnings
 from gateway.usage import UsageSum
-from tandem_client import ChatPrompt
-
-router = APIRouter()
+from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 
-@router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     call = await _prepare(request, body)
@@ -69,3 +66,6 @@ def _max_tokens(body: ChatBody) -> int | None:
     if old is not None and new is not None and old != new:
         raise refused("max_tokens", f"is {old}, but max_completion_tokens is {new}; send one of them")
     return new if new is not None else old
+
+
+ROUTES = [Route("/v1/chat/completions", chat_completions, methods=["POST"])]

@@ -1,4 +1,4 @@
-"""The two forms of a chat completion: server-sent chunks, and one object. Both are fed the same events.
+"""The two forms of a chat completion: server-sent chunks, and one object. Both take the same parts.
 
 A chunk is text around one escaped string: the parts before and after the string are made once for each choice.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 from gateway.calls import json_bytes
 from gateway.errors import api_error
-from gateway.outputs import FINISH_REASONS, AnswerHead, Event, Filtered, chat_logprobs
+from gateway.outputs import FINISH_REASONS, AnswerHead, chat_logprobs
+from gateway.router_calls import Chunk
 from gateway.tool_calls import TextDelta, ToolCallDelta, ToolCallParser, parser_for
 from gateway.usage import UsageSum
-from tandem_client import Finished
-from tandem_client.stubs.inference_pb2 import TokenChunk
+from tandem_client.stubs.inference_pb2 import Finished
 
 DONE = b"data: [DONE]\n\n"
 Delta = TextDelta | ToolCallDelta
@@ -64,8 +64,8 @@ class Chunks:
         befores = [f'data: {opening}, "choices": [{{"index": {i}, {before}' for i in range(num_choices)]
         return befores, f'{after}, "logprobs": null, "finish_reason": null}}]{no_usage}}}\n\n'
 
-    def chunk(self, fields: dict[str, Any]) -> bytes:
-        """`fields` of one choice."""
+    def event(self, fields: dict[str, Any]) -> bytes:
+        """The chunk with `fields` of one choice."""
         no_usage: dict[str, Any] = {"usage": None} if self._with_usage else {}
         return sse(self._common | {"choices": [fields]} | no_usage)
 
@@ -87,44 +87,40 @@ class ChatChunks(Chunks):
         self._begun = [False] * num_choices
         self._before, self._after = self.around('"delta": {"content": ', "}", num_choices)
 
-    def push(self, event: Event) -> bytes:
-        if isinstance(event, Filtered):
-            return self._begin(event.choice) + self._chunk(event.choice, {}, "content_filter")
-        if event.HasField("tokens"):
-            return self._tokens(event.tokens)
-        return self._finished(event.finished)
+    def filtered(self, choice: int) -> bytes:
+        return self._begin(choice) + self._event(choice, {}, "content_filter")
 
-    def _tokens(self, chunk: TokenChunk) -> bytes:
+    def chunk(self, chunk: Chunk) -> bytes:
         choice, text = chunk.choice, chunk.text
         begin = b"" if self._begun[choice] else self._begin(choice)
         if chunk.logprobs:
             logprobs = {"content": chat_logprobs(chunk.logprobs), "refusal": None}
             deltas = self._parsers.push(choice, text)
             first = _delta(deltas[0]) if deltas else {"content": ""}
-            rest = b"".join(self._chunk(choice, _delta(delta)) for delta in deltas[1:])
-            return begin + self._chunk(choice, first, None, logprobs) + rest
+            rest = b"".join(self._event(choice, _delta(delta)) for delta in deltas[1:])
+            return begin + self._event(choice, first, None, logprobs) + rest
         if self._parsers.has(choice):
-            return begin + b"".join(self._chunk(choice, _delta(delta)) for delta in self._parsers.push(choice, text))
+            return begin + b"".join(self._event(choice, _delta(delta)) for delta in self._parsers.push(choice, text))
         if not text:
             return begin
         return begin + f"{self._before[choice]}{quoted(text)}{self._after}".encode()
 
-    def _finished(self, finished: Finished) -> bytes:
+    def finished(self, finished: Finished) -> bytes:
         choice = finished.choice
         self.usage.add(finished)
-        rest = b"".join(self._chunk(choice, _delta(delta)) for delta in self._parsers.finish(choice))
+        rest = b"".join(self._event(choice, _delta(delta)) for delta in self._parsers.finish(choice))
         reason = self._parsers.finish_reason(finished)
         stop_reason = self.head.stop_reason(finished)
-        return self._begin(choice) + rest + self._chunk(choice, {}, reason, None, {"stop_reason": stop_reason})
+        return self._begin(choice) + rest + self._event(choice, {}, reason, None, {"stop_reason": stop_reason})
 
     def _begin(self, choice: int) -> bytes:
         """The chunk that opens a choice; nothing if it is open."""
         if self._begun[choice]:
             return b""
         self._begun[choice] = True
-        return self._chunk(choice, {"role": "assistant", "content": ""})
+        return self._event(choice, {"role": "assistant", "content": ""})
 
-    def _chunk(
+    def _event(
         self,
         choice: int,
         delta: dict[str, Any],
@@ -133,7 +129,7 @@ class ChatChunks(Chunks):
         more: dict[str, Any] | None = None,
     ) -> bytes:
         fields = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self.chunk(fields | (more or {}))
+        return self.event(fields | (more or {}))
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
@@ -158,15 +154,11 @@ class ChatAnswer:
         self._logprobs: list[list[Any]] = [[] for _ in range(num_choices)]
         self._ends: list[dict[str, Any]] = [{"finish_reason": "content_filter"} for _ in range(num_choices)]
 
-    def push(self, event: Event) -> None:
-        if isinstance(event, Filtered):
-            return
-        if event.HasField("tokens"):
-            choice = event.tokens.choice
-            self._logprobs[choice] += chat_logprobs(event.tokens.logprobs)
-            self._take(choice, self._parsers.push(choice, event.tokens.text))
-            return
-        finished = event.finished
+    def chunk(self, chunk: Chunk) -> None:
+        self._logprobs[chunk.choice] += chat_logprobs(chunk.logprobs)
+        self._take(chunk.choice, self._parsers.push(chunk.choice, chunk.text))
+
+    def finished(self, finished: Finished) -> None:
         self._usage.add(finished)
         self._take(finished.choice, self._parsers.finish(finished.choice))
         reason, stop_reason = self._parsers.finish_reason(finished), self._head.stop_reason(finished)
@@ -182,6 +174,9 @@ class ChatAnswer:
                 calls.append({"id": delta.id, "type": "function", "function": function})
             else:
                 calls[delta.index]["function"]["arguments"] += delta.arguments
+
+    def filtered(self, _: int) -> None:
+        """A choice without another end was ended by the guardrail: see `_ends`."""
 
     def result(self) -> dict[str, Any]:
         head = self._head

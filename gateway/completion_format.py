@@ -7,9 +7,10 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from gateway.chat_format import Chunks
-from gateway.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs, Event, Filtered
+from gateway.outputs import FINISH_REASONS, AnswerHead, CompletionLogprobs
+from gateway.router_calls import Chunk
 from gateway.usage import UsageSum
-from tandem_client.stubs.inference_pb2 import TokenChunk
+from tandem_client.stubs.inference_pb2 import Finished
 
 
 class CompletionChunks(Chunks):
@@ -21,22 +22,20 @@ class CompletionChunks(Chunks):
         self._logprobs = [CompletionLogprobs(len(echo)) for echo in echoes]
         self._before, self._after = self.around('"text": ', "", len(echoes))
 
-    def push(self, event: Event) -> bytes:
-        if isinstance(event, Filtered):
-            return self._chunk(event.choice, self._take_echo(event.choice), "content_filter")
-        if event.HasField("tokens"):
-            return self._tokens(event.tokens)
-        finished = event.finished
+    def filtered(self, choice: int) -> bytes:
+        return self._event(choice, self._take_echo(choice), "content_filter")
+
+    def finished(self, finished: Finished) -> bytes:
         self.usage.add(finished)
         more = {"stop_reason": self.head.stop_reason(finished)}
         reason = FINISH_REASONS[finished.finish_reason]
-        return self._chunk(finished.choice, self._take_echo(finished.choice), reason, None, more)
+        return self._event(finished.choice, self._take_echo(finished.choice), reason, None, more)
 
-    def _tokens(self, chunk: TokenChunk) -> bytes:
+    def chunk(self, chunk: Chunk) -> bytes:
         choice = chunk.choice
         text = self._take_echo(choice) + chunk.text
         if chunk.logprobs:
-            return self._chunk(choice, text, None, self._logprobs[choice].take(chunk.logprobs))
+            return self._event(choice, text, None, self._logprobs[choice].take(chunk.logprobs))
         if not text:
             return b""
         return f"{self._before[choice]}{quoted(text)}{self._after}".encode()
@@ -46,7 +45,7 @@ class CompletionChunks(Chunks):
         echo, self._echoes[choice] = self._echoes[choice], ""
         return echo
 
-    def _chunk(
+    def _event(
         self,
         choice: int,
         text: str,
@@ -55,7 +54,7 @@ class CompletionChunks(Chunks):
         more: dict[str, Any] | None = None,
     ) -> bytes:
         fields = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self.chunk(fields | (more or {}))
+        return self.event(fields | (more or {}))
 
 
 class CompletionAnswer:
@@ -69,21 +68,20 @@ class CompletionAnswer:
         self._logprobs: list[dict[str, list[Any]]] = [{} for _ in echoes]
         self._ends: list[dict[str, Any]] = [{"finish_reason": "content_filter"} for _ in echoes]
 
-    def push(self, event: Event) -> None:
-        if isinstance(event, Filtered):
-            return
-        if event.HasField("finished"):
-            finished = event.finished
-            self._usage.add(finished)
-            reason, stop_reason = FINISH_REASONS[finished.finish_reason], self._head.stop_reason(finished)
-            self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
-            return
-        chunk = event.tokens
+    def finished(self, finished: Finished) -> None:
+        self._usage.add(finished)
+        reason, stop_reason = FINISH_REASONS[finished.finish_reason], self._head.stop_reason(finished)
+        self._ends[finished.choice] = {"finish_reason": reason, "stop_reason": stop_reason}
+
+    def chunk(self, chunk: Chunk) -> None:
         self._texts[chunk.choice].append(chunk.text)
         if chunk.logprobs:
             columns = self._logprobs[chunk.choice]
             for name, values in self._offsets[chunk.choice].take(chunk.logprobs).items():
                 columns.setdefault(name, []).extend(values)
+
+    def filtered(self, _: int) -> None:
+        """A choice without another end was ended by the guardrail: see `_ends`."""
 
     def result(self) -> dict[str, Any]:
         head = self._head

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from gateway.answering import Call, answer_object, answer_stream
 from gateway.calls import call_context, read_body, request_id_of
@@ -17,12 +17,9 @@ from gateway.guardrails import Guardrail, Message
 from gateway.schema_completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion
 from gateway.schema_sampling import common_request, stream_warnings
 from gateway.usage import UsageSum
-from tandem_client import DetokenizeRequest, GenerateRequest, TokenIds
-
-router = APIRouter()
+from tandem_client.stubs.inference_pb2 import DetokenizeRequest, GenerateRequest, TokenIds
 
 
-@router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     call, echoes = await while_connected(request.receive, _prepare(request, body))
@@ -76,7 +73,7 @@ def _set_prompt(wire: GenerateRequest, prompt: Prompt) -> None:
 async def _text_of(prompt: Prompt, model: ServedModel, metadata: tuple[tuple[str, str], ...]) -> str:
     if isinstance(prompt, str):
         return prompt
-    answer = await model.client.detokenize(DetokenizeRequest(token_ids=prompt), metadata=metadata)
+    answer = await model.router.detokenize(DetokenizeRequest(token_ids=prompt), metadata)
     return answer.text
 
 
@@ -86,3 +83,6 @@ async def _check(guardrail: Guardrail, texts: list[str], prompts: list[Prompt]) 
     return checked, [
         prompt if text == before else text for prompt, before, text in zip(prompts, texts, checked, strict=True)
     ]
+
+
+ROUTES = [Route("/v1/completions", completions, methods=["POST"])]

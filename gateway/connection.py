@@ -1,7 +1,8 @@
-"""Answers that end with their connection: a client that goes away cancels its work, and with it every gRPC call.
+"""Answers that end with their connection: a client that goes away cancels its work, and with it every call.
 
-`while_connected` runs work beside a watch of the connection. `EventStream` writes server-sent events as they come, one
-message to the server for each message of the router, without a framework between them.
+`while_connected` runs work beside a watch of the connection. `EventWriter` is the sink of a streamed answer: it makes
+the bytes of an event, and writes them to the transport of the connection in the same call. Only the head and the end of
+the answer pass through the ASGI application.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ClientGone, server_stops
+from gateway.http_protocol import CONNECTION, BoundedHttpProtocol
+from gateway.router_calls import Chunk
+from tandem_client.stubs.inference_pb2 import Finished
 
 T = TypeVar("T")
-E = TypeVar("E", contravariant=True)
 
 LAST_EVENT_TIMEOUT_S = 0.5  # of a server that stops
 HEADERS = (
@@ -28,14 +31,19 @@ HEADERS = (
 )
 
 
-class EventFormat(Protocol[E]):
-    """Turns the events of a generation into server-sent events. It never waits."""
+class EventFormat(Protocol):
+    """Turns the parts of an answer into server-sent events. Every text may be empty."""
 
-    def push(self, event: E) -> bytes:
-        """The text for `event`; may be empty."""
+    def chunk(self, chunk: Chunk) -> bytes: ...
+
+    def finished(self, finished: Finished) -> bytes:
+        """The text for the end of a choice."""
+
+    def filtered(self, choice: int) -> bytes:
+        """The text for a choice that the guardrail ends."""
 
     def end(self) -> bytes:
-        """The text after the last event."""
+        """The text after the last choice."""
 
     def fail(self, error: Exception) -> bytes:
         """The text if `error` ends the stream early; nothing follows."""
@@ -70,69 +78,110 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
             task.uncancel()
 
 
-async def first_of(receive: Receive, events: AsyncGenerator[T, None]) -> T:
-    """The first event. An error before it can still become the status of the answer."""
-    return await while_connected(receive, anext(events))
+class EventWriter:
+    """The sink of a streamed answer. Until `attach`, the text of the first parts stays in the writer."""
+
+    def __init__(self, form: EventFormat) -> None:
+        self._form = form
+        self._connection: BoundedHttpProtocol | None = None
+        self._held: list[bytes] = []
+        self._seconds, self._num_parts = 0.0, 0
+        self.has_begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def chunk(self, chunk: Chunk) -> None:
+        self._write(time.perf_counter(), self._form.chunk(chunk))
+
+    def finished(self, finished: Finished) -> None:
+        self._write(time.perf_counter(), self._form.finished(finished))
+
+    def filtered(self, choice: int) -> None:
+        self._write(time.perf_counter(), self._form.filtered(choice))
+
+    def _write(self, start: float, text: bytes) -> None:
+        if self._connection is not None:
+            if text:
+                self._connection.write_chunk(text)
+        else:
+            self._held.append(text)
+            if not self.has_begun.done():
+                self.has_begun.set_result(None)
+        self._seconds += time.perf_counter() - start
+        self._num_parts += 1
+
+    @property
+    def is_full(self) -> bool:
+        return self._connection is not None and self._connection.is_full
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        assert self._connection is not None, "a writer without a connection is never full"
+        self._connection.when_room(callback)
+
+    def attach(self, connection: BoundedHttpProtocol) -> None:
+        """Write to `connection` from now on. The head of the answer must be written."""
+        self._connection = connection
+
+    def take_held(self) -> bytes:
+        held, self._held = b"".join(self._held), []
+        return held
+
+    def end(self) -> bytes:
+        return self._form.end()
+
+    def fail(self, error: Exception) -> bytes:
+        return self._form.fail(error)
+
+    @property
+    def seconds_per_part(self) -> float:
+        """Mean time to make and to write the events of one part."""
+        return self._seconds / max(1, self._num_parts)
 
 
-class EventStream(Response, Generic[T]):
-    """`first` and then `events`, as `form` writes them. Closes `events` in every case.
+class EventStream(Response):
+    """The answer of `writer`, which `generating` fills. Cancels `generating` if the client goes away.
 
-    `count` takes the mean seconds that an event after the first took here.
+    `count` takes the mean seconds that a part took in the writer.
     """
 
     def __init__(
         self,
-        first: T,
-        events: AsyncGenerator[T, None],
-        form: EventFormat[T],
+        writer: EventWriter,
+        generating: asyncio.Task[None],
         headers: dict[str, str],
         count: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._first, self._events, self._form, self._count = first, events, form, count
+        self._writer, self._generating, self._count = writer, generating, count
         self.status_code = 200
         self.background = None
         self.raw_headers = [*HEADERS, *((key.encode(), value.encode()) for key, value in headers.items())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
         try:
-            await while_connected(receive, self._write(send))
+            await while_connected(receive, self._stream(scope, send))
         except (ClientGone, OSError):  # servers raise OSError where the connection is gone
             return
         except asyncio.CancelledError:  # by the server, after its drain
             await self._cut_off(send)
         finally:
-            await self._events.aclose()
+            self._generating.cancel()
+            self._count(self._writer.seconds_per_part)
 
     async def _cut_off(self, send: Send) -> None:
-        text = self._form.fail(server_stops())
+        text = self._writer.fail(server_stops())
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": text, "more_body": False})
 
-    async def _write(self, send: Send) -> None:
-        form = self._form
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        writer = self._writer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        text = form.push(self._first)
-        del self._first
-        if text:
+        while text := writer.take_held():
             await send({"type": "http.response.body", "body": text, "more_body": True})
-        seconds, num_events = 0.0, 0
+        writer.attach(scope["extensions"][CONNECTION])
         try:
-            async for event in self._events:
-                start = time.perf_counter()
-                text = form.push(event)
-                if text:
-                    await send({"type": "http.response.body", "body": text, "more_body": True})
-                seconds += time.perf_counter() - start
-                num_events += 1
-            text = form.end()
+            await self._generating
+            text = writer.end()
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001  the status is sent; the error is an event
-            text = form.fail(error)
-        finally:
-            if num_events:
-                self._count(seconds / num_events)
+            text = writer.fail(error)
         await send({"type": "http.response.body", "body": text, "more_body": False})

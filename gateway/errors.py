@@ -15,35 +15,32 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from grpc import StatusCode
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ExceptionHandler
 
+from core.errors import ErrorCode, TandemError, WorkerUnavailable
 from gateway.fleets import ModelUnknown
 from gateway.tracing import note_error
-from tandem_client import CallFailed
 
 log = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nobody reads this answer; the access log shows it
 
-# gRPC status -> HTTP status, type and code of the error.
-STATUSES: dict[StatusCode, tuple[int, str, str]] = {
-    StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
-    StatusCode.OUT_OF_RANGE: (400, "invalid_request_error", "invalid_value"),
-    StatusCode.FAILED_PRECONDITION: (400, "invalid_request_error", "failed_precondition"),
-    StatusCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
-    StatusCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
-    StatusCode.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
-    StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
-    StatusCode.CANCELLED: (CLIENT_GONE, "invalid_request_error", "cancelled"),
-    StatusCode.UNIMPLEMENTED: (501, "server_error", "not_implemented"),
-    StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),
-    StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
+# Code of an error -> HTTP status, type and code of the answer.
+STATUSES: dict[ErrorCode, tuple[int, str, str]] = {
+    ErrorCode.INVALID_ARGUMENT: (400, "invalid_request_error", "invalid_value"),
+    ErrorCode.FAILED_PRECONDITION: (400, "invalid_request_error", "failed_precondition"),
+    ErrorCode.UNAUTHENTICATED: (401, "authentication_error", "invalid_api_key"),
+    ErrorCode.PERMISSION_DENIED: (403, "permission_error", "permission_denied"),
+    ErrorCode.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
+    ErrorCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    ErrorCode.CANCELLED: (CLIENT_GONE, "invalid_request_error", "cancelled"),
+    ErrorCode.UNIMPLEMENTED: (501, "server_error", "not_implemented"),
+    ErrorCode.UNAVAILABLE: (503, "server_error", "unavailable"),
+    ErrorCode.DEADLINE_EXCEEDED: (504, "server_error", "timeout"),
 }
 SERVER_ERROR = (500, "server_error", "internal_error")
 
@@ -91,8 +88,8 @@ class ClientGone(Exception):
     """The client closed its connection before it had the whole answer."""
 
 
-def server_stops() -> CallFailed:
-    return CallFailed(StatusCode.UNAVAILABLE, SERVER_STOPS, retryable=True)
+def server_stops() -> TandemError:
+    return WorkerUnavailable(SERVER_STOPS)
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -111,14 +108,12 @@ def _api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
-        case CallFailed():
+        case TandemError():
             return _of_call(error)
         case ModelUnknown():
             return ApiError(404, str(error), param="model", code="model_not_found")
         case ValidationError():
             return _of_validation(error.errors(include_url=False, include_context=False))
-        case RequestValidationError():
-            return _of_validation(error.errors())
         case HTTPException():
             return _of_http(error)
         case ClientGone():
@@ -130,20 +125,21 @@ def _api_error(error: BaseException) -> ApiError:
             return ApiError(status, f"unexpected error in the gateway; its log names it {error_id}", kind, code=code)
 
 
-def _of_call(error: CallFailed) -> ApiError:
+def _of_call(error: TandemError) -> ApiError:
     status, kind, code = STATUSES.get(error.code, SERVER_ERROR)
-    if error.code is StatusCode.RESOURCE_EXHAUSTED and not error.retryable and error.retry_after_s is None:
+    retry_after_s: float | None = getattr(error, "retry_after_s", None)
+    if error.code is ErrorCode.RESOURCE_EXHAUSTED and not error.retryable and retry_after_s is None:
         status, kind, code = 413, "invalid_request_error", "request_too_large"
     message, param = str(error), http_field(error.field)
     if error.field and message.startswith(f"{error.field}: "):
         message = f"{param}: {message.removeprefix(f'{error.field}: ')}"
-    if error.code is StatusCode.DEADLINE_EXCEEDED:
+    if error.code is ErrorCode.DEADLINE_EXCEEDED:
         message = "the answer was not complete within the time limit (x-tandem-timeout-ms, gateway.default_timeout_s)"
     if status == 400 and " context of " in message:
         code = "context_length_exceeded"
     headers = {}
-    if error.retry_after_s is not None or (status == 503 and error.retryable):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 0)))
+    if retry_after_s is not None or (status == 503 and error.retryable):
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
     if status == 429 or status >= 500:  # the clients of OpenAI retry these, unless this header says otherwise
         headers["x-should-retry"] = "true" if error.retryable else "false"
     return ApiError(status, message, kind, param or None, code, headers)
@@ -192,7 +188,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     return api_error(error).response()
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` in OpenAI's shape."""
-    for kind in (ApiError, CallFailed, ModelUnknown, ClientGone, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer)
+# For Starlette: answers every error of a route in OpenAI's shape.
+HANDLERS: dict[Any, ExceptionHandler] = dict.fromkeys(
+    (ApiError, TandemError, ModelUnknown, ClientGone, HTTPException, Exception), _answer
+)

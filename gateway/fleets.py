@@ -1,11 +1,10 @@
-"""The fleets behind the gateway: a model name -> the client of a fleet that serves it.
+"""The fleets behind the gateway: a model name -> a router of a fleet that serves it.
 
 Without `[[models]]` there is one fleet, and it serves its model under the router's name for it. With `[[models]]`, each
 model names the fleet that serves it; aliases and rules choose among the models. A fleet that is away takes only its own
 models with it.
 
-Every router is asked for its model once a second, so the gateway knows a restarted router soon. The gRPC channel
-connects again by itself.
+The gateway asks every router for its model once a second, so it knows a restarted router soon.
 """
 
 from __future__ import annotations
@@ -15,32 +14,27 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from grpc import StatusCode
 from starlette.requests import Request
 
 from core.config import ModelConfig, ModelRuleConfig
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials, GetModelResponse
-from tandem_client.credentials import OPEN
+from core.errors import TandemError, WorkerUnavailable
+from gateway.router_calls import RouterCalls
+from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
 ASK_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.2  # of a router that is away
 READY_TIMEOUT_S = 2.0
 
-Connect = Callable[[str], AsyncClient]
-
-
-def connect_once(address: str, credentials: Credentials = OPEN) -> AsyncClient:
-    """A client without retries: an HTTP client retries by itself, and this file asks again anyway."""
-    return AsyncClient(address, credentials, NO_RETRY, shares_stream=True)
+Connect = Callable[[str], RouterCalls]  # to host:port
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model, and the client of the fleet that serves it."""
+    """A model, and a router of the fleet that serves it."""
 
     name: str  # the `model` of every answer
-    client: AsyncClient
+    router: RouterCalls
     info: GetModelResponse  # info.name is the name for the router
 
 
@@ -68,20 +62,20 @@ class ModelUnknown(Exception):
 
 
 class RouterLink:
-    """One router: its client, and its newest answer."""
+    """One router, and its newest answer."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self.client = client
+    def __init__(self, router: RouterCalls) -> None:
+        self.router = router
         self.info: GetModelResponse | None = None  # the last answer, also of a router that is away now
         self.fault = "not asked yet"  # empty while the router answers
         self.answered = asyncio.Event()
 
     async def ask(self) -> None:
         try:
-            self.info = await self.client.model()
+            self.info = await self.router.model()
             self.fault = ""
             self.answered.set()
-        except CallFailed as error:
+        except TandemError as error:
             self.fault = str(error)
 
     async def keep_asking(self) -> None:
@@ -93,8 +87,8 @@ class RouterLink:
 class Fleet:
     """The routers of one fleet. They serve the same workers, so requests go to them in turn."""
 
-    def __init__(self, routers: Sequence[str], connect: Connect) -> None:
-        self.links = [RouterLink(connect(address)) for address in routers]
+    def __init__(self, routers: Sequence[RouterCalls]) -> None:
+        self.links = [RouterLink(router) for router in routers]
         self._turn = 0
 
     @property
@@ -111,10 +105,10 @@ class Fleet:
                 task.cancel()
 
     def pick(self) -> RouterLink:
-        """The next router that answers; if all are away, one that has answered before. Raises `CallFailed`."""
+        """The next router that answers; if all are away, one that has answered before. Raises `TandemError`."""
         present = [link for link in self.links if not link.fault] or [link for link in self.links if link.info]
         if not present:
-            raise CallFailed(StatusCode.UNAVAILABLE, self.links[0].fault, retryable=True)
+            raise WorkerUnavailable(self.links[0].fault)
         self._turn += 1
         return present[self._turn % len(present)]
 
@@ -125,7 +119,7 @@ class Fleet:
                 async with asyncio.timeout(READY_TIMEOUT_S):
                     await link.ask()
             except TimeoutError:
-                link.fault = f"no answer from {link.client.address} within {READY_TIMEOUT_S:g} s"
+                link.fault = f"no answer from {link.router.address} within {READY_TIMEOUT_S:g} s"
         serving = [link for link in self.links if not link.fault]
         if not serving:
             return self.links[0].fault
@@ -138,23 +132,25 @@ class Fleets:
 
     def __init__(
         self,
-        routers: str | Sequence[str],
+        routers: Sequence[RouterCalls],
         models: Sequence[ModelConfig] = (),
         rules: Sequence[ModelRuleConfig] = (),
-        connect: Connect = connect_once,
+        connect: Connect | None = None,
     ) -> None:
-        """`routers` of this fleet, which serves every model without a router of its own."""
-        own = (routers,) if isinstance(routers, str) else tuple(routers)
-        used = {(model.router,) if model.router else own for model in models} or {own}
-        self._fleets = {addresses: Fleet(addresses, connect) for addresses in sorted(used)}
-        self._models = {model.name: self._fleets[(model.router,) if model.router else own] for model in models}
+        """`routers` of this fleet, which serves every model without a router of its own. `connect` to the others."""
+        own, others = Fleet(routers), {}
+        for address in dict.fromkeys(model.router for model in models if model.router):
+            assert connect is not None
+            others[address] = Fleet([connect(address)])
+        self._models = {model.name: others[model.router] if model.router else own for model in models}
+        self._fleets = list(dict.fromkeys(self._models.values())) or [own]
         self._aliases = {alias: model.name for model in models for alias in model.aliases}
         self._rules = tuple(rules)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def fleets(self) -> list[Fleet]:
-        return list(self._fleets.values())
+        return list(self._fleets)
 
     def _links(self) -> Iterator[RouterLink]:
         for fleet in self.fleets:
@@ -163,7 +159,7 @@ class Fleets:
     async def open(self) -> None:
         """Connect, and wait at most `OPEN_TIMEOUT_S` for a router of each fleet. A missing fleet may come later."""
         for link in self._links():
-            await link.client.__aenter__()
+            await link.router.open()
             self._tasks.append(asyncio.create_task(link.keep_asking()))
 
         with contextlib.suppress(TimeoutError):
@@ -175,7 +171,7 @@ class Fleets:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for link in self._links():
-            await link.client.__aexit__(None, None, None)
+            await link.router.close()
 
     def names(self) -> list[str]:
         return [listed.name for listed in self.listed()]
@@ -191,7 +187,7 @@ class Fleets:
         return models + aliases + rules
 
     def resolve(self, model: str, num_prompt_chars: int = 0, tag: str = "") -> ServedModel:
-        """The model that `model` names; empty = the first one. Raises `ModelUnknown`, and `CallFailed` if the fleet of
+        """The model that `model` names; empty = the first one. Raises `ModelUnknown`, and `TandemError` if the fleet of
         the model has never answered."""
         if not self._models:
             (fleet,) = self.fleets
@@ -199,13 +195,13 @@ class Fleets:
             assert link.info is not None
             if model not in ("", link.info.name):
                 raise ModelUnknown(model, self.names())
-            return ServedModel(link.info.name, link.client, link.info)
+            return ServedModel(link.info.name, link.router, link.info)
         name = self._name_of(model, num_prompt_chars, tag)
         if name not in self._models:
             raise ModelUnknown(model, self.names())
         link = self._models[name].pick()
         assert link.info is not None
-        return ServedModel(name, link.client, link.info)
+        return ServedModel(name, link.router, link.info)
 
     def _name_of(self, model: str, num_prompt_chars: int, tag: str) -> str:
         if not model:

@@ -1,4 +1,4 @@
-"""Every HTTP request passes here first: the bound of open requests, the limit of the body, and the metrics.
+"""The one layer around the routes: the bound of open requests, the limit of the body, metrics, and the span of a POST.
 
 The body is read before a route runs. A body over the limit is refused as soon as its length, or the part that has
 arrived, exceeds the limit. Then the connection closes. Many clients read no answer before they have sent the whole
@@ -15,8 +15,9 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.config import GatewayConfig
-from gateway.errors import SERVER_STOPS
+from gateway.errors import SERVER_STOPS, ClientGone
 from gateway.metrics import GatewayMetrics
+from gateway.tracing import TracedRequest, Tracer, current
 
 MAX_OPEN_REQUESTS = 4096  # of one process; the routers refuse excess load much earlier
 BODY_TIMEOUT_S = 60.0  # for the whole body
@@ -32,13 +33,9 @@ class BodyRefused(Exception):
         self.status, self.code = status, code
 
 
-class ClientGone(Exception):
-    """The client closed the connection inside its body."""
-
-
 class FrontDoor:
-    def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics, tracer: Tracer) -> None:
+        self._app, self._metrics, self._tracer = app, metrics, tracer
         self._max_body_bytes = config.max_body_bytes
         self._num_open = 0
 
@@ -46,31 +43,42 @@ class FrontDoor:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = Visit(receive, send, self._metrics)
-        scope.setdefault("state", {})["arrived_at"] = visit.arrived_at
+        traced = self._tracer.begin(scope) if scope["method"] == "POST" else None
+        exchange = Exchange(receive, send, self._metrics, traced)
+        scope.setdefault("state", {})["arrived_at"] = exchange.arrived_at
+        if traced is not None:
+            scope["headers"] = traced.headers(scope["headers"])
+        token = current.set(traced)
         self._num_open += 1
+        try:
+            await self._serve(scope, exchange)
+        finally:
+            self._num_open -= 1
+            current.reset(token)
+            exchange.end(scope)
+            if traced is not None:
+                self._tracer.end(traced, scope, exchange.status, exchange.is_complete, exchange.started_at)
+
+    async def _serve(self, scope: Scope, exchange: Exchange) -> None:
         try:
             if self._num_open > MAX_OPEN_REQUESTS and scope["path"] not in UNBOUNDED:
                 raise BodyRefused(503, "overloaded", f"this gateway process has {MAX_OPEN_REQUESTS} open requests")
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 async with asyncio.timeout(BODY_TIMEOUT_S):
-                    visit.body = await self._read_body(scope, receive)
-            await self._app(scope, visit.receive, visit.send)
+                    exchange.body = await self._read_body(scope, exchange.receive_raw)
+            await self._app(scope, exchange.receive, exchange.send)
         except BodyRefused as error:
-            await _refuse(visit, error.status, error.code, str(error))
+            await _refuse(exchange, error.status, error.code, str(error))
         except TimeoutError:
-            if visit.status:
+            if exchange.status:
                 raise
-            await _refuse(visit, 408, "timeout", f"body: not complete after {BODY_TIMEOUT_S:g} s")
+            await _refuse(exchange, 408, "timeout", f"body: not complete after {BODY_TIMEOUT_S:g} s")
         except ClientGone:
-            visit.client_left = True
+            exchange.client_left = True
         except asyncio.CancelledError:  # by the server, after its drain; a stream has told its client already
-            if visit.status:
+            if exchange.status:
                 raise
-            await _refuse(visit, 503, "unavailable", SERVER_STOPS, lingers=False)
-        finally:
-            self._num_open -= 1
-            visit.end(scope)
+            await _refuse(exchange, 503, "unavailable", SERVER_STOPS, lingers=False)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Raises `BodyRefused` and `ClientGone`."""
@@ -91,23 +99,23 @@ class FrontDoor:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-class Visit:
-    """One request: what it has received and sent, for the routes and for the metrics."""
+class Exchange:
+    """One request and its answer: what was received and sent, for the routes, the metrics and the span."""
 
-    def __init__(self, receive: Receive, send: Send, metrics: GatewayMetrics) -> None:
-        self._receive, self._send, self._metrics = receive, send, metrics
-        self.arrived_at = time.perf_counter()
+    def __init__(self, receive: Receive, send: Send, metrics: GatewayMetrics, traced: TracedRequest | None) -> None:
+        self.receive_raw, self._send, self._metrics, self._traced = receive, send, metrics, traced
+        self.arrived_at, self.started_at = time.perf_counter(), time.monotonic()
         self.body: bytes | None = None
         self.status = 0
-        self.client_left = False
-        self._is_stream = self._is_complete = False
+        self.client_left = self.is_complete = False
+        self._is_stream = False
 
     async def receive(self) -> Message:
         if self.body is not None:
             body, self.body = self.body, None
             return {"type": "http.request", "body": body, "more_body": False}
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and not self._is_complete:
+        message = await self.receive_raw()
+        if message["type"] == "http.disconnect" and not self.is_complete:
             self.client_left = True
         return message
 
@@ -118,14 +126,16 @@ class Visit:
             self._is_stream = next(kinds, b"").startswith(b"text/event-stream")
             if self._is_stream:
                 self._metrics.open_streams.inc()
+            if self._traced is not None:
+                message = {**message, "headers": self._traced.answer_headers(message.get("headers", ()))}
         elif not message.get("more_body", False):
-            self._is_complete = True
+            self.is_complete = True
         await self._send(message)
 
     async def drop_rest_of_body(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
-                while (message := await self._receive())["type"] == "http.request" and message.get("more_body"):
+                while (message := await self.receive_raw())["type"] == "http.request" and message.get("more_body"):
                     pass
 
     def end(self, scope: Scope) -> None:
@@ -141,7 +151,7 @@ def _too_large(limit: int) -> BodyRefused:
     return BodyRefused(413, "request_too_large", f"body: larger than {limit} bytes (gateway.max_body_bytes)")
 
 
-async def _refuse(visit: Visit, status: int, code: str, message: str, lingers: bool = True) -> None:
+async def _refuse(exchange: Exchange, status: int, code: str, message: str, lingers: bool = True) -> None:
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
@@ -150,8 +160,8 @@ async def _refuse(visit: Visit, status: int, code: str, message: str, lingers: b
     ]  # fmt: skip
     if status == 503:
         headers.append((b"retry-after", b"1"))
-    await visit.send({"type": "http.response.start", "status": status, "headers": headers})
-    await visit.send({"type": "http.response.body", "body": body, "more_body": True})
+    await exchange.send({"type": "http.response.start", "status": status, "headers": headers})
+    await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
     if lingers:
-        await visit.drop_rest_of_body()
-    await visit.send({"type": "http.response.body", "body": b"", "more_body": False})
+        await exchange.drop_rest_of_body()
+    await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})

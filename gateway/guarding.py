@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from gateway.errors import ApiError, refused
 from gateway.guardrails import Guardrail, Message, Refused, check_prompt, load_guardrail
-from tandem_client import ChatPrompt
+from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 
 def guardrail_of(request: Request) -> Guardrail | None:

@@ -1,13 +1,19 @@
-"""uvicorn's HTTP protocol with bounds that it lacks: the size of the head of a request, and the time for it."""
+"""uvicorn's HTTP protocol with what it lacks: bounds for the head of a request, and a way past ASGI for streams.
+
+A request finds its connection in `scope["extensions"][CONNECTION]`. Once the head of a chunked answer is written,
+`write_chunk` writes a chunk of the body to the transport at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+CONNECTION = "tandem.connection"
 HEAD_TIMEOUT_S = 30.0  # from the first byte of a connection or request to the end of its head
 
 
@@ -20,6 +26,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_heads = 0  # that are complete
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._when_room: Callable[[], None] | None = None
+
+    # ---- a stream writes
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write `data`, which is not empty, as one chunk of the open answer."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    @property
+    def is_full(self) -> bool:
+        """The client is behind: the transport holds more than its limit."""
+        return self.flow.write_paused
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when the transport has room again or the connection is lost."""
+        self._when_room = callback
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._tell_of_room()
+
+    def _tell_of_room(self) -> None:
+        callback, self._when_room = self._when_room, None
+        if callback is not None:
+            callback()
+
+    # ---- a request arrives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,6 +72,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         self._num_heads += 1
         self._stop_timer()
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -48,6 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        self._tell_of_room()
 
     def _refuse_head(self) -> None:
         body = (

@@ -7,16 +7,14 @@ import importlib.metadata
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-from grpc import StatusCode
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
 
+from core.errors import PermissionDenied, TandemError, Unauthenticated
 from gateway.calls import passed_on
 from gateway.fleets import READY_TIMEOUT_S, ListedModel, ModelUnknown, RouterLink, fleets_of
 from gateway.metrics import GatewayMetrics
-from tandem_client import CallFailed
-
-router = APIRouter()
 
 PACKAGE = "tandem-serve"
 STARTED_AT = int(time.time())
@@ -32,26 +30,23 @@ def _described(listed: ListedModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_described(listed) for listed in fleets_of(request).listed()]}
+async def list_models(request: Request) -> JSONResponse:
+    return JSONResponse({"object": "list", "data": [_described(listed) for listed in fleets_of(request).listed()]})
 
 
-@router.get("/v1/models/{name:path}")
-async def get_model(request: Request, name: str) -> dict[str, Any]:
+async def get_model(request: Request) -> JSONResponse:
+    name = request.path_params["name"]
     for listed in fleets_of(request).listed():
         if listed.name == name:
-            return _described(listed)
+            return JSONResponse(_described(listed))
     raise ModelUnknown(name, fleets_of(request).names())
 
 
-@router.get("/health")
-async def health() -> Response:
+async def health(_: Request) -> Response:
     """200 as long as the process lives."""
     return Response()
 
 
-@router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 if a model can be served now. `models` has the reason for each one that cannot."""
     faults = await fleets_of(request).faults()
@@ -60,17 +55,16 @@ async def ready(request: Request) -> JSONResponse:
                         200 if is_ready else 503)  # fmt: skip
 
 
-@router.get("/version")
-async def version() -> dict[str, str]:
+async def version(_: Request) -> JSONResponse:
     try:
-        return {"version": importlib.metadata.version(PACKAGE)}
+        found = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:  # run from the sources without an installation
-        return {"version": "unknown"}
+        found = "unknown"
+    return JSONResponse({"version": found})
 
 
-@router.get("/metrics")
 async def metrics(request: Request) -> PlainTextResponse:
-    """The metrics of all gateway processes, and the page of each router that answers.
+    """The metrics of this HTTP server, and the page of each router that answers.
 
     Where the fleet has API keys, the page needs the key of an operator.
     """
@@ -82,20 +76,28 @@ async def metrics(request: Request) -> PlainTextResponse:
 
 
 async def _router_page(link: RouterLink, headers: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
-    """(address, page); None for a router that is away. Raises `CallFailed` if the router refuses the caller."""
+    """(address, page); None for a router that is away. Raises the refusal of the caller."""
     if link.fault:
         return None
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
-            return link.client.address, await link.client.metrics(headers)
-    except TimeoutError:
-        return None
-    except CallFailed as error:
-        if error.code in (StatusCode.UNAUTHENTICATED, StatusCode.PERMISSION_DENIED):
-            raise
+            return link.router.address, await link.router.metrics(headers)
+    except (Unauthenticated, PermissionDenied):
+        raise
+    except (TimeoutError, TandemError):
         return None
 
 
-@router.get("/", include_in_schema=False)
-async def home() -> RedirectResponse:
+async def home(_: Request) -> RedirectResponse:
     return RedirectResponse("/dashboard")
+
+
+ROUTES = [
+    Route("/v1/models", list_models),
+    Route("/v1/models/{name:path}", get_model),
+    Route("/health", health),
+    Route("/ready", ready),
+    Route("/version", version),
+    Route("/metrics", metrics),
+    Route("/", home),
+]

@@ -1,32 +1,16 @@
-"""The events of an answer, after the guardrail, and the words that all formats of answers share."""
+"""The words that all formats of answers share: ids, finish reasons, log-probabilities."""
 
 from __future__ import annotations
 
-import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.calls import Responses
-from gateway.errors import ApiError
-from gateway.guardrails import GuardedOutput, Guardrail, Message, Refused
-from tandem_client import Finished, FinishReason, GenerateResponse
-from tandem_client.stubs.inference_pb2 import TokenChunk, TokenLogprobs
+from tandem_client.stubs.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Finished, TokenLogprobs
 
-FINISH_REASONS = {FinishReason.FINISH_REASON_STOP: "stop", FinishReason.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
 MIN_LOGPROB = -9999.0  # JSON has no infinity
-
-
-@dataclass(frozen=True, slots=True)
-class Filtered:
-    """The guardrail ended a choice."""
-
-    choice: int
-
-
-Event = GenerateResponse | Filtered
-Events = AsyncGenerator[Event, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,39 +69,3 @@ class CompletionLogprobs:
             columns["text_offset"].append(self._offset)
             self._offset += len(self._decoder.decode(found.token))
         return columns
-
-
-async def guarded(
-    responses: Responses, guardrail: Guardrail, prompts: Sequence[Sequence[Message]], num_choices: int
-) -> Events:
-    """`responses`, with every text passed through the guardrail. `prompts[i]`: the messages of prompt i.
-
-    A choice that the guardrail refuses ends with `Filtered`. Once no other choice runs, the calls are cancelled.
-    """
-    try:
-        outputs = [GuardedOutput(guardrail, prompt) for prompt in prompts for _ in range(num_choices)]
-    except Refused as error:
-        raise ApiError(400, str(error), code="content_policy_violation") from None
-    running = set(range(len(outputs)))
-    try:
-        async for response in responses:
-            event = response.tokens if response.HasField("tokens") else response.finished
-            choice = event.choice
-            if choice not in running:
-                continue
-            try:
-                if isinstance(event, TokenChunk):
-                    event.text = await outputs[choice].push(event.text)
-                else:
-                    rest = await outputs[choice].finish()
-                    if rest:
-                        yield GenerateResponse(tokens=TokenChunk(choice=choice, text=rest))
-                    running.discard(choice)
-                yield response
-            except Refused:
-                running.discard(choice)
-                yield Filtered(choice)
-            if not running:
-                return
-    finally:
-        await asyncio.shield(responses.aclose())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from gateway.answering import Call, answer_object, answer_stream
 from gateway.calls import call_context, read_body, request_id_of
@@ -22,12 +22,9 @@ from gateway.schema_responses import (
 )
 from gateway.schema_sampling import common_request
 from gateway.usage import UsageSum
-from tandem_client import ChatPrompt
-
-router = APIRouter()
+from tandem_client.stubs.inference_pb2 import ChatPrompt
 
 
-@router.post("/v1/responses")
 async def responses(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     call = await _prepare(request, body)
@@ -55,3 +52,6 @@ async def _prepare(request: Request, body: ResponsesBody) -> Call:
     wire = common_request(body, body.max_output_tokens, model.info.name, call_id)
     wire.chat.CopyFrom(chat)
     return Call(call_id, model, [wire], [prompt], guardrail, warnings + tool_warnings, context)
+
+
+ROUTES = [Route("/v1/responses", responses, methods=["POST"])]

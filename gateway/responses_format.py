@@ -1,4 +1,4 @@
-"""The two forms of a response: typed server-sent events, and one object. Both are fed the same events.
+"""The two forms of a response: typed server-sent events, and one object. Both take the same parts.
 
 response.created, response.in_progress
   for each item: response.output_item.added
@@ -16,9 +16,11 @@ from typing import Any
 
 from gateway.chat_format import Delta, Parsers, sse
 from gateway.errors import api_error
-from gateway.outputs import AnswerHead, Event, Filtered
+from gateway.outputs import AnswerHead
+from gateway.router_calls import Chunk
 from gateway.tool_calls import TextDelta
 from gateway.usage import UsageSum
+from tandem_client.stubs.inference_pb2 import Finished
 
 CUT_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
@@ -105,19 +107,17 @@ class ResponseAnswer:
         self._items = ResponseItems(head.id)
         self._status, self._cut_reason = "in_progress", ""
 
-    def push(self, event: Event) -> None:
-        self.take(event)
+    def chunk(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """Returns the typed events that the part causes, as the next two methods do."""
+        return [typed for delta in self._parsers.push(0, chunk.text) for typed in self._items.take(delta)]
 
-    def take(self, event: Event) -> list[dict[str, Any]]:
-        """The typed events that `event` causes."""
-        if isinstance(event, Filtered):
-            return self._end("content_filter")
-        if event.HasField("tokens"):
-            deltas = self._parsers.push(0, event.tokens.text)
-            return [typed for delta in deltas for typed in self._items.take(delta)]
-        self._usage.add(event.finished)
+    def finished(self, finished: Finished) -> list[dict[str, Any]]:
+        self._usage.add(finished)
         typed = [typed for delta in self._parsers.finish(0) for typed in self._items.take(delta)]
-        return typed + self._end(self._parsers.finish_reason(event.finished))
+        return typed + self._end(self._parsers.finish_reason(finished))
+
+    def filtered(self, _: int) -> list[dict[str, Any]]:
+        return self._end("content_filter")
 
     def _end(self, reason: str) -> list[dict[str, Any]]:
         self._cut_reason = CUT_REASONS.get(reason, "")
@@ -151,13 +151,24 @@ class ResponseEvents:
         number, self._number = self._number, self._number + 1
         return f"event: {typed['type']}\n".encode() + sse(typed | {"sequence_number": number})
 
-    def push(self, event: Event) -> bytes:
-        opening = b""
-        if not self._number:
-            begun = self._answer.result()
-            opening = self._sse({"type": "response.created", "response": begun})
-            opening += self._sse({"type": "response.in_progress", "response": begun})
-        return opening + b"".join(map(self._sse, self._answer.take(event)))
+    def _opening(self) -> bytes:
+        if self._number:
+            return b""
+        begun = self._answer.result()
+        opening = self._sse({"type": "response.created", "response": begun})
+        return opening + self._sse({"type": "response.in_progress", "response": begun})
+
+    def _events(self, opening: bytes, typed: list[dict[str, Any]]) -> bytes:
+        return opening + b"".join(map(self._sse, typed))
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        return self._events(self._opening(), self._answer.chunk(chunk))
+
+    def finished(self, finished: Finished) -> bytes:
+        return self._events(self._opening(), self._answer.finished(finished))
+
+    def filtered(self, choice: int) -> bytes:
+        return self._events(self._opening(), self._answer.filtered(choice))
 
     def end(self) -> bytes:
         response = self._answer.result()

@@ -10,8 +10,7 @@ from pydantic import Field
 from gateway.errors import refused
 from gateway.fields import CALL, MESSAGE, PART, STRUCTURED, TOOL, check_extra
 from gateway.schema_sampling import Count, SamplingFields, Schema
-from tandem_client import ChatMessage
-from tandem_client.stubs.inference_pb2 import Tool, ToolCall
+from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall
 
 MAX_MESSAGES = 1024
 MAX_TOOLS = 128

@@ -19,8 +19,7 @@ from gateway.schema_chat import (
     wire_tool,
 )
 from gateway.schema_sampling import Count, GenerationFields, Schema
-from tandem_client import ChatMessage
-from tandem_client.stubs.inference_pb2 import Tool, ToolCall
+from tandem_client.stubs.inference_pb2 import ChatMessage, Tool, ToolCall
 
 
 class InputItem(Schema):

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from gateway.errors import refused
 from gateway.fields import check_extra
-from tandem_client import GenerateRequest, SamplingParams, StopConditions
+from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 
 UINT32 = 2**32 - 1
 MAX_SEED = 2**63 - 1

@@ -1,7 +1,8 @@
-"""One gateway process: the application on uvicorn, on a port that gateway processes share.
+"""The HTTP server: the application on uvicorn, in the loop of its process, on a port that several servers may share.
 
-`serve` runs until `stop` or SIGTERM. It then takes no new connection, lets open answers end for at most
-`drain_timeout_s`, and cuts the others off.
+start    listens, and returns once connections are accepted
+drain    takes no new connection, lets open answers end for at most `timeout_s`, and cuts the others off
+stop     cuts off every answer
 """
 
 from __future__ import annotations
@@ -9,47 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import uvicorn
 
-from core.config import GatewayConfig, ModelConfig, ModelRuleConfig, TelemetryConfig
+from core.config import GatewayConfig, TelemetryConfig
+from core.errors import ConfigError
+from core.service import join_address
 from gateway.app import build_app
-from gateway.fleets import Fleets, connect_once
+from gateway.fleets import Fleets
 from gateway.http_protocol import BoundedHttpProtocol
-from gateway.tracing import SERVICE, Tracing
+from gateway.tracing import SERVICE
 from runtime.tracing.telemetry import Telemetry
-from tandem_client import Credentials
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75  # longer than the idle time of common clients and proxies, which then never meet a closed connection
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySpec:
-    """Everything that a gateway process needs to know. It travels to the process as a pickle over a pipe."""
-
-    config: GatewayConfig
-    routers: tuple[str, ...]  # of the own fleet
-    models: tuple[ModelConfig, ...] = ()
-    rules: tuple[ModelRuleConfig, ...] = ()
-    credentials: Credentials = field(default_factory=Credentials)  # for the channels; no token and no key
-    drain_timeout_s: float = 10.0
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-
-    def fleets(self) -> Fleets:
-        return Fleets(self.routers, self.models, self.rules, lambda address: connect_once(address, self.credentials))
-
-
-class GatewayServer(uvicorn.Server):
+class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers, which end the process by the signal after a drain."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._on_ready = on_ready
+        self.has_started = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,14 +41,63 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_ready()
+        self.has_started.set()
 
-    def stop(self) -> None:
-        self.should_exit = True
+
+class HttpServer:
+    def __init__(self, config: GatewayConfig, telemetry: TelemetryConfig, fleets: Fleets) -> None:
+        self.fleets = fleets
+        self._config = config
+        self._telemetry = Telemetry(telemetry, SERVICE, f"gateway.{secrets.token_hex(4)}")
+        self._options = uvicorn.Config(
+            build_app(config, fleets, self._telemetry),
+            http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none", proxy_headers=False,
+            log_config=None, access_log=False, server_header=False,
+            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=config.tls_cert or None, ssl_keyfile=config.tls_key or None,
+        )  # fmt: skip
+        self._server: _Uvicorn | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.port = config.port
+
+    @property
+    def url(self) -> str:
+        scheme = "https" if self._config.tls_cert else "http"
+        return f"{scheme}://{join_address(self._config.host, self.port)}"
+
+    async def start(self) -> None:
+        """Raises `ConfigError` if the port cannot be had."""
+        try:
+            sockets = listen(self._config.host, self._config.port)
+        except OSError as error:
+            where = f"{join_address(self._config.host, self._config.port)} ({error.strerror})"
+            raise ConfigError(f"cannot listen on {where}; choose another port with --http") from error
+        self.port = sockets[0].getsockname()[1]
+        self._server = _Uvicorn(self._options)
+        self._serving = asyncio.create_task(self._server.serve(sockets))
+        started = asyncio.create_task(self._server.has_started.wait())
+        await asyncio.wait((self._serving, started), return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            await self._serving
+            raise ConfigError("the HTTP server ended while it started; the log says why")
+
+    async def drain(self, timeout_s: float) -> None:
+        """A second call does nothing."""
+        if self._server is None or self._serving is None:
+            return
+        self._options.timeout_graceful_shutdown = timeout_s  # type: ignore[assignment]  # any number works
+        self._server.should_exit = True
+        await asyncio.shield(self._serving)
+        self._server = None
+        await asyncio.to_thread(self._telemetry.close)
+
+    async def stop(self) -> None:
+        await self.drain(0.0)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address of `host`, shared with the other gateway processes. Raises `OSError`."""
+    """Sockets on every address of `host`, shared with other servers that listen so. Raises `OSError`."""
     sockets: list[socket.socket] = []
     try:
         for family, _, _, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
@@ -83,29 +116,3 @@ def listen(host: str, port: int) -> list[socket.socket]:
             listening.close()
         raise
     return sockets
-
-
-def make_server(
-    config: GatewayConfig, fleets: Fleets, drain_timeout_s: float, on_ready: Callable[[], None], telemetry: Telemetry
-) -> GatewayServer:
-    """A server for the running event loop."""
-    options = uvicorn.Config(
-        Tracing(build_app(config, fleets), telemetry),
-        http=BoundedHttpProtocol, ws="none", lifespan="on", loop="none",
-        log_config=None, access_log=False, server_header=False,
-        backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
-        ssl_certfile=config.tls_cert or None, ssl_keyfile=config.tls_key or None,
-    )  # fmt: skip
-    return GatewayServer(options, on_ready)
-
-
-async def serve(spec: GatewaySpec, on_ready: Callable[[Fleets], None]) -> None:
-    """Serve until SIGTERM. `on_ready` is called once connections are accepted."""
-    fleets = spec.fleets()
-    telemetry = Telemetry(spec.telemetry, SERVICE, f"gateway.{secrets.token_hex(4)}")
-    server = make_server(spec.config, fleets, spec.drain_timeout_s, lambda: on_ready(fleets), telemetry)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
-    try:
-        await server.serve(listen(spec.config.host, spec.config.port))
-    finally:
-        await asyncio.to_thread(telemetry.close)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from gateway.calls import call_context, json_bytes, read_body, warning_headers
 from gateway.connection import while_connected
@@ -17,9 +17,7 @@ from gateway.fields import FieldRule, Verdict, check_extra
 from gateway.fleets import fleets_of
 from gateway.schema_chat import MAX_MESSAGES, MAX_TOOLS, Message, ToolSpec, wire_messages, wire_tools
 from gateway.schema_sampling import Schema, TokenId
-from tandem_client import ChatPrompt, DetokenizeRequest, TokenizeRequest
-
-router = APIRouter()
+from tandem_client.stubs.inference_pb2 import ChatPrompt, DetokenizeRequest, TokenizeRequest
 
 MAX_DETOKENIZE_TOKENS = 1_000_000
 
@@ -48,7 +46,6 @@ class DetokenizeBody(Schema):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZE_TOKENS)]
 
 
-@router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
     context = call_context(request)
     body = await read_body(request, TokenizeBody)
@@ -69,7 +66,7 @@ async def tokenize(request: Request) -> Response:
         options = json.dumps(body.chat_template_kwargs) if body.chat_template_kwargs else ""
         wire = TokenizeRequest(chat=ChatPrompt(messages=messages, tools=tools, template_options_json=options))
     model = fleets_of(request).resolve(body.model, 0, context.tag)
-    found = await while_connected(request.receive, model.client.tokenize(wire, metadata=context.metadata))
+    found = await while_connected(request.receive, model.router.tokenize(wire, context.metadata))
     answer = {
         "count": len(found.token_ids),
         "max_model_len": model.info.context_length,
@@ -79,12 +76,14 @@ async def tokenize(request: Request) -> Response:
     return Response(json_bytes(answer), 200, warning_headers(warnings), "application/json")
 
 
-@router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     context = call_context(request)
     body = await read_body(request, DetokenizeBody)
     check_extra(body.model_extra, {})
     model = fleets_of(request).resolve(body.model, 0, context.tag)
     wire = DetokenizeRequest(token_ids=body.tokens)
-    found = await while_connected(request.receive, model.client.detokenize(wire, metadata=context.metadata))
+    found = await while_connected(request.receive, model.router.detokenize(wire, context.metadata))
     return Response(json_bytes({"prompt": found.text}), 200, {}, "application/json")
+
+
+ROUTES = [Route("/tokenize", tokenize, methods=["POST"]), Route("/detokenize", detokenize, methods=["POST"])]

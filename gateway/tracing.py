@@ -3,8 +3,8 @@
     client --traceparent--> gateway.request --traceparent--> tandem.request (router)
                             `--> traceresponse and x-tandem-trace-id in the answer
 
-`Tracing` is ASGI middleware around the whole application. It puts its own traceparent in place of the client's, so
-whatever passes the header on to a router passes on the right one. It also gives every answer a request id.
+`FrontDoor` puts the traceparent of this span in place of the client's, so whatever passes the header on to a router
+passes on the right one. Every answer to a POST also gets a request id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.telemetry import AttributeValue, SpanRecord, Telemetry
@@ -30,65 +30,62 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
-class _Request:
+class TracedRequest:
     trace: TraceContext
     request_id: bytes  # of the answer
-    started_at: float
-    status: int = 0
-    complete: bool = False
     error_code: str = ""
     error: str = ""
 
+    def headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The headers of the request, with the trace context of this span."""
+        kept = [entry for entry in given if entry[0] not in REPLACED]
+        return [*kept, *((name.encode(), value.encode("latin-1")) for name, value in self.trace.headers())]
 
-_current: ContextVar[_Request | None] = ContextVar("traced request", default=None)
+    def answer_headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The headers of the answer. A route may name the request itself, e.g. by the id of the completion."""
+        added = [
+            *given,
+            (TRACE_ID_HEADER, self.trace.trace_id_hex.encode()),
+            (RESPONSE_HEADER, self.trace.traceparent.encode()),
+        ]
+        named = next((value for name, value in added if name.lower() == REQUEST_ID_HEADER), None)
+        if named is None:
+            added.append((REQUEST_ID_HEADER, self.request_id))
+        else:
+            self.request_id = named
+        return added
+
+
+current: ContextVar[TracedRequest | None] = ContextVar("traced request", default=None)
 
 
 def note_error(code: str, message: str) -> None:
     """The request fails. A stream has sent status 200 already, so the status alone does not tell."""
-    request = _current.get()
+    request = current.get()
     if request is not None and not request.error:
         request.error_code, request.error = code, message
 
 
-class Tracing:
-    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
-        self._app, self._telemetry = app, telemetry
+class Tracer:
+    """Begins and ends the spans of HTTP requests."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def begin(self, scope: Scope) -> TracedRequest:
         headers = dict(scope["headers"])
         given = headers.get(REQUEST_ID_HEADER, b"")
-        request = _Request(
+        return TracedRequest(
             self._telemetry.start_trace({name.decode(): headers.get(name, b"").decode("latin-1") for name in REPLACED}),
             given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}".encode(),
-            time.monotonic(),
         )
-        kept = [entry for entry in scope["headers"] if entry[0] not in REPLACED]
-        own = [(name.encode(), value.encode("latin-1")) for name, value in request.trace.headers()]
-        traced = {**scope, "headers": [*kept, *own]}
 
-        async def send_traced(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request.status = message["status"]
-                message = {**message, "headers": _add_headers(message.get("headers", ()), request)}
-            elif not message.get("more_body", False):
-                request.complete = True
-            await send(message)
-
-        token = _current.set(request)
-        try:
-            await self._app(traced, receive, send_traced)
-        finally:
-            _current.reset(token)
-            self._end(request, scope)
-
-    def _end(self, request: _Request, scope: Scope) -> None:
+    def end(self, request: TracedRequest, scope: Scope, status: int, is_complete: bool, started_at: float) -> None:
+        """`started_at` is on the monotonic clock."""
         now, error = time.monotonic(), request.error
-        if not error and request.status >= FAILED:
-            error = f"HTTP status {request.status}"
-        if not error and not request.complete:
+        if not error and status >= FAILED:
+            error = f"HTTP status {status}"
+        if not error and not is_complete:
             request.error_code, error = "cancelled", "the client closed the connection"
         attributes: dict[str, AttributeValue] = {
             Attribute.SPAN_KIND: "CHAIN",
@@ -96,26 +93,11 @@ class Tracing:
             Attribute.URL_PATH: scope["path"],
             Attribute.RESPONSE_ID: request.request_id.decode("latin-1"),
         }
-        if request.status:
-            attributes[Attribute.HTTP_STATUS] = request.status
+        if status:
+            attributes[Attribute.HTTP_STATUS] = status
         if error:
-            attributes[Attribute.ERROR_TYPE] = request.error_code or str(request.status)
-        if self._telemetry.keeps(request.trace, now - request.started_at, bool(error)):
-            times = (request.started_at, now)
+            attributes[Attribute.ERROR_TYPE] = request.error_code or str(status)
+        if self._telemetry.keeps(request.trace, now - started_at, bool(error)):
+            times = (started_at, now)
             record = SpanRecord(SpanName.GATEWAY, SERVICE, self._telemetry.process, *times, attributes, error)
             self._telemetry.export(request.trace, [record])
-
-
-def _add_headers(headers: Iterable[tuple[bytes, bytes]], request: _Request) -> list[tuple[bytes, bytes]]:
-    """The headers of the answer. A route may name the request itself, e.g. by the id of the completion."""
-    added = [
-        *headers,
-        (TRACE_ID_HEADER, request.trace.trace_id_hex.encode()),
-        (RESPONSE_HEADER, request.trace.traceparent.encode()),
-    ]
-    named = next((value for name, value in added if name.lower() == REQUEST_ID_HEADER), None)
-    if named is None:
-        added.append((REQUEST_ID_HEADER, request.request_id))
-    else:
-        request.request_id = named
-    return added

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem_client import Finished, RequestPath
+from tandem_client.stubs.inference_pb2 import Finished, RequestPath
 
 
 class UsageSum:

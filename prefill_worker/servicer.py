@@ -17,10 +17,11 @@ from prefill_worker.machine import (
     PrefillEvent,
     PrefillFailed,
 )
-from protos import codec, worker_pb2, worker_pb2_grpc
+from protos import codec
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import abort, remaining_s
 from runtime.tracing.span_names import Attribute, SpanName
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.call_record import stage_spans
 
 SPAN_OF_STAGE = {Stage.QUEUE: SpanName.PREFILL_QUEUE, Stage.PREFILL: SpanName.PREFILL_COMPUTE}

@@ -10,7 +10,7 @@ import math
 from core.errors import InvalidRequest
 from core.handoff import AgentAddress, DevicePath, Location, PoolAccess
 from core.kv_layout import KVLayout
-from protos import worker_pb2
+from tandem_client.stubs import worker_pb2
 
 _LAYOUT_FIELDS = (
     "model", "dtype", "num_layers", "num_kv_heads", "block_size", "head_dim", "first_layer", "first_kv_head",

@@ -17,11 +17,12 @@ from core.scheduling.block_pool import Column
 from core.scheduling.ledger import BlockHolder, HolderState, SequenceState
 from core.scheduling.worker_load import NO_CALL, CallId
 from core.step import SampledToken
-from protos import handoff_codec, inference_pb2, worker_pb2
+from protos import handoff_codec
 from protos.agent_codec import decode_agent as decode_agent
 from protos.agent_codec import decode_layout as decode_layout
 from protos.agent_codec import encode_agent as encode_agent
 from protos.agent_codec import encode_layout as encode_layout
+from tandem_client.stubs import inference_pb2, worker_pb2
 
 ROLE_TO_WIRE = {
     ServiceRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from core.errors import InvalidRequest
 from core.paths import Lane, PathState, PathStatus
-from protos import worker_pb2
+from tandem_client.stubs import worker_pb2
 
 LANE_TO_WIRE: dict[Lane, worker_pb2.PathLane] = {lane: getattr(worker_pb2, f"PATH_LANE_{lane.name}") for lane in Lane}
 LANE_FROM_WIRE: dict[int, Lane] = {wire: lane for lane, wire in LANE_TO_WIRE.items()}

@@ -15,8 +15,9 @@ from core.handoff import LIVE_STATES
 from core.paths import PathStatus
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
-from protos import codec, worker_pb2
+from protos import codec
 from protos.path_codec import decode_path, encode_path
+from tandem_client.stubs import worker_pb2
 
 _COUNTS = (
     "num_running", "num_waiting", "num_calls", "num_pulls_waiting", "num_queued_tokens", "num_prefilled_tokens",

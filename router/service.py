@@ -10,18 +10,20 @@ from dataclasses import dataclass
 
 from core.config import ApiKeyConfig, RouterConfig, SecurityConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
-from core.service import Endpoint, FleetRouter, Scale
-from protos import cluster_pb2_grpc, inference_pb2_grpc, kserve_pb2_grpc
+from core.service import Endpoint, FleetRouter, HttpFront, Scale
+from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.operations.cluster_servicer import ClusterServicer
 from router.serving.bounded_pool import BoundedPool
 from router.serving.callers import Callers
 from router.serving.inference_servicer import InferenceServicer
+from router.serving.local_calls import LocalCalls
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import GrpcServer
 from runtime.rpc.security import load_credentials, router_rules
 from runtime.tracing.telemetry import Telemetry
+from tandem_client.stubs import cluster_pb2_grpc, inference_pb2_grpc
 from text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,14 @@ class RouterPlace:
     scale: Scale | None = None  # None: no supervisor
 
 
+MakeFront = Callable[[LocalCalls], HttpFront]
+
+
 class RouterService:
-    """A `core.service.RouterControl`. `start` calls `load_tokenizer` once, in a thread."""
+    """A `core.service.RouterControl`. `start` calls `load_tokenizer` once, in a thread.
+
+    With `make_front`, the router also serves HTTP, on the same loop.
+    """
 
     def __init__(
         self,
@@ -47,6 +55,7 @@ class RouterService:
         place: RouterPlace = RouterPlace(),
         security: SecurityConfig = SecurityConfig(),  # noqa: B008 - it is frozen
         api_keys: tuple[ApiKeyConfig, ...] = (),
+        make_front: MakeFront | None = None,
     ) -> None:
         """Raises `ConfigError` if the credentials of `security` cannot be read."""
         self._config = config
@@ -56,7 +65,10 @@ class RouterService:
         self._router_id = f"router-{place.ordinal}.{secrets.token_hex(4)}"
         self._telemetry = Telemetry(telemetry_config, "tandem-router", self._router_id)
         self._credentials, self._rules = load_credentials(security), router_rules(security, api_keys)
+        self._keys = ApiKeys(api_keys, self._credentials.token)
         self._callers = Callers(ApiKeys(api_keys))
+        self._make_front = make_front
+        self._front: HttpFront | None = None
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
         self._inference: InferenceServicer | None = None
@@ -85,6 +97,10 @@ class RouterService:
         server.add(kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve, KserveServicer.full_name)
         address = await server.start()
         cluster.routers = [FleetRouter(self._router_id, address, draining=False)]  # until the supervisor knows more
+        self.calls = LocalCalls(address, inference, cluster, shell, self._keys)
+        if self._make_front is not None:
+            self._front = self._make_front(self.calls)
+            await self._front.start()
         logger.info("%s serves %s on %s", self._router_id, tokenizer.info.name, address)
         return Endpoint(self._router_id, address, ServiceRole.ROUTER)
 
@@ -103,15 +119,16 @@ class RouterService:
     async def drain(self, timeout_s: float) -> None:
         """Set health to NOT_SERVING, so that load balancers send new calls elsewhere, and let open calls finish."""
         assert self._server is not None
-        assert self._inference is not None
         await self._server.set_serving(False)
-        self._inference.drain()
-        await self._server.stop(timeout_s)
+        front = self._front.drain(timeout_s) if self._front is not None else asyncio.sleep(0)
+        await asyncio.gather(front, self._server.stop(timeout_s))
 
     async def stop(self) -> None:
         if self._server is None or self._shell is None:
             return
         server, self._server = self._server, None
+        if self._front is not None:
+            await self._front.stop()
         await server.stop(grace_s=0.0)
         await self._shell.close_links()
         self._validation.close()

@@ -19,7 +19,6 @@ from tandem_client.errors import CallFailed, call_failed
 from tandem_client.prompts import Options, Prompt, build_request
 from tandem_client.results import Completion
 from tandem_client.retries import SYSTEM_CLOCK, Clock, Retrying, RetryPolicy
-from tandem_client.shared_stream import SharedStreams, can_share
 from tandem_client.streams import AsyncStream, Stream
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem_client.tracing import with_trace
@@ -31,11 +30,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Use it in `async with`, on one event loop. Raises `CallFailed` for an address that is not host:port.
-
-    With `shares_stream`, generating calls share one gRPC stream, unless their requests are large. Many calls at a time
-    then cost less CPU.
-    """
+    """Use it in `async with`, on one event loop. Raises `CallFailed` for an address that is not host:port."""
 
     def __init__(
         self,
@@ -43,9 +38,7 @@ class AsyncClient:
         credentials: Credentials = OPEN,
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is frozen
         clock: Clock = SYSTEM_CLOCK,
-        shares_stream: bool = False,
     ) -> None:
-        self._shares_stream = shares_stream
         self.address = _checked(address)
         self._credentials = credentials
         self._retrying = Retrying(retry, clock)
@@ -60,15 +53,12 @@ class AsyncClient:
         )
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
-        headers = self._credentials.headers(())
-        self._shared = SharedStreams(self.address, lambda: self._inference.GenerateMany(metadata=headers))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancel the calls in flight."""
-        self._shared.close()
         await self._channel.close(grace=None)
 
     def stream(
@@ -97,18 +87,11 @@ class AsyncClient:
                 pass
         return stream.result
 
-    def generate(
+    async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float, metadata: Metadata = ()
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Stream the messages of any request, with one attempt. Leaving the loop early cancels it on every worker."""
         headers = self._credentials.headers(with_trace(metadata))
-        if self._shares_stream and can_share(request, headers):
-            return self._shared.generate(request, timeout_s, headers)
-        return self._generate_alone(request, timeout_s, headers)
-
-    async def _generate_alone(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float, headers: Metadata
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         call = self._inference.Generate(request, timeout=timeout_s, metadata=headers)
         streaming = False
         try:

@@ -21,7 +21,8 @@ from core.errors import InvalidRequest
 from core.handoff import AgentAddress, TransferId
 from core.request import Request
 from core.step import SampledToken
-from protos import codec, worker_pb2
+from protos import codec
+from tandem_client.stubs import worker_pb2
 
 FIELD = "kv_transfer_params_json"
 VERSION = 1

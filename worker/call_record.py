@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from core.lifecycle import Stage, Timeline
-from protos import worker_pb2
 from runtime.tracing.span_names import Attribute, SpanName
+from tandem_client.stubs import worker_pb2
 
 
 @dataclass(slots=True)

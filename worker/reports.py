@@ -19,8 +19,9 @@ import grpc.aio
 from core.config import WorkerConfig
 from core.errors import TandemError, WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
-from protos import codec, worker_pb2, worker_pb2_grpc
+from protos import codec
 from runtime.rpc.grpc_server import abort
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
 MAX_REPORTS_BEHIND = 64
 MAX_HOLDERS = 1024  # in one response of DescribeLedger

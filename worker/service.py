@@ -25,10 +25,11 @@ from core.service import Endpoint
 from core.step import StepOutput
 from kv_transfer.agent import TransferAgent
 from kv_transfer.protocol.machine import TransferMachine
-from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
+from protos import codec, report_codec
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.rpc.security import OPEN, Credentials, worker_rules
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.changes import ChangeTracker
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
 from worker.executor import StepExecutor

@@ -15,7 +15,6 @@ import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from benchmarks.dataplane import dynamo, load, python_parts
 from benchmarks.dataplane.cpu_limits import can_limit, limited, pinned_to
@@ -72,20 +71,6 @@ def through_routers(
             found = load.measure(connections, counter, MEASURE_S, routers)
         load.close(connections)
     return found
-
-
-def through_shared_stream(step_s: float) -> Measured:
-    """As `through_routers`, with all calls in one stream of GenerateMany. Its messages are the events of the calls."""
-    measured, other = cores()
-    roles = Role("worker", other, step_s=step_s), Role("router", measured)
-    with running(*roles) as [worker, router], pinned_to(other):
-        router.follow([worker])
-        counter = Counter(load.tokens_of_events)
-        connections = load.start_shared_stream(router.address, STREAMS, load.ENDLESS, counter)
-        found = load.measure(connections, counter, MEASURE_S, [router])
-        load.close(connections)
-    num_events = sum(load.num_events(message) for _, message in counter.packed)
-    return replace(found, messages_per_s=found.messages_per_s * num_events / counter.num_messages)
 
 
 def bare_grpc(tokens_per_message: int) -> Measured:
@@ -147,8 +132,6 @@ def router(report: Report, repeats: int) -> None:
         "own": lambda: through_routers(OWN_STEP_S),
         "joined": lambda: through_routers(JOINED_STEP_S),
         "fastest": lambda: through_routers(FASTEST_STEP_S),
-        "shared": lambda: through_shared_stream(JOINED_STEP_S),
-        "shared fastest": lambda: through_shared_stream(FASTEST_STEP_S),
         "interval": lambda: through_routers(JOINED_STEP_S, min_interval_ms=INTERVAL_MS),
     }
     with_dynamo = dynamo.is_installed()
@@ -172,8 +155,6 @@ def router(report: Report, repeats: int) -> None:
     for name, words, least, most in (
         ("joined", "steps of 5 ms", None, None),
         ("fastest", "joined, all it can", 50_000.0, 20.0),
-        ("shared", "in one shared stream, steps of 5 ms", None, None),
-        ("shared fastest", "in one shared stream, all it can", None, None),
         ("interval", f"joined for {INTERVAL_MS} ms", None, None),
     ):
         measured = found[name]

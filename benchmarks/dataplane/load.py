@@ -13,9 +13,10 @@ from benchmarks.dataplane.processes import MeasuredProcess
 from benchmarks.dataplane.sleeping_runner import FIRST_ID, age_s
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
-from protos import codec, inference_pb2, worker_pb2
+from protos import codec
+from tandem_client.stubs import inference_pb2, worker_pb2
 
-GENERATE, GENERATE_MANY = "/tandem.v1.Inference/Generate", "/tandem.v1.Inference/GenerateMany"
+GENERATE = "/tandem.v1.Inference/Generate"
 STREAM_TOKENS, DECODE = "/tandem.v1.DecodeWorker/StreamTokens", "/tandem.v1.DecodeWorker/Decode"
 NUM_CONNECTIONS = 8
 ROUTER_ID = "benchmark"
@@ -92,18 +93,6 @@ def start_streams(
     return connections
 
 
-def start_shared_stream(address: str, num_calls: int, max_tokens: int, counter: Counter) -> list[Connection]:
-    """Open all calls in one stream of GenerateMany."""
-    connection = Connection(address, counter.take)
-    request = inference_pb2.GenerateRequest.FromString(generate_request(max_tokens))
-    starts = [inference_pb2.StartCall(call=number, request=request) for number in range(1, num_calls + 1)]
-    messages = [inference_pb2.GenerateManyRequest(start=start).SerializeToString() for start in starts]
-    connection.call(GENERATE_MANY, *messages)
-    receive_for([connection], FIRST_MESSAGES_TIMEOUT_S, lambda: counter.num_messages > 0)
-    receive_for([connection], MIN_WARM_UP_S)
-    return [connection]
-
-
 def generate_request(max_tokens: int, min_interval_ms: int = 0) -> bytes:
     request = inference_pb2.GenerateRequest(min_interval_ms=min_interval_ms)
     request.token_ids.ids.extend(PROMPT)
@@ -116,15 +105,6 @@ def generate_request(max_tokens: int, min_interval_ms: int = 0) -> bytes:
 
 def tokens_of_response(message: bytes) -> list[int]:
     return list(inference_pb2.GenerateResponse.FromString(message).tokens.token_ids)
-
-
-def tokens_of_events(message: bytes) -> list[int]:
-    events = inference_pb2.GenerateManyResponse.FromString(message).events
-    return [token_id for event in events for token_id in event.response.tokens.token_ids]
-
-
-def num_events(message: bytes) -> int:
-    return len(inference_pb2.GenerateManyResponse.FromString(message).events)
 
 
 def tokens_of_step(message: bytes) -> list[int]:

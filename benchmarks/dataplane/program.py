@@ -17,7 +17,7 @@ import json
 import os
 import pickle
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc.aio
@@ -25,13 +25,13 @@ import uvloop
 
 from benchmarks.dataplane.sleeping_runner import SleepingRunner
 from cli.compose import build_decode_worker, build_router
-from core.config import EngineConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
+from core.config import EngineConfig, GatewayConfig, RouterConfig, SchedulerConfig, TandemConfig, TransferConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
 from engine import factory
 from fleet.service_host import Placement, ServiceHost, StartFault
 from model_files.model_source import describe, resolve_model
-from protos import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 65_536
@@ -52,6 +52,7 @@ class Role:
     ordinal: int = 0
     step_s: float | None = 0.0  # of a worker: the time of one step; None = the default model computes
     tokens_per_message: int = 1  # of a bare server
+    http_port: int = 0  # of a router; 0 = no HTTP
 
 
 class BareInference(inference_pb2_grpc.InferenceServicer):
@@ -80,8 +81,9 @@ SERVERS: list[Any] = []  # a server that nothing refers to stops
 
 
 async def start_service(host: ServiceHost, role: Role) -> Endpoint:
+    config = replace(CONFIG, gateway=GatewayConfig(port=role.http_port))
     placement = Placement(ordinal=role.ordinal, host="", address="", num_threads=1, scale=None)
-    endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], CONFIG)), placement)
+    endpoint = await host.start(pickle.dumps(functools.partial(BUILDERS[role.name], config)), placement)
     if isinstance(endpoint, StartFault):
         raise RuntimeError(endpoint.reason)
     return endpoint
@@ -99,6 +101,9 @@ def statistics_of(host: ServiceHost) -> dict[str, float]:
 
 
 async def serve() -> None:
+    import gc
+
+    gc.set_threshold(int(os.environ.get("GCT", "700")), 10, 10)
     role = Role(**json.loads(sys.stdin.readline()))
     if role.core is not None:
         os.sched_setaffinity(0, {role.core})

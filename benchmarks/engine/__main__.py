@@ -43,8 +43,9 @@ from core.config import EngineConfig
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from model_files.model_source import load_config, resolve_model
-from protos import codec, worker_pb2, worker_pb2_grpc
+from protos import codec
 from runtime.rpc.grpc_server import open_channel
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
 STEPS = 5  # of one program before the next one's turn; an uncounted step before them warms the caches
 PROMPTS_PER_REPEAT = 3  # of each length: one turn of decode is several steps, one turn of prefill is one prompt

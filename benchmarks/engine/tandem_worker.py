@@ -36,7 +36,7 @@ from core.step import ScheduledChunk, TokenEvent
 from engine.runner import run_step
 from engine.torch_runner import TorchRunner
 from model_files.model_source import load_config, resolve_model
-from protos import worker_pb2
+from tandem_client.stubs import worker_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.tokenizer import load_tokenizer
 from worker.core import WorkerCore

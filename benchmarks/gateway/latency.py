@@ -1,4 +1,4 @@
-"""Measures the latency of tokens through the gateway, beside direct gRPC calls of the same router.
+"""Measures the latency of tokens over HTTP, beside gRPC calls of the same router.
 
 All sequences of a step sample at the same time. A probe, one direct call, gets the ids of its tokens, which tell when
 they were sampled (benchmarks/dataplane/sleeping_runner.py). So the age of a token of another stream is the time from
@@ -53,7 +53,7 @@ class HttpStream:
     def receive(self) -> None:
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:
-            raise RuntimeError("the gateway closed a stream")
+            raise RuntimeError("the server closed a stream")
         now = time.monotonic()
         self._arrivals.times += [now] * data.count(b"data: {")
 
@@ -90,14 +90,18 @@ def ages_of(times: list[float], probe: Counter) -> list[float]:
     return [at - sampled[index - 1] for at in times if 0 < (index := bisect_right(sampled, at)) < len(sampled)]
 
 
-def http_ages(port: int, model: str, router: str, num_streams: int, seconds: float) -> list[float]:
+def http_ages(
+    port: int, model: str, router: str, num_streams: int, seconds: float, num_stalled: int = 0
+) -> list[float]:
+    """`num_stalled` further clients send a request, and read nothing."""
     arrivals = Arrivals()
     probe, counter = start_probe(router)
+    stalled = [HttpStream(port, model, load.ENDLESS, Arrivals()) for _ in range(num_stalled)]
     streams = [HttpStream(port, model, load.ENDLESS, arrivals) for _ in range(num_streams)]
     receive_all(streams, probe, seconds / 2)
     arrivals.times.clear()
     receive_all(streams, probe, seconds)
-    for reader in (*streams, *probe):
+    for reader in (*streams, *stalled, *probe):
         reader.close()
     return ages_of(arrivals.times, counter)
 
@@ -117,24 +121,12 @@ def grpc_ages(router: str, num_streams: int, seconds: float) -> list[float]:
     return ages_of(arrivals.times, counter)
 
 
-def shared_ages(router: str, num_streams: int, seconds: float) -> list[float]:
-    """As `grpc_ages`, with all calls in one stream of GenerateMany."""
-    probe, counter = start_probe(router)
-    events = Counter(load.tokens_of_events)
-    connections = load.start_shared_stream(router, num_streams, load.ENDLESS, events)
-    receive_for([*connections, *probe], seconds / 2)
-    events.keep = True
-    receive_for([*connections, *probe], seconds)
-    load.close([*connections, *probe])
-    return ages_of([at for at, ids in events.tokens() for _ in ids], counter)
-
-
 def first_tokens_s(
     port: int, model: str, router: str, num_streams: int, num_requests: int, step_s: float
 ) -> tuple[float, float]:
-    """Median times from a request of one token to its first message: through the gateway, and direct.
+    """Median times from a request of one token to its first message: over HTTP, and over gRPC.
 
-    The requests take turns, beside streams through the gateway, on connections that are open already. A random pause
+    The requests take turns, beside streams over HTTP, on connections that are open already. A random pause
     before each keeps the requests out of step with the worker, which would count whole steps as a difference.
     """
     draw = random.Random(num_requests)

@@ -9,47 +9,30 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Protocol
 
-import grpc
-
+from core.errors import DeadlineExceeded, TandemError
 from gateway.dashboard.views import Json, answering_router, fleet_view, request_view, trace_view
-from tandem_client import CallFailed
-from tandem_client.stubs import cluster_pb2
+from gateway.router_calls import Metadata, RouterCalls
 
 MAX_AGE_S = 0.5  # an answer younger than this is shared
 TIMEOUT_S = 3.0  # for both calls of a refresh
 MAX_REQUESTS = 512  # kept for viewers, as many as the router keeps
 MAX_FEEDS = 32  # pairs of a fleet and a key; the one unused for longest goes first
 
-Metadata = list[tuple[str, str]]
-
-
-class FleetClient(Protocol):
-    """The part of `tandem_client.AsyncClient` that the dashboard calls."""
-
-    async def fleet(self, *, metadata: Metadata) -> cluster_pb2.GetFleetResponse: ...
-
-    async def list_requests(
-        self, limit: int, after: int, *, metadata: Metadata
-    ) -> cluster_pb2.ListRequestsResponse: ...
-
-    async def get_trace(self, id: str, *, metadata: Metadata) -> cluster_pb2.Trace: ...
-
 
 class Feed:
     """The fleet and the last requests, as one router tells them. `await refresh()` before each look.
 
-    `pick` chooses a router of the fleet. It may raise `CallFailed`, for a fleet that is away. The feed stays with its
+    `pick` chooses a router of the fleet. It may raise `TandemError`, for a fleet that is away. The feed stays with its
     router until a call fails, because each router knows its own requests only.
     """
 
-    def __init__(self, pick: Callable[[], FleetClient], metadata: Metadata) -> None:
+    def __init__(self, pick: Callable[[], RouterCalls], metadata: Metadata) -> None:
         self._pick, self._metadata = pick, metadata
-        self._client: FleetClient | None = None
+        self._client: RouterCalls | None = None
         self._lock = asyncio.Lock()
         self._tried_at = float("-inf")
-        self._failed: CallFailed | None = None
+        self._failed: TandemError | None = None
         self._failing_since: float | None = None
         self._router = ""
         self._newest = 0
@@ -57,35 +40,35 @@ class Feed:
         self._fleet: Json = {}
 
     async def refresh(self) -> None:
-        """Fetch, unless a fetch has just ended. Raises `CallFailed` as long as the fetches fail."""
+        """Fetch, unless a fetch has just ended. Raises `TandemError` as long as the fetches fail."""
         async with self._lock:
             if time.monotonic() - self._tried_at >= MAX_AGE_S:
                 try:
                     async with asyncio.timeout(TIMEOUT_S):
                         await self._fetch()
                     self._failed = self._failing_since = None
-                except CallFailed as error:
+                except TandemError as error:
                     self._note_failure(error)
                 except TimeoutError:
                     message = f"no answer from a router within {TIMEOUT_S:g} s"
-                    self._note_failure(CallFailed(grpc.StatusCode.DEADLINE_EXCEEDED, message, retryable=True))
+                    self._note_failure(DeadlineExceeded(message))
                 self._tried_at = time.monotonic()
         if self._failed is not None:
             raise self._failed
 
     async def _fetch(self) -> None:
         client = self._client = self._client or self._pick()
-        fleet = await client.fleet(metadata=self._metadata)
+        fleet = await client.fleet(self._metadata)
         if (router := answering_router(fleet)) != self._router:  # another router counts its requests from 1
             self._router, self._newest = router, 0
             self._requests.clear()
-        answer = await client.list_requests(MAX_REQUESTS, self._newest, metadata=self._metadata)
+        answer = await client.list_requests(MAX_REQUESTS, self._newest, self._metadata)
         for summary in reversed(answer.requests):
             self._requests.append(request_view(summary))
             self._newest = max(self._newest, summary.number)
         self._fleet = fleet_view(fleet) | {"now_unix_ms": time.time() * 1e3}
 
-    def _note_failure(self, error: CallFailed) -> None:
+    def _note_failure(self, error: TandemError) -> None:
         self._failed, self._client = error, None
         if self._failing_since is None:
             self._failing_since = time.monotonic()
@@ -96,9 +79,9 @@ class Feed:
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     async def trace(self, id: str) -> Json:
-        """The spans of one request of the feed's router. Raises `CallFailed`."""
+        """The spans of one request of the feed's router. Raises `TandemError`."""
         client = self._client or self._pick()
-        return trace_view(await client.get_trace(id, metadata=self._metadata))
+        return trace_view(await client.get_trace(id, self._metadata))
 
     def fleet(self) -> Json:
         return self._fleet
@@ -116,7 +99,7 @@ class Feeds:
     def __init__(self) -> None:
         self._feeds: OrderedDict[tuple[str, str], Feed] = OrderedDict()
 
-    def get(self, model: str, authorization: str, pick: Callable[[], FleetClient]) -> Feed:
+    def get(self, model: str, authorization: str, pick: Callable[[], RouterCalls]) -> Feed:
         key = (model, authorization)
         if key not in self._feeds:
             self._feeds[key] = Feed(pick, metadata_of(authorization))

@@ -9,14 +9,15 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-import grpc
-from fastapi import APIRouter, HTTPException, Query, Request, Response
-from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from core.errors import ErrorCode, TandemError
 from gateway.calls import passed_on
 from gateway.dashboard.feed import Feed, Feeds
 from gateway.fleets import ModelUnknown, fleets_of
-from tandem_client import CallFailed
 
 STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -30,80 +31,78 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 MAX_KEY_CHARS = 1024
+MAX_NUMBER_DIGITS = 18
 
 # The status of a failed call -> (HTTP status, kind of the error: the page decides by it what to offer).
 FAILURES = {
-    grpc.StatusCode.UNAUTHENTICATED: (401, "key"),
-    grpc.StatusCode.PERMISSION_DENIED: (403, "key"),
-    grpc.StatusCode.NOT_FOUND: (404, "gone"),
-    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "busy"),
-    grpc.StatusCode.UNIMPLEMENTED: (501, "version"),
-    grpc.StatusCode.UNAVAILABLE: (503, "unreachable"),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (503, "unreachable"),
+    ErrorCode.UNAUTHENTICATED: (401, "key"),
+    ErrorCode.PERMISSION_DENIED: (403, "key"),
+    ErrorCode.NOT_FOUND: (404, "gone"),
+    ErrorCode.INVALID_ARGUMENT: (400, "invalid"),
+    ErrorCode.RESOURCE_EXHAUSTED: (429, "busy"),
+    ErrorCode.UNIMPLEMENTED: (501, "version"),
+    ErrorCode.UNAVAILABLE: (503, "unreachable"),
+    ErrorCode.DEADLINE_EXCEEDED: (503, "unreachable"),
 }
 
-router = APIRouter(include_in_schema=False)
 
-
-@router.get("/dashboard")
 async def page(request: Request) -> Response:
     return _file(request, "index.html")
 
 
-@router.get("/dashboard/static/{name}")
-async def static_file(request: Request, name: str) -> Response:
-    return _file(request, name)
+async def static_file(request: Request) -> Response:
+    return _file(request, request.path_params["name"])
 
 
-@router.get("/dashboard/api/fleet")
-async def fleet(request: Request, model: str = "") -> JSONResponse:
+async def fleet(request: Request) -> JSONResponse:
     """The newest reports of all workers and routers."""
-    feed = await _refreshed(request, model)
+    feed = await _refreshed(request)
     if isinstance(feed, JSONResponse):
         return feed
     models = [listed.name for listed in fleets_of(request).listed() if listed.name == listed.model]
     return _json(feed.fleet() | {"models": models})
 
 
-@router.get("/dashboard/api/requests")
-async def requests(
-    request: Request, model: str = "", router: str = "", after: int = Query(default=0, ge=0)
-) -> JSONResponse:
+async def requests(request: Request) -> JSONResponse:
     """The requests that ended after number `after` of this router, oldest first. At most 512."""
-    feed = await _refreshed(request, model)
-    return feed if isinstance(feed, JSONResponse) else _json(feed.requests(router, after))
+    after = request.query_params.get("after", "0")
+    if not (after.isascii() and after.isdecimal() and len(after) <= MAX_NUMBER_DIGITS):
+        raise HTTPException(400, f"after: must be a number of at most {MAX_NUMBER_DIGITS} digits, is {after[:40]!r}")
+    feed = await _refreshed(request)
+    if isinstance(feed, JSONResponse):
+        return feed
+    return _json(feed.requests(request.query_params.get("router", ""), int(after)))
 
 
-@router.get("/dashboard/api/trace/{trace_id}")
-async def trace(request: Request, trace_id: str, model: str = "") -> JSONResponse:
+async def trace(request: Request) -> JSONResponse:
     """The spans of one request, and the candidates that the router compared."""
     try:
-        return _json(await _feed(request, model).trace(trace_id))
-    except CallFailed as error:
+        return _json(await _feed(request).trace(request.path_params["trace_id"]))
+    except TandemError as error:
         return _failure(error, 0.0)
     except ModelUnknown as error:
         return _error(404, "invalid", str(error))
 
 
-async def _refreshed(request: Request, model: str) -> Feed | JSONResponse:
+async def _refreshed(request: Request) -> Feed | JSONResponse:
     """The feed for this viewer with data less than a second old, or the answer that says why there is none."""
-    feed = _feed(request, model)
+    feed = _feed(request)
     try:
         await feed.refresh()
-    except CallFailed as error:
+    except TandemError as error:
         return _failure(error, feed.failing_s)
     except ModelUnknown as error:
         return _error(404, "invalid", str(error))
     return feed
 
 
-def _feed(request: Request, model: str) -> Feed:
+def _feed(request: Request) -> Feed:
+    model = request.query_params.get("model", "")
     state, fleets = request.app.state, fleets_of(request)
     if not hasattr(state, "dashboard"):
         state.dashboard = Feeds()
     feeds: Feeds = state.dashboard
-    return feeds.get(model, _authorization(request), lambda: fleets.resolve(model).client)
+    return feeds.get(model, _authorization(request), lambda: fleets.resolve(model).router)
 
 
 def _authorization(request: Request) -> str:
@@ -113,7 +112,7 @@ def _authorization(request: Request) -> str:
     return dict(passed_on(request, ("authorization",))).get("authorization", "")
 
 
-def _failure(error: CallFailed, failing_s: float) -> JSONResponse:
+def _failure(error: TandemError, failing_s: float) -> JSONResponse:
     status, kind = FAILURES.get(error.code, (502, "other"))
     return _error(status, kind, str(error), failing_s)
 
@@ -143,3 +142,12 @@ def _file(request: Request, name: str) -> Response:
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=MEDIA_TYPES[Path(name).suffix], headers=headers)
+
+
+ROUTES = [
+    Route("/dashboard", page),
+    Route("/dashboard/static/{name}", static_file),
+    Route("/dashboard/api/fleet", fleet),
+    Route("/dashboard/api/requests", requests),
+    Route("/dashboard/api/trace/{trace_id}", trace),
+]

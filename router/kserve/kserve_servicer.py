@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from core.errors import InvalidRequest, TandemError
-from protos import inference_pb2, kserve_pb2, kserve_pb2_grpc
+from protos import kserve_pb2, kserve_pb2_grpc
 from router.kserve.kserve_tensors import (
     FINAL,
     INPUTS,
@@ -27,6 +27,7 @@ from router.serving.call_writer import Context, StreamWriter
 from router.serving.inference_servicer import InferenceServicer
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import abort
+from tandem_client.stubs import inference_pb2
 from text.tokenizer import ModelTokenizer
 
 Take = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import InvalidRequest, ModelNotFound
-from protos import inference_pb2, kserve_pb2
+from protos import kserve_pb2
+from tandem_client.stubs import inference_pb2
 
 TEXT_INPUT, INPUT_IDS = "text_input", "input_ids"
 TEXT_OUTPUT, OUTPUT_IDS, FINISH_REASON = "text_output", "output_ids", "finish_reason"

@@ -19,10 +19,11 @@ import grpc.aio
 
 from core.errors import InvalidRequest
 from core.step import SampledToken
-from protos import codec, worker_pb2
+from protos import codec
 from router.requests import events
 from router.requests.events import RouterEvent
 from runtime.rpc.grpc_server import cancel_and_wait, error_from
+from tandem_client.stubs import worker_pb2
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from core.lifecycle import ServiceRole
 from core.paths import PeerJoined, PeerLeft
 from core.scheduling.worker_load import CallId, WorkerChanges, WorkerLoad
 from core.service import Endpoint
-from protos import codec, report_codec, worker_pb2, worker_pb2_grpc
+from protos import codec, report_codec
 from protos.handoff_codec import encode_transfer_id
 from router.links.token_stream import TokenStream
 from router.requests import events
@@ -28,6 +28,7 @@ from router.requests.events import RouterEvent
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
 from runtime.rpc.security import Credentials
 from runtime.tracing.span_names import SpanName
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 
 CONNECT_TIMEOUT_S = 2.0
 # A busy router reads late. With a window of some hundred tokens, the worker soon waits, and joins its next steps into

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
-
-import grpc.aio
 
 from core.config import RouterConfig
 from core.errors import InvalidRequest, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole, WorkerState
 from core.service import SIZE_FIELDS, FleetRouter, PoolSizes, Scale
-from protos import cluster_pb2, cluster_pb2_grpc, codec, inference_pb2, report_codec, worker_pb2
+from protos import codec, report_codec
 from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
@@ -19,15 +16,14 @@ from router.serving import validation
 from router.serving.bounded_pool import BoundedPool
 from router.serving.callers import Callers
 from router.shell import RouterShell
-from runtime.rpc.grpc_server import abort, remaining_s
+from runtime.rpc.grpc_server import CallContext, abort, remaining_s
+from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
 from text.tokenizer import ModelTokenizer
 
 LEDGER_TIMEOUT_S = 3.0
 ANSWER_SHARE = 0.9  # of the caller's time, for the worker to answer; the rest is for the way back
 MAX_HOLDERS = 16_384  # in one GetLedgerResponse, shared among the workers
 MIN_HOLDERS = 16  # for each worker, even if the sum then exceeds MAX_HOLDERS
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
@@ -50,7 +46,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._callers = callers
         self.routers: list[FleetRouter] = []
 
-    async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: Context) -> cluster_pb2.GetFleetResponse:
+    async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: CallContext) -> cluster_pb2.GetFleetResponse:
         wanted: PoolSizes = {}
         try:
             if self._scale is not None:
@@ -99,7 +95,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             num_dispatched=0 if record is None else len(record.dispatched),
         )
 
-    async def Explain(self, request: inference_pb2.GenerateRequest, context: Context) -> cluster_pb2.ExplainResponse:
+    async def Explain(
+        self, request: inference_pb2.GenerateRequest, context: CallContext
+    ) -> cluster_pb2.ExplainResponse:
         machine = self._shell.machine
         try:
             self._callers.claim(request, context.invocation_metadata() or ())
@@ -120,7 +118,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             reason=reason_for(chosen, machine.workers.has_role(ServiceRole.PREFILL)),
         )
 
-    async def Scale(self, request: cluster_pb2.ScaleRequest, context: Context) -> cluster_pb2.ScaleResponse:
+    async def Scale(self, request: cluster_pb2.ScaleRequest, context: CallContext) -> cluster_pb2.ScaleResponse:
         try:
             if self._scale is None:
                 raise WorkerUnavailable("this router runs without a supervisor and cannot scale its workers")
@@ -136,7 +134,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             wanted_routers=wanted[ServiceRole.ROUTER],
         )
 
-    async def GetLedger(self, request: cluster_pb2.GetLedgerRequest, context: Context) -> cluster_pb2.GetLedgerResponse:
+    async def GetLedger(
+        self, request: cluster_pb2.GetLedgerRequest, context: CallContext
+    ) -> cluster_pb2.GetLedgerResponse:
         """Ask the workers at the same time. A worker that does not answer in time is listed with an error."""
         links = self._shell.links
         asked = [links[name] for name in sorted(set(request.worker_ids) or links) if name in links]
@@ -150,20 +150,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         )
 
     async def ListRequests(
-        self, request: cluster_pb2.ListRequestsRequest, context: Context
+        self, request: cluster_pb2.ListRequestsRequest, context: CallContext
     ) -> cluster_pb2.ListRequestsResponse:
         try:
             return list_requests(self._shell.ring, request)
         except TandemError as error:
             await abort(context, error)
 
-    async def GetTrace(self, request: cluster_pb2.GetTraceRequest, context: Context) -> cluster_pb2.Trace:
+    async def GetTrace(self, request: cluster_pb2.GetTraceRequest, context: CallContext) -> cluster_pb2.Trace:
         try:
             return trace_of(self._shell.ring, request.id, self._shell.router_id)
         except TandemError as error:
             await abort(context, error)
 
-    async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: Context) -> cluster_pb2.GetMetricsResponse:
+    async def GetMetrics(self, _: cluster_pb2.GetMetricsRequest, __: CallContext) -> cluster_pb2.GetMetricsResponse:
         """In a thread, because a large fleet takes milliseconds."""
         return cluster_pb2.GetMetricsResponse(text=await asyncio.to_thread(self._shell.metrics.text))
 

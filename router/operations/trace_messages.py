@@ -7,12 +7,13 @@ from operator import attrgetter
 
 from core.errors import ErrorCode, InvalidRequest, TandemError
 from core.lifecycle import Stage
-from protos import cluster_pb2, codec, inference_pb2
+from protos import codec
 from router.operations.request_ring import CAPACITY, EndedChoice, RequestRing
 from router.operations.request_spans import num_attempts, spans_of
 from router.routing.policy import Candidate
 from router.serving.choice_stream import phase_timings
 from runtime.tracing.telemetry import AttributeValue
+from tandem_client.stubs import cluster_pb2, inference_pb2
 
 DEFAULT_LIMIT = 100
 MAX_CANDIDATES = 8

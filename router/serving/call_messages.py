@@ -1,21 +1,21 @@
-"""The messages of one call, from all of its choices."""
+"""What one call sends: the chunks and the ends of all of its choices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from protos import inference_pb2
 from router.requests.events import Fail, Promise
-from router.serving.choice_stream import ChoiceStream
+from router.serving.choice_stream import ChoiceStream, Chunk
+from tandem_client.stubs import inference_pb2
 
-MakeResponse = Callable[[], inference_pb2.GenerateResponse]
+Part = Chunk | inference_pb2.Finished
 
 
 class CallMessages:
-    """Tokens that arrive before the writer of the call takes them go into one message of their choice."""
+    """Tokens that arrive before the writer of the call takes them go into one chunk of their choice."""
 
     def __init__(self, streams: Sequence[ChoiceStream], min_interval_s: float, now: Callable[[], float]) -> None:
-        """`min_interval_s`: the least time between two messages of a choice."""
+        """`min_interval_s`: the least time between two chunks of a choice."""
         self._first = streams[0]
         self._open = list(streams)
         self._min_interval_s = min_interval_s
@@ -25,8 +25,13 @@ class CallMessages:
 
     @property
     def have_ended(self) -> bool:
-        """The last message of every choice is taken."""
+        """The end of every choice is taken."""
         return not self._open
+
+    @property
+    def is_due(self) -> bool:
+        """`due` has something to give."""
+        return any(stream.is_due or stream.result is not None for stream in self._open)
 
     def take_promise(self) -> Promise | None:
         """The prediction for the first choice, once, when there is one."""
@@ -36,40 +41,36 @@ class CallMessages:
         self._has_promised = True
         return promise
 
-    def due(self, make: MakeResponse = inference_pb2.GenerateResponse) -> Iterator[inference_pb2.GenerateResponse]:
-        """The messages to write now. `make` gives each empty message. Raises the error of the first choice that fails.
+    def due(self) -> Iterator[Part]:
+        """The parts to send now. Raises the error of the first choice that fails.
 
-        A message has the tokens up to the moment at which the iterator reaches it.
+        A chunk has the tokens up to the moment at which the iterator reaches it.
         """
         ended = False
         for stream in self._open:
             if stream.is_due:
                 if self._min_interval_s and stream.result is None:
-                    stream.rest(self._min_interval_s)
+                    stream.pause(self._min_interval_s)
                 end = len(stream.token_ids)
                 while stream.num_taken < end:
-                    yield stream.take_chunk(make())
+                    yield stream.take_chunk()
             ended = ended or stream.result is not None
         if ended:
             for stream in [stream for stream in self._open if stream.result is not None]:
                 self._open.remove(stream)
-                yield from self._last_messages(stream, make)
+                yield from self._last_parts(stream)
 
-    def _last_messages(self, stream: ChoiceStream, make: MakeResponse) -> Iterator[inference_pb2.GenerateResponse]:
+    def _last_parts(self, stream: ChoiceStream) -> Iterator[Part]:
         while stream.has_chunk:
-            yield stream.take_chunk(make())
+            yield stream.take_chunk()
         if isinstance(stream.result, Fail):
             raise stream.result.error
         assert stream.result is not None
-        rest = stream.last_chunk()
-        if rest is not None:
-            response = make()
-            response.tokens.CopyFrom(rest)
-            yield response
+        last = stream.last_chunk()
+        if last is not None:
+            yield last
         finished = stream.finished(stream.result.outcome, self._now())
         if stream.text.stop_match:
             finished.finish_reason = inference_pb2.FINISH_REASON_STOP
         self.receipts.append(finished.receipt)
-        response = make()
-        response.finished.CopyFrom(finished)
-        yield response
+        yield finished

@@ -1,15 +1,21 @@
-"""The client's end of one call: what it sent beside the request, and the place where its messages go."""
+"""The client's end of one call: what the client sent beside the request, and the place where the answer goes.
+
+`StreamWriter` writes to a gRPC stream. `SinkWriter` gives the parts to a sink of this process, such as the events of an
+HTTP answer, without a task or a message between.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
 
-from protos import inference_pb2
-from router.serving.call_messages import CallMessages
+from router.serving.call_messages import CallMessages, Part
+from router.serving.choice_stream import Chunk
 from router.serving.receipt import initial_metadata, trailing_metadata
+from tandem_client.stubs import inference_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,7 +35,7 @@ class CallWriter(Protocol):
 
 
 class StreamWriter:
-    """Writes each message to the gRPC stream of the call."""
+    """Writes each part to the gRPC stream of the call, as one message."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -52,8 +58,10 @@ class StreamWriter:
             promise = messages.take_promise()
             if promise is not None:
                 await self.send_initial_metadata(initial_metadata(promise))
-            for response in messages.due():
-                await self.write(response)
+            for part in messages.due():
+                await self.write(message_of(part))
+            if messages.is_due:  # tokens that came during a write; nothing else tells of them
+                self._changed.set()
         self.set_trailing_metadata(trailing_metadata(messages.receipts))
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
@@ -64,3 +72,78 @@ class StreamWriter:
 
     def set_trailing_metadata(self, metadata: Any) -> None:
         self._context.set_trailing_metadata(metadata)
+
+
+def message_of(part: Part) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse()
+    if isinstance(part, Chunk):
+        part.fill(response.tokens)
+    else:
+        response.finished.CopyFrom(part)
+    return response
+
+
+class Sink(Protocol):
+    """Takes the parts of one call as they come. No method waits."""
+
+    @property
+    def is_full(self) -> bool:
+        """The reader is behind: the sink takes no part until it has called the callback of `when_room`."""
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, as soon as the sink is no longer full."""
+
+    def chunk(self, chunk: Chunk) -> None: ...
+
+    def finished(self, finished: inference_pb2.Finished) -> None: ...
+
+
+class SinkWriter:
+    """Gives the parts of a call to `sink` in the loop iteration after they came: the machine has then ended its event.
+
+    While the sink is full, the tokens stay in their choices and go into one chunk later.
+    """
+
+    def __init__(self, sink: Sink, metadata: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        self._sink, self._metadata, self._timeout_s = sink, metadata, timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._messages: CallMessages | None = None
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._is_scheduled = False
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        return self._timeout_s
+
+    def changed(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._give)
+
+    async def write_all(self, messages: CallMessages) -> None:
+        self._messages = messages
+        self.changed()
+        await self._ended
+
+    def _give(self) -> None:
+        self._is_scheduled = False
+        messages, sink = self._messages, self._sink
+        if messages is None or self._ended.done():
+            return
+        if sink.is_full:
+            self._is_scheduled = True
+            sink.when_room(self._give)
+            return
+        try:
+            for part in messages.due():
+                if isinstance(part, Chunk):
+                    sink.chunk(part)
+                else:
+                    sink.finished(part)
+        except Exception as error:  # noqa: BLE001 - of the call, or of the sink: the caller of write_all gets both
+            self._ended.set_exception(error)
+            return
+        if messages.have_ended:
+            self._ended.set_result(None)

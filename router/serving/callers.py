@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Iterator
 
 from core.request import MAX_CACHE_SALT_CHARS
-from protos import inference_pb2
 from router.serving.key_limits import KeyLimits
 from runtime.rpc.api_keys import AUTHORIZATION, ApiKeys, Metadata
+from tandem_client.stubs import inference_pb2
 
 
 class Callers:

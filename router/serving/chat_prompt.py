@@ -11,7 +11,7 @@ import re
 from typing import Any, NoReturn
 
 from core.errors import InvalidRequest
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from text.chat import Chat
 from text.tokenizer import ModelTokenizer
 

@@ -1,30 +1,49 @@
-"""One choice of a Generate call, from admission to its last message: its tokens, its text, its messages and its trace.
+"""One choice of a call, from admission to its end: its tokens, its text, its chunks and its trace.
 
-Delivered tokens wait here until the writer of the call takes all of them as one message. They become text only then, in
-one run. With stop strings they become text at once: a stop string ends the output at the worker, whether the client
-reads or not.
+Delivered tokens stay in `ChoiceStream` until the writer of the call takes all of them as one `Chunk`. They become text
+only then, in one run. With stop strings they become text at once: a stop string ends the output at the worker, whether
+the client reads or not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import WorkerUnavailable
 from core.lifecycle import FinishReason, Stage
 from core.request import Request
 from core.step import SampledToken
-from protos import codec, inference_pb2
+from protos import codec
 from router.operations.request_ring import EndedChoice
 from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
 from router.serving.receipt import encode_promise, receipt_of
 from runtime.tracing.trace_context import TraceContext
+from tandem_client.stubs import inference_pb2
 from text.detokenizer import TokenBytes
 from text.text_stream import TextStream
 
-MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one message: at most some 100 KB
+MAX_CHUNK_ITEMS = 4096  # tokens and log-probabilities in one chunk: at most some 100 KB
+
+
+@dataclass(slots=True)
+class Chunk:
+    """New tokens of one choice, with their text. The fields are those of the message `TokenChunk`."""
+
+    choice: int
+    index: int  # of the first token, in the output
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[inference_pb2.TokenLogprobs] = ()  # one for each token if the request has log-probabilities
+
+    def fill(self, message: inference_pb2.TokenChunk) -> None:
+        """Fill an empty message."""
+        message.choice, message.index, message.text = self.choice, self.index, self.text
+        message.token_ids.extend(self.token_ids)
+        if self.logprobs:
+            message.logprobs.extend(self.logprobs)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +63,7 @@ class ChoiceStream:
     num_taken: int = 0  # of token_ids, in a chunk
     promise: Promise | None = None  # of the newest dispatch; None before the first
     last_token_at: float = 0.0  # when tokens came last; 0 = not yet
-    _rest: asyncio.TimerHandle | None = None  # ends the least time between two chunks
+    _pause: asyncio.TimerHandle | None = None  # ends the least time between two chunks
     _logprobs: list[SampledToken] = field(default_factory=list)  # of token_ids[num_taken:], if the request has them
     _text: str = ""  # of token_ids[num_taken:], with stop strings
 
@@ -52,7 +71,7 @@ class ChoiceStream:
         """Take new tokens of the machine. Returns True if their text completes a stop string."""
         if self.text.stop_match:
             return False
-        if self._rest is None and not self.has_chunk:
+        if self._pause is None and not self.has_chunk:
             self.changed()  # once for all tokens of a chunk
         num_used = len(delivered.token_ids)
         if self.text.has_stop_strings:
@@ -77,20 +96,20 @@ class ChoiceStream:
     @property
     def is_due(self) -> bool:
         """There is a chunk to write now. The end does not wait for the least time between two chunks."""
-        return self.has_chunk and (self._rest is None or self.result is not None)
+        return self.has_chunk and (self._pause is None or self.result is not None)
 
-    def rest(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Let no chunk be due for `seconds`, because one was written."""
-        self._rest = asyncio.get_running_loop().call_later(seconds, self.end_rest)
+        self._pause = asyncio.get_running_loop().call_later(seconds, self.end_pause)
 
-    def end_rest(self) -> None:
-        if self._rest is not None:
-            self._rest.cancel()
-            self._rest = None
+    def end_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
             self.changed()
 
-    def take_chunk(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """Fill an empty message with the tokens that are in no chunk yet, up to its limit."""
+    def take_chunk(self) -> Chunk:
+        """The tokens that are in no chunk yet, up to the limit of a chunk."""
         first = self.num_taken
         self.num_taken = min(len(self.token_ids), first + self._max_chunk_tokens)
         token_ids = self.token_ids[first : self.num_taken]
@@ -98,27 +117,24 @@ class ChoiceStream:
             text, self._text = self._text, ""
         else:
             text, _ = self.text.push(token_ids)
-        chunk = response.tokens
-        chunk.choice, chunk.index, chunk.text = self.choice, first, text
-        chunk.token_ids.extend(token_ids)
-        if self._logprobs:
-            taken, self._logprobs = self._logprobs[: len(token_ids)], self._logprobs[len(token_ids) :]
-            chunk.logprobs.extend(map(codec.encode_logprobs, taken))
-            for token, entry in zip(taken, chunk.logprobs, strict=True):
-                codec.name_tokens(entry, token.token_id, self.token_name)
-        return response
+        return Chunk(self.choice, first, token_ids, text, self._take_logprobs(len(token_ids)) if self._logprobs else ())
+
+    def _take_logprobs(self, num_tokens: int) -> list[inference_pb2.TokenLogprobs]:
+        taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
+        entries = list(map(codec.encode_logprobs, taken))
+        for token, entry in zip(taken, entries, strict=True):
+            codec.name_tokens(entry, token.token_id, self.token_name)
+        return entries
 
     @property
     def _max_chunk_tokens(self) -> int:
         num_logprobs = self.request.sampling.num_logprobs
         return MAX_CHUNK_ITEMS if num_logprobs is None else MAX_CHUNK_ITEMS // (2 + num_logprobs)
 
-    def last_chunk(self) -> inference_pb2.TokenChunk | None:
-        """The message for text that was held back as the possible start of a stop string; None if there is none."""
-        rest = self.text.flush()
-        if not rest:
-            return None
-        return inference_pb2.TokenChunk(choice=self.choice, index=len(self.token_ids), text=rest)
+    def last_chunk(self) -> Chunk | None:
+        """Text that was held back as the possible start of a stop string; None if there is none."""
+        text = self.text.flush()
+        return Chunk(self.choice, len(self.token_ids), (), text) if text else None
 
     def finished(self, outcome: Outcome, now: float) -> inference_pb2.Finished:
         candidate, decode = outcome.candidate, outcome.decode

@@ -10,16 +10,15 @@ from typing import Any
 from core.config import RouterConfig
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.request import MAX_SEED
-from protos import inference_pb2, inference_pb2_grpc
 from router.serving import validation
 from router.serving.bounded_pool import BoundedPool
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.callers import Callers
 from router.serving.choice_stream import ChoiceStream
-from router.shared_stream import SharedStream
 from router.shell import RouterShell
-from runtime.rpc.grpc_server import WRITE_GRACE_S, abort, remaining_s
+from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from text.text_stream import TextStream
 from text.tokenizer import ModelTokenizer
 
@@ -40,8 +39,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._shell = shell
         self._validation_pool = validation_pool
         self._callers = callers
-        self._shared_streams: set[SharedStream] = set()
-        self._is_draining = False
 
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
@@ -51,22 +48,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await self.serve(request, StreamWriter(context))
         except TandemError as error:
             await abort(context, error)
-
-    async def GenerateMany(self, requests: Any, context: Context) -> None:
-        stream = SharedStream(context, self.serve, self._shell.count_refusal, self._is_draining)
-        self._shared_streams.add(stream)
-        try:
-            await stream.serve_all(requests)
-        except TandemError as error:
-            await abort(context, error)
-        finally:
-            self._shared_streams.discard(stream)
-
-    def drain(self) -> None:
-        """Let the streams of GenerateMany end with their open calls. They would stay open as long as their clients."""
-        self._is_draining = True
-        for stream in self._shared_streams:
-            stream.drain()
 
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
@@ -122,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._shell.close(stream)
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: Context
+        self, request: inference_pb2.TokenizeRequest, context: CallContext
     ) -> inference_pb2.TokenizeResponse:
         try:
             token_ids = await self._validation_pool.run(
@@ -134,7 +115,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: Context
+        self, request: inference_pb2.DetokenizeRequest, context: CallContext
     ) -> inference_pb2.DetokenizeResponse:
         try:
             if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
@@ -148,7 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await abort(context, error)
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def GetModel(self, _: inference_pb2.GetModelRequest, __: Context) -> inference_pb2.GetModelResponse:
+    async def GetModel(self, _: inference_pb2.GetModelRequest, __: CallContext) -> inference_pb2.GetModelResponse:
         info = self._tokenizer.info
         return inference_pb2.GetModelResponse(
             name=info.name,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.lifecycle import Stage
-from protos import codec, inference_pb2
+from protos import codec
 from router.requests.events import Outcome, Promise
+from tandem_client.stubs import inference_pb2
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -18,8 +18,9 @@ from core.request import (
     Request,
     check_stop_strings,
 )
-from protos import codec, inference_pb2
+from protos import codec
 from router.serving.chat_prompt import check_chat, quoted
+from tandem_client.stubs import inference_pb2
 from text.tokenizer import ModelTokenizer
 
 MAX_PRIORITY = 100

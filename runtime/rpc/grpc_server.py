@@ -251,11 +251,29 @@ def trailers_of(error: TandemError) -> tuple[tuple[str, str], ...]:
     return tuple(metadata)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
+class LocalContext:
+    """The context of a call from this process, which no gRPC carries. `abort` raises the error itself."""
+
+    def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        return None
+
+
+CallContext = grpc.aio.ServicerContext[Any, Any] | LocalContext
+
+
+async def abort(context: CallContext, error: TandemError) -> NoReturn:
     """End the call with the status, field and retry hint of `error`.
 
     A status waits behind the messages that a client does not read. It stays there, and the call's handler ends.
     """
+    if isinstance(context, LocalContext):
+        raise error
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await context.abort(STATUS_OF[error.code], str(error), trailers_of(error))
@@ -281,7 +299,7 @@ def error_from(error: grpc.RpcError) -> TandemError:
     return found
 
 
-def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
+def remaining_s(context: CallContext, default_s: float) -> float:
     """Seconds until the deadline of the call; `default_s` without a deadline."""
     remaining = context.time_remaining()
     return default_s if remaining is None else remaining

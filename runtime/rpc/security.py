@@ -69,7 +69,6 @@ OPERATOR_METHODS = ("/tandem.v1.Cluster/",)
 OPEN_METHODS = (
     "/grpc.health.v1.Health/",
     "/grpc.reflection.",
-    "/tandem.v1.Inference/GenerateMany",  # each of its calls has a key of its own
     "/tandem.v1.Inference/GetModel",  # gateways read the name and the limits of the model, without a key of their own
     "/inference.GRPCInferenceService/ServerLive",
     "/inference.GRPCInferenceService/ServerReady",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 import re
-import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,6 +11,8 @@ from typing import NamedTuple
 _TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MAX_TRACESTATE_CHARS = 512
 _SAMPLED = 1
+# Ids need no secrecy. `secrets` releases the interpreter lock for each id, and a busy thread then holds up the loop.
+_RANDOM = random.Random()
 
 
 class TraceContext(NamedTuple):
@@ -50,9 +52,9 @@ def start_trace(headers: Mapping[str, str], sample_ratio: float) -> TraceContext
         if valid:
             state = headers.get("tracestate", "")[:MAX_TRACESTATE_CHARS]
             return TraceContext(int(trace_id, 16), span_id, int(parent_id, 16), bool(int(flags, 16) & _SAMPLED), state)
-    new_id = secrets.randbits(128) or 1
+    new_id = _RANDOM.getrandbits(128) or 1
     return TraceContext(new_id, span_id, sampled=(new_id & (2**64 - 1)) < sample_ratio * 2**64)
 
 
 def new_span_id() -> int:
-    return secrets.randbits(64) or 1
+    return _RANDOM.getrandbits(64) or 1

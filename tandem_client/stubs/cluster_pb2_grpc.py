@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from tandem_client.stubs import cluster_pb2 as protos_dot_cluster__pb2
-from tandem_client.stubs import inference_pb2 as protos_dot_inference__pb2
+from tandem_client.stubs import cluster_pb2 as tandem__client_dot_stubs_dot_cluster__pb2
+from tandem_client.stubs import inference_pb2 as tandem__client_dot_stubs_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/cluster_pb2_grpc.py depends on'
+        + ' but the generated code in tandem_client/stubs/cluster_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -38,38 +38,38 @@ class ClusterStub:
         """
         self.GetFleet = channel.unary_unary(
                 '/tandem.v1.Cluster/GetFleet',
-                request_serializer=protos_dot_cluster__pb2.GetFleetRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.GetFleetResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetFleetRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/tandem.v1.Cluster/Explain',
-                request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.ExplainResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ExplainResponse.FromString,
                 _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/tandem.v1.Cluster/Scale',
-                request_serializer=protos_dot_cluster__pb2.ScaleRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.ScaleResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
                 _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.Cluster/GetLedger',
-                request_serializer=protos_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.GetLedgerResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerResponse.FromString,
                 _registered_method=True)
         self.ListRequests = channel.unary_unary(
                 '/tandem.v1.Cluster/ListRequests',
-                request_serializer=protos_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.ListRequestsResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
         self.GetTrace = channel.unary_unary(
                 '/tandem.v1.Cluster/GetTrace',
-                request_serializer=protos_dot_cluster__pb2.GetTraceRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.Trace.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.Trace.FromString,
                 _registered_method=True)
         self.GetMetrics = channel.unary_unary(
                 '/tandem.v1.Cluster/GetMetrics',
-                request_serializer=protos_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
-                response_deserializer=protos_dot_cluster__pb2.GetMetricsResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
 
 
@@ -133,38 +133,38 @@ def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetFleet': grpc.unary_unary_rpc_method_handler(
                     servicer.GetFleet,
-                    request_deserializer=protos_dot_cluster__pb2.GetFleetRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.GetFleetResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetFleetRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetFleetResponse.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.ExplainResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ExplainResponse.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
                     servicer.Scale,
-                    request_deserializer=protos_dot_cluster__pb2.ScaleRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.ScaleResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.SerializeToString,
             ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
-                    request_deserializer=protos_dot_cluster__pb2.GetLedgerRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.GetLedgerResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerResponse.SerializeToString,
             ),
             'ListRequests': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRequests,
-                    request_deserializer=protos_dot_cluster__pb2.ListRequestsRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.ListRequestsResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.ListRequestsRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.ListRequestsResponse.SerializeToString,
             ),
             'GetTrace': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTrace,
-                    request_deserializer=protos_dot_cluster__pb2.GetTraceRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.Trace.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.Trace.SerializeToString,
             ),
             'GetMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetrics,
-                    request_deserializer=protos_dot_cluster__pb2.GetMetricsRequest.FromString,
-                    response_serializer=protos_dot_cluster__pb2.GetMetricsResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -193,8 +193,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/GetFleet',
-            protos_dot_cluster__pb2.GetFleetRequest.SerializeToString,
-            protos_dot_cluster__pb2.GetFleetResponse.FromString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetFleetRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -220,8 +220,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/Explain',
-            protos_dot_inference__pb2.GenerateRequest.SerializeToString,
-            protos_dot_cluster__pb2.ExplainResponse.FromString,
+            tandem__client_dot_stubs_dot_inference__pb2.GenerateRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -247,8 +247,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/Scale',
-            protos_dot_cluster__pb2.ScaleRequest.SerializeToString,
-            protos_dot_cluster__pb2.ScaleResponse.FromString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ScaleRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -274,8 +274,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/GetLedger',
-            protos_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
-            protos_dot_cluster__pb2.GetLedgerResponse.FromString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -301,8 +301,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/ListRequests',
-            protos_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
-            protos_dot_cluster__pb2.ListRequestsResponse.FromString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ListRequestsRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -328,8 +328,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/GetTrace',
-            protos_dot_cluster__pb2.GetTraceRequest.SerializeToString,
-            protos_dot_cluster__pb2.Trace.FromString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetTraceRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.Trace.FromString,
             options,
             channel_credentials,
             insecure,
@@ -355,8 +355,8 @@ class Cluster:
             request,
             target,
             '/tandem.v1.Cluster/GetMetrics',
-            protos_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
-            protos_dot_cluster__pb2.GetMetricsResponse.FromString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_cluster__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -284,68 +284,6 @@ class GenerateResponse(_message.Message):
     finished: Finished
     def __init__(self, tokens: _Optional[_Union[TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
-class StartCall(_message.Message):
-    __slots__ = ("call", "request", "timeout_ms", "metadata")
-    class MetadataEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    CALL_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
-    METADATA_FIELD_NUMBER: _ClassVar[int]
-    call: int
-    request: GenerateRequest
-    timeout_ms: float
-    metadata: _containers.ScalarMap[str, str]
-    def __init__(self, call: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_ms: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
-
-class GenerateManyRequest(_message.Message):
-    __slots__ = ("start", "cancel")
-    START_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
-    start: StartCall
-    cancel: int
-    def __init__(self, start: _Optional[_Union[StartCall, _Mapping]] = ..., cancel: _Optional[int] = ...) -> None: ...
-
-class CallEnded(_message.Message):
-    __slots__ = ("status_code", "message", "metadata", "not_started")
-    class MetadataEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    STATUS_CODE_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    METADATA_FIELD_NUMBER: _ClassVar[int]
-    NOT_STARTED_FIELD_NUMBER: _ClassVar[int]
-    status_code: int
-    message: str
-    metadata: _containers.ScalarMap[str, str]
-    not_started: bool
-    def __init__(self, status_code: _Optional[int] = ..., message: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., not_started: _Optional[bool] = ...) -> None: ...
-
-class CallEvent(_message.Message):
-    __slots__ = ("call", "response", "ended")
-    CALL_FIELD_NUMBER: _ClassVar[int]
-    RESPONSE_FIELD_NUMBER: _ClassVar[int]
-    ENDED_FIELD_NUMBER: _ClassVar[int]
-    call: int
-    response: GenerateResponse
-    ended: CallEnded
-    def __init__(self, call: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., ended: _Optional[_Union[CallEnded, _Mapping]] = ...) -> None: ...
-
-class GenerateManyResponse(_message.Message):
-    __slots__ = ("events",)
-    EVENTS_FIELD_NUMBER: _ClassVar[int]
-    events: _containers.RepeatedCompositeFieldContainer[CallEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[CallEvent, _Mapping]]] = ...) -> None: ...
-
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "parse_special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from tandem_client.stubs import inference_pb2 as protos_dot_inference__pb2
+from tandem_client.stubs import inference_pb2 as tandem__client_dot_stubs_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/inference_pb2_grpc.py depends on'
+        + ' but the generated code in tandem_client/stubs/inference_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,28 +37,23 @@ class InferenceStub:
         """
         self.Generate = channel.unary_stream(
                 '/tandem.v1.Inference/Generate',
-                request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
-                _registered_method=True)
-        self.GenerateMany = channel.stream_stream(
-                '/tandem.v1.Inference/GenerateMany',
-                request_serializer=protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.GenerateManyResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/tandem.v1.Inference/Tokenize',
-                request_serializer=protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.TokenizeResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_inference__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/tandem.v1.Inference/Detokenize',
-                request_serializer=protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.DetokenizeResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/tandem.v1.Inference/GetModel',
-                request_serializer=protos_dot_inference__pb2.GetModelRequest.SerializeToString,
-                response_deserializer=protos_dot_inference__pb2.GetModelResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_inference__pb2.GetModelRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_inference__pb2.GetModelResponse.FromString,
                 _registered_method=True)
 
 
@@ -68,16 +63,6 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generate tokens. The stream has TokenChunk messages and, as the last message of each choice, one Finished.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GenerateMany(self, request_iterator, context):
-        """Many Generate calls over one stream, at a fraction of the CPU: for gateways and load generators. Each call has its own
-        key, deadline, errors and cancellation. A client that closes its side gets the rest of the open calls. A router that
-        stops ends the stream with OK after the last open call. The client may start the calls that had no event in a new
-        stream. Large requests belong into calls of Generate: a message over the limit of the router ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,28 +94,23 @@ def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
-            ),
-            'GenerateMany': grpc.stream_stream_rpc_method_handler(
-                    servicer.GenerateMany,
-                    request_deserializer=protos_dot_inference__pb2.GenerateManyRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.GenerateManyResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=protos_dot_inference__pb2.TokenizeRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_inference__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=protos_dot_inference__pb2.DetokenizeRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
-                    request_deserializer=protos_dot_inference__pb2.GetModelRequest.FromString,
-                    response_serializer=protos_dot_inference__pb2.GetModelResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_inference__pb2.GetModelRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_inference__pb2.GetModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -159,35 +139,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/Generate',
-            protos_dot_inference__pb2.GenerateRequest.SerializeToString,
-            protos_dot_inference__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GenerateMany(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tandem.v1.Inference/GenerateMany',
-            protos_dot_inference__pb2.GenerateManyRequest.SerializeToString,
-            protos_dot_inference__pb2.GenerateManyResponse.FromString,
+            tandem__client_dot_stubs_dot_inference__pb2.GenerateRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -213,8 +166,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/Tokenize',
-            protos_dot_inference__pb2.TokenizeRequest.SerializeToString,
-            protos_dot_inference__pb2.TokenizeResponse.FromString,
+            tandem__client_dot_stubs_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_inference__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -240,8 +193,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/Detokenize',
-            protos_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-            protos_dot_inference__pb2.DetokenizeResponse.FromString,
+            tandem__client_dot_stubs_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -267,8 +220,8 @@ class Inference:
             request,
             target,
             '/tandem.v1.Inference/GetModel',
-            protos_dot_inference__pb2.GetModelRequest.SerializeToString,
-            protos_dot_inference__pb2.GetModelResponse.FromString,
+            tandem__client_dot_stubs_dot_inference__pb2.GetModelRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_inference__pb2.GetModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

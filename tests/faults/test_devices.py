@@ -11,7 +11,7 @@ import pytest
 from core.config import WorkerConfig
 from core.errors import DeviceLost
 from core.step import ScheduledChunk
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config
 from tests.support.device_runner import put_pools_on_devices
 from tests.support.faults import Stream, expected, prompt_of, serves_on

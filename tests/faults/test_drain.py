@@ -13,8 +13,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.lifecycle import WorkerState
-from protos import inference_pb2_grpc
 from runtime.rpc.grpc_server import open_channel
+from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import Deployment, another_router, deploy, machine_of
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.steps import slow_down

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from protos import inference_pb2_grpc
 from runtime.rpc.grpc_server import open_channel
+from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import deploy
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.limits import no_more_descriptors

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from core.handoff import HandoffMessage, PullerState, Ready
 from kv_transfer.transports.memory_transport import MemoryFabric
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, transfers
 from tests.support.faults import Stream, Wire, fault_config
 from tests.support.hand_offs import FIRST, agent_name, bystander, pulls_ended

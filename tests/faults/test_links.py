@@ -17,7 +17,7 @@ import pytest_asyncio
 from cli.paths import path_lines, paths_of
 from core.config import TelemetryConfig
 from core.paths import Lane, PathState, PathStatus
-from protos import cluster_pb2, inference_pb2
+from tandem_client.stubs import cluster_pb2, inference_pb2
 from tests.integration.test_metrics import scrape
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of
 from tests.support.namespaces import CONTROL_IP, Machines, why_not

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.integration.transfer_owner_process import real_transport
 from tests.support.faults import LEASE_S, Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet, ServiceProcess

@@ -9,8 +9,9 @@ import pytest
 from core.handoff import PROTOCOL_VERSION, PullerState
 from core.paths import PathState
 from kv_transfer import agent as agent_module
-from protos import handoff_pb2, inference_pb2
+from protos import handoff_pb2
 from protos.handoff_codec import encode, encode_version
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import deploy, transfers
 from tests.support.faults import Stream, fault_config, prompt_of
 from tests.support.hand_offs import pulls_ended

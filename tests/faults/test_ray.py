@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from protos import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.command import PATIENCE_S, Served, serving
 from tests.support.deployment import make_request
 

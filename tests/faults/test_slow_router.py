@@ -20,7 +20,8 @@ from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from decode_worker import token_stream
 from decode_worker.servicer import DecodeServicer
-from protos import codec, worker_pb2, worker_pb2_grpc
+from protos import codec
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from tests.support.deployment import Answer, Deployment, deploy, make_request, trailers_of
 from tests.support.faults import Stream, expected, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet

@@ -13,8 +13,9 @@ import pytest
 from core.config import WorkerConfig
 from core.request import Request, SamplingParams
 from prefill_worker.machine import PrefillArrived
-from protos import codec, inference_pb2, worker_pb2, worker_pb2_grpc
+from protos import codec
 from runtime.rpc.grpc_server import open_channel
+from tandem_client.stubs import inference_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import Deployment, deploy, machine_of, tiny_config, transfers
 from tests.support.faults import Stream, expected
 from tests.support.steps import Gate, runner_of, slow_down

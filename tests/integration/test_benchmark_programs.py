@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from benchmarks.dataplane import load
 from benchmarks.dataplane.http2_load import Connection, receive_for
 from benchmarks.dataplane.load import Counter
 from benchmarks.dataplane.processes import cores, running
-from benchmarks.dataplane.program import Role
+from benchmarks.dataplane.program import CONFIG, Role
+from benchmarks.gateway.latency import Arrivals, HttpStream
+from tests.support.ports import kept_port
 
 TIMEOUT_S = 60.0
 NUM_TOKENS = 7
 
 
-def test_a_router_and_a_worker_that_sleeps_answer_calls_of_their_own_and_of_a_shared_stream() -> None:
+def test_a_router_and_a_worker_that_sleeps_answer_grpc_and_http() -> None:
     measured, other = cores()
-    with running(Role("worker", other, step_s=0.002), Role("router", measured)) as [worker, router]:
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(kept_port("127.0.0.1"))
+        roles = Role("worker", other, step_s=0.002), Role("router", measured, http_port=port)
+        worker, router = stack.enter_context(running(*roles))
         router.follow([worker])
-        alone, shared = Counter(load.tokens_of_response), Counter(load.tokens_of_events)
-        alone.keep = shared.keep = True
-        connection = Connection(router.address, alone.take)
+        counter = Counter(load.tokens_of_response)
+        counter.keep = True
+        connection = Connection(router.address, counter.take)
         connection.call(load.GENERATE, load.generate_request(NUM_TOKENS))
         receive_for([connection], TIMEOUT_S, lambda: bool(connection.ended))
-        (together,) = load.start_shared_stream(router.address, 3, NUM_TOKENS, shared)
-        receive_for([together], TIMEOUT_S, lambda: bool(together.ended))
-        load.close([connection, together])
-        assert sum(len(ids) for _, ids in alone.tokens()) == NUM_TOKENS
-        assert sum(len(ids) for _, ids in shared.tokens()) == 3 * NUM_TOKENS
+        load.close([connection])
+        assert sum(len(ids) for _, ids in counter.tokens()) == NUM_TOKENS
+        arrivals = Arrivals()
+        stream = HttpStream(port, CONFIG.engine.model, NUM_TOKENS, arrivals)
+        while len(arrivals.times) <= NUM_TOKENS:  # and the end
+            stream.receive()
+        stream.close()
         assert worker.step_times()["step_s"] > 0

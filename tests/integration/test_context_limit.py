@@ -8,8 +8,8 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from protos import inference_pb2
 from runtime.rpc.grpc_server import FIELD_KEY
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy
 from tests.support.faults import Stream, fault_config, prompt_of
 

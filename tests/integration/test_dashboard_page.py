@@ -18,7 +18,7 @@ from cli.compose import build_router
 from core.config import ApiKeyConfig
 from gateway.fleets import Fleets
 from tests.support.deployment import Deployment, deploy, place, tiny_config
-from tests.support.gateway import serving_gateway
+from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.ports import kept_port
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -54,7 +54,7 @@ async def browser() -> AsyncIterator[Browser]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[tuple[Deployment, str]]:
     """A fleet that has answered some requests, and the URL of its gateway."""
-    async with deploy(tiny_config()) as deployment, serving_gateway(Fleets(deployment.router_address)) as url:
+    async with deploy(tiny_config()) as deployment, serving_gateway(Fleets([deployment.router.calls])) as url:
         for number in range(4):
             await deployment.generate(text=f"a prompt of some length, number {number}", max_tokens=6)
         yield deployment, url
@@ -181,7 +181,7 @@ async def test_it_is_dark_or_light_as_asked(browser: Browser, shared: tuple[Depl
 
 async def test_it_shows_a_dead_worker_and_goes_on(browser: Browser) -> None:
     async with deploy(tiny_config(), num_decode=2) as deployment:
-        async with serving_gateway(Fleets(deployment.router_address)) as url, opened(browser, url) as page:
+        async with serving_gateway(Fleets([deployment.router.calls])) as url, opened(browser, url) as page:
             await expect(page.locator(".state", has_text="serving")).to_have_count(4)  # the router is the fourth
             await deployment.decode[0].stop()
             await expect(page.locator(".worker .state", has_text="lost")).to_have_count(1)
@@ -196,7 +196,7 @@ async def test_it_outlives_a_router(browser: Browser) -> None:
         config = tiny_config(port=port)
         async with deploy(config) as deployment:
             await deployment.generate(text="of the first router", max_tokens=4, request_id="before")
-            async with serving_gateway(Fleets(deployment.router_address)) as url, opened(browser, url) as page:
+            async with serving_gateway(over_the_wire(deployment.router_address)) as url, opened(browser, url) as page:
                 await expect(page.locator(".request button").first).to_have_text("before")
                 await deployment.router.stop()
                 await expect(page.locator("#status-text")).to_contain_text("cannot reach a router since")
@@ -217,7 +217,7 @@ async def test_it_outlives_a_router(browser: Browser) -> None:
 async def test_it_asks_for_the_key_of_an_operator(browser: Browser) -> None:
     keys = (ApiKeyConfig("ops", hashlib.sha256(KEY.encode()).hexdigest(), operator=True),)
     async with deploy(replace(tiny_config(), api_keys=keys)) as deployment:
-        async with serving_gateway(Fleets(deployment.router_address)) as url, opened(browser, url) as page:
+        async with serving_gateway(Fleets([deployment.router.calls])) as url, opened(browser, url) as page:
             await expect(page.locator("#key")).to_be_visible()
             await expect(page.locator("#status-text")).to_have_text("This fleet wants an API key of an operator.")
             await page.get_by_label("Key of an operator").fill(KEY)

@@ -11,7 +11,7 @@ from core.paths import Lane, PathState
 from core.request import Request, SamplingParams
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.transports.transport import PoolMemory
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config, transfers
 from tests.support.device_runner import put_pools_on_devices
 from tests.support.reference import CoLocatedEngine

@@ -44,7 +44,7 @@ async def addresses() -> AsyncIterator[Addresses]:
     key = ApiKeyConfig(name="examples", sha256=hash_of(KEY))
     async with (
         deploy(replace(tiny_config(), api_keys=(key,))) as deployment,
-        serving_gateway(Fleets(deployment.router_address)) as url,
+        serving_gateway(Fleets([deployment.router.calls])) as url,
     ):
         yield Addresses(deployment.router_address, url)
 

@@ -30,7 +30,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
     config = GatewayConfig(guardrail="tests.support.guardrail:build")
     async with (
-        serving_gateway(Fleets(deployment.router_address), config) as url,
+        serving_gateway(Fleets([deployment.router.calls]), config) as url,
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
     ):
         yield client
@@ -135,7 +135,7 @@ async def test_a_guardrail_sees_every_text_of_a_chat(deployment: Deployment, doo
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     config = GatewayConfig(guardrail="examples.guardrail:build")
     async with (
-        serving_gateway(Fleets(deployment.router_address), config) as url,
+        serving_gateway(Fleets([deployment.router.calls]), config) as url,
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
     ):
         harmless = await client.post("/v1/chat/completions", json=body | {"tools": [tool("explains rivers")]})

@@ -37,7 +37,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(deployment: Deployment) -> AsyncIterator[httpx.AsyncClient]:
     async with (
-        serving_gateway(Fleets(deployment.router_address)) as url,
+        serving_gateway(Fleets([deployment.router.calls])) as url,
         httpx.AsyncClient(base_url=url, timeout=30.0) as client,
     ):
         yield client

@@ -5,33 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
-import signal
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
+from cli.remote_router import RemoteRouter
 from core.config import GatewayConfig, ModelConfig
 from gateway import front_door
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.http_protocol import MAX_HEAD_BYTES
-from gateway.processes import gateway
-from gateway.server import GatewaySpec
+from tandem_client import Credentials
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, tiny_config
-from tests.support.gateway import serving_gateway
+from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.steps import slow_down
 from tests.support.waiting import until
 
 ASK = {"model": "fake:tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
 NOWHERE = "127.0.0.1:9"
+
+
+def connect(address: str) -> RemoteRouter:
+    return RemoteRouter(address, Credentials())
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def client_of(
 
 
 async def test_it_tells_its_models_its_health_its_version_and_its_metrics(deployment: Deployment) -> None:
-    async with client_of(Fleets(deployment.router_address)) as client:
+    async with client_of(Fleets([deployment.router.calls])) as client:
         (model,) = (await client.get("/v1/models")).json()["data"]
         assert (model["id"], model["object"], model["max_model_len"]) == ("fake:tiny", "model", 8192)
         assert (await client.get("/v1/models/fake:tiny")).json() == model
@@ -69,7 +69,7 @@ async def test_it_tells_its_models_its_health_its_version_and_its_metrics(deploy
 
 
 async def test_ready_tells_the_truth_while_workers_and_routers_go(deployment: Deployment) -> None:
-    async with client_of(Fleets(deployment.router_address)) as client:
+    async with client_of(over_the_wire(deployment.router_address)) as client:
         await deployment.decode[0].stop()
         endpoint = deployment.endpoints[id(deployment.prefill[0])]
         await deployment.router.set_workers([endpoint])
@@ -86,7 +86,7 @@ async def test_a_gateway_starts_before_its_router_and_finds_it_later(monkeypatch
     monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.05)
     with contextlib.closing(await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)) as holder:
         port = holder.sockets[0].getsockname()[1]
-    async with client_of(Fleets(f"127.0.0.1:{port}")) as client:
+    async with client_of(over_the_wire(f"127.0.0.1:{port}")) as client:
         assert (await client.get("/ready")).status_code == 503
         refused = await client.post("/v1/completions", json=ASK)
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
@@ -101,7 +101,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front_door, "LINGER_S", 0.5)
-    async with client_of(Fleets(deployment.router_address), GatewayConfig(max_body_bytes=1000)) as client:
+    async with client_of(Fleets([deployment.router.calls]), GatewayConfig(max_body_bytes=1000)) as client:
 
         async def chunks() -> AsyncIterator[bytes]:
             for _ in range(50):
@@ -122,7 +122,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(
 
 
 async def test_a_head_over_the_limit_is_refused(deployment: Deployment) -> None:
-    async with client_of(Fleets(deployment.router_address)) as client:
+    async with client_of(Fleets([deployment.router.calls])) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         writer.write(b"GET /health HTTP/1.1\r\nx-long: " + b"y" * (MAX_HEAD_BYTES + 1))
         async with asyncio.timeout(5):
@@ -137,7 +137,7 @@ async def test_a_long_body_is_not_taken_for_a_head(deployment: Deployment, num_b
     """In one write, in two with the last bytes alone, and twice on one connection."""
     body = json.dumps({"prompt": "x" * num_bytes}).encode()
     head = f"POST /tokenize HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    async with client_of(Fleets(deployment.router_address)) as client:
+    async with client_of(Fleets([deployment.router.calls])) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         for cut in (0, len(head), len(head) + len(body) // 2, len(head) + len(body) - 1):
             writer.write((head + body)[:cut])
@@ -154,7 +154,7 @@ async def test_a_long_body_is_not_taken_for_a_head(deployment: Deployment, num_b
 
 async def test_only_pages_of_the_configured_origins_may_call(deployment: Deployment) -> None:
     origin = "https://chat.example"
-    async with client_of(Fleets(deployment.router_address), GatewayConfig(cors_origins=(origin,))) as client:
+    async with client_of(Fleets([deployment.router.calls]), GatewayConfig(cors_origins=(origin,))) as client:
         asked = {"origin": origin, "access-control-request-method": "POST"}
         preflight = await client.options("/v1/completions", headers=asked)
         assert preflight.headers["access-control-allow-origin"] == origin
@@ -169,7 +169,7 @@ async def test_with_a_certificate_it_serves_https_only(deployment: Deployment, t
     certificate, key = authority.sign("gateway")
     config = GatewayConfig(tls_cert=str(certificate), tls_key=str(key))
     trust = ssl.create_default_context(cafile=str(authority.certificate))
-    async with client_of(Fleets(deployment.router_address), config, verify=trust) as client:
+    async with client_of(Fleets([deployment.router.calls]), config, verify=trust) as client:
         assert client.base_url.scheme == "https"
         assert (await client.get("/ready")).status_code == 200
         with pytest.raises(httpx.HTTPError):
@@ -181,7 +181,7 @@ async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
 ) -> None:
     monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.2)
     models = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router=NOWHERE))
-    async with client_of(Fleets(deployment.router_address, models)) as client:
+    async with client_of(Fleets([deployment.router.calls], models, connect=connect)) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(model["id"], model["root"]) for model in listed] == [
             ("small", "small"), ("big", "big"), ("fast", "small"),
@@ -197,7 +197,7 @@ async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
 
 async def test_a_stop_lets_open_streams_end_and_takes_no_new_connection(deployment: Deployment) -> None:
     gate = contextlib.AsyncExitStack()
-    url = await gate.enter_async_context(serving_gateway(Fleets(deployment.router_address), drain_timeout_s=20))
+    url = await gate.enter_async_context(serving_gateway(Fleets([deployment.router.calls]), drain_timeout_s=20))
     async with httpx.AsyncClient(base_url=url, timeout=20) as client:
         ask = ASK | {"stream": True, "max_tokens": 2000}
         async with client.stream("POST", "/v1/completions", json=ask) as answer:
@@ -215,7 +215,7 @@ async def test_answers_that_the_drain_cuts_off_end_with_an_error(caplog: pytest.
     async with deploy(tiny_config()) as deployment:
         slow_down(deployment.decode[0], 0.05)
         gate = contextlib.AsyncExitStack()
-        url = await gate.enter_async_context(serving_gateway(Fleets(deployment.router_address), drain_timeout_s=1))
+        url = await gate.enter_async_context(serving_gateway(Fleets([deployment.router.calls]), drain_timeout_s=1))
         ask = ASK | {"max_tokens": 2000}
         async with (
             httpx.AsyncClient(base_url=url, timeout=30) as client,
@@ -238,56 +238,13 @@ async def test_answers_that_the_drain_cuts_off_end_with_an_error(caplog: pytest.
         await deployment.settle()
 
 
-# ---- processes
-
-
-def spec_of(deployment: Deployment, **options: object) -> GatewaySpec:
-    config = GatewayConfig(**({"num_processes": 2} | options))  # type: ignore[arg-type]
-    return GatewaySpec(config, (deployment.router_address,), drain_timeout_s=2.0)
-
-
-async def test_processes_share_a_port_and_their_counts_and_a_dead_one_is_replaced(deployment: Deployment) -> None:
-    lines: list[str] = []
-    async with gateway(spec_of(deployment), lines.append) as url:
-        children = {child.pid: child for child in psutil.Process().children()}
-        assert len(children) == 2
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
-            for _ in range(8):  # a connection each, which the kernel gives to one of the processes
-                answer = await client.post("/v1/completions", json=ASK, headers={"connection": "close"})
-                assert answer.status_code == 200
-            page = (await client.get("/metrics")).text
-            assert 'tandem_gateway_requests_total{route="/v1/completions",status="200"} 8.0' in page
-            victim = next(iter(children))
-            os.kill(victim, signal.SIGKILL)
-
-            def replaced() -> bool:
-                now = {child.pid for child in psutil.Process().children()}
-                return len(now) == 2 and victim not in now
-
-            await until(replaced, "a new process", 20)
-            assert lines == ["a gateway process ended with status -9; a new one starts in 0.5 s"]
-            assert (await client.get("/ready", headers={"connection": "close"})).status_code == 200
-    assert not psutil.Process().children()
-
-
-async def test_a_port_that_another_program_has_is_an_error_that_names_the_option(deployment: Deployment) -> None:
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    spec = replace(spec_of(deployment), config=GatewayConfig(port=port))
-    with pytest.raises(Exception, match=f"cannot listen on 127.0.0.1:{port} .*--http"):
-        async with gateway(spec, print):
-            pass
-    server.close()
-    await server.wait_closed()
-
-
 async def test_a_least_interval_joins_tokens_into_fewer_events() -> None:
     num_events = {}
     async with deploy(tiny_config()) as deployment:
         slow_down(deployment.decode[0], 0.005)
         for interval_ms in (0, 60_000):
             config = GatewayConfig(min_interval_ms=interval_ms)
-            async with serving_gateway(Fleets(deployment.router_address), config) as url:
+            async with serving_gateway(Fleets([deployment.router.calls]), config) as url:
                 body = {"prompt": "abc", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
                 async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
                     answer = await client.post("/v1/completions", json=body)

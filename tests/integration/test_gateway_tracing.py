@@ -28,7 +28,7 @@ def spans_in(path: Path) -> list[dict[str, Any]]:
 async def post(telemetry: TelemetryConfig, body: dict[str, Any], **headers: str) -> httpx.Response:
     async with (
         deploy(tiny_config(telemetry=telemetry)) as deployment,
-        serving_gateway(Fleets(deployment.router_address), telemetry=telemetry) as url,
+        serving_gateway(Fleets([deployment.router.calls]), telemetry=telemetry) as url,
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client,
     ):
         return await client.post("/v1/completions", json=body, headers=headers)

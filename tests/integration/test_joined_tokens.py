@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from protos import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.deployment import Answer, Deployment, deploy, make_request, tiny_config
 from tests.support.faults import expected, prompt_of
 from tests.support.steps import slow_down

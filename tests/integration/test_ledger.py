@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 
 from core.config import SecurityConfig
-from protos import cluster_pb2, worker_pb2
 from router.operations import cluster_servicer
+from tandem_client.stubs import cluster_pb2, worker_pb2
 from tests.support.deployment import SLACK_S, Deployment, deploy, tiny_config
 from worker.reports import ReportFeed
 

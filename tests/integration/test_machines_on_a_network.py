@@ -17,7 +17,7 @@ import grpc.aio
 import psutil
 import pytest
 
-from protos import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 from tests.support.faults import Stream, prompt_of
 from tests.support.namespaces import CONTROL_IP, DATA, Machines, why_not
 

@@ -17,7 +17,7 @@ import pytest
 from core.config import ApiKeyConfig, GatewayConfig
 from gateway.fleets import Fleets
 from tests.support.deployment import Deployment, deploy, tiny_config
-from tests.support.gateway import serving_gateway
+from tests.support.gateway import over_the_wire, serving_gateway
 from tests.support.scripted_router import ScriptedRouter, scripted_router
 from tests.support.steps import slow_down
 from tests.support.waiting import until
@@ -41,7 +41,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 @pytest.fixture
 async def url(deployment: Deployment) -> AsyncIterator[str]:
-    async with serving_gateway(Fleets(deployment.router_address)) as url:
+    async with serving_gateway(Fleets([deployment.router.calls])) as url:
         yield url
 
 
@@ -59,7 +59,7 @@ async def scripted() -> AsyncIterator[ScriptedRouter]:
 
 @pytest.fixture
 async def scripted_client(scripted: ScriptedRouter) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with serving_gateway(Fleets(scripted.address)) as url, client_of(url) as client:
+    async with serving_gateway(over_the_wire(scripted.address)) as url, client_of(url) as client:
         yield client
 
 
@@ -305,7 +305,7 @@ async def test_a_wrong_key_is_an_authentication_error() -> None:
     key = ApiKeyConfig(name="team", sha256=hashlib.sha256(b"secret").hexdigest())
     async with (
         deploy(replace(tiny_config(), api_keys=(key,))) as deployment,
-        serving_gateway(Fleets(deployment.router_address)) as url,
+        serving_gateway(Fleets([deployment.router.calls])) as url,
         client_of(url) as client,
     ):
         with pytest.raises(openai.AuthenticationError):
@@ -321,7 +321,7 @@ async def test_a_wrong_key_is_an_authentication_error() -> None:
 async def test_a_full_queue_is_a_rate_limit_with_a_hint() -> None:
     async with (
         deploy(tiny_config(max_queued=1), num_decode=0) as deployment,
-        serving_gateway(Fleets(deployment.router_address)) as url,
+        serving_gateway(Fleets([deployment.router.calls])) as url,
         client_of(url) as client,
     ):
         shell = deployment.router._shell
@@ -410,7 +410,7 @@ async def test_a_client_that_stops_waiting_ends_its_request(client: openai.Async
 async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_the_queue() -> None:
     async with (
         deploy(tiny_config(), num_decode=0) as deployment,
-        serving_gateway(Fleets(deployment.router_address)) as url,
+        serving_gateway(Fleets([deployment.router.calls])) as url,
         client_of(url) as client,
     ):
         shell = deployment.router._shell
@@ -427,7 +427,7 @@ async def test_a_client_that_leaves_before_the_first_token_frees_its_place_in_th
 
 async def test_a_guardrail_refuses_prompts_and_ends_outputs(scripted: ScriptedRouter) -> None:
     config = GatewayConfig(guardrail="tests.support.strict_guardrail:make")
-    async with serving_gateway(Fleets(scripted.address), config) as url, client_of(url) as client:
+    async with serving_gateway(over_the_wire(scripted.address), config) as url, client_of(url) as client:
         options: Any = {"model": "scripted"}
         with pytest.raises(openai.BadRequestError, match="forbidden word") as caught:
             await client.chat.completions.create(messages=[{"role": "user", "content": "forbidden"}], **options)

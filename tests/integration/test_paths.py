@@ -12,7 +12,7 @@ from cli import doctor
 from cli.paths import path_lines, paths_of
 from core.config import TandemConfig, TelemetryConfig, TransferConfig
 from core.paths import Lane, PathState, PathStatus
-from protos import cluster_pb2
+from tandem_client.stubs import cluster_pb2
 from tests.integration.test_metrics import scrape
 from tests.integration.transfer_owner_process import real_transport
 from tests.support.deployment import Deployment, deploy, tiny_config

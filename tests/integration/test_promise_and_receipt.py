@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos import inference_pb2
 from tandem_client.client import AsyncClient
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 
 PROMPT = "long enough for two workers, in several blocks"

@@ -19,9 +19,16 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from core.service import FleetRouter
 from model_files.builtin_configs import BYTE_EOS_ID
-from protos import cluster_pb2, inference_pb2, worker_pb2
-from protos.inference_pb2 import ChatMessage, ChatPrompt, GenerateRequest, SamplingParams, StopConditions, TokenIds
 from runtime.rpc.grpc_server import FIELD_KEY, RETRY_AFTER_KEY, RETRYABLE_KEY
+from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
+from tandem_client.stubs.inference_pb2 import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    SamplingParams,
+    StopConditions,
+    TokenIds,
+)
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config, trailers_of
 from tests.support.steps import slow_down
 from tests.support.waiting import until

@@ -14,8 +14,8 @@ from engine.fake_runner import FakeRunner
 from engine.gpu.runner import GpuRunner
 from engine.runner import StepLimits
 from kv_transfer.protocol.plan import TransferPlan
-from protos import inference_pb2
 from protos.codec import decode_layout, encode_layout
+from tandem_client.stubs import inference_pb2
 from tests.integration.test_two_pools import BLOCK, expected_tokens, prompt_of
 from tests.support.deployment import deploy, tiny_config
 from tests.support.reference import CoLocatedEngine

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import worker_pb2, worker_pb2_grpc
 from runtime.rpc.grpc_server import open_channel
+from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from tests.support.deployment import Deployment, another_router, deploy, machine_of
 from tests.support.faults import Stream, fault_config, prompt_of
 from tests.support.steps import slow_down

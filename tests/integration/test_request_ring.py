@@ -6,8 +6,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import cluster_pb2
 from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import cluster_pb2
 from tests.support.deployment import deploy, make_request, tiny_config
 
 

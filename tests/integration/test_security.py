@@ -19,11 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import SecurityConfig, TandemConfig
 from core.errors import Unauthenticated
-from protos import cluster_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.links import worker_link
 from runtime.rpc.grpc_server import error_from, open_channel
 from runtime.rpc.security import OPEN, TOKEN_KEY, Credentials, load_credentials
 from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs import cluster_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.certificates import Authority
 from tests.support.deployment import Deployment, deploy, make_request, tiny_config
 

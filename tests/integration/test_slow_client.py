@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import inference_pb2_grpc
 from router.serving.inference_servicer import InferenceServicer
+from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import deploy, make_request, tiny_config
 
 TIMEOUT_S = 1.0

@@ -13,7 +13,7 @@ import pytest
 from core.config import EngineConfig
 from core.request import Request, SamplingParams
 from model_files.catalogue import fetch
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.reference import CoLocatedEngine
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from core.request import Request, SamplingParams
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.reference import CoLocatedEngine
 

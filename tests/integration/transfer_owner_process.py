@@ -18,7 +18,8 @@ from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
 from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, Transport
-from protos import codec, worker_pb2
+from protos import codec
+from tandem_client.stubs import worker_pb2
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=16, head_dim=64)
 NUM_BLOCKS = 64

@@ -9,8 +9,9 @@ from hypothesis import given
 from core.config import RouterConfig
 from core.model_info import ModelInfo
 from core.request import Request
-from protos import codec, inference_pb2, worker_pb2
+from protos import codec
 from router.serving.validation import prepare
+from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.support.requests import VOCAB_SIZE, requests
 from text.tokenizer import ByteCodec, ModelTokenizer
 

@@ -25,10 +25,10 @@ from decode_worker.machine import DecodeMachine
 from fleet.service_host import Placement
 from kv_transfer.protocol.machine import TransferMachine
 from prefill_worker.machine import PrefillMachine
-from protos import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.service import RouterService
 from runtime.rpc.grpc_server import open_channel
 from runtime.rpc.security import load_credentials
+from tandem_client.stubs import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.support.waiting import until
 from worker.service import WorkerService
 

@@ -1,4 +1,4 @@
-"""A fleet that answers like a router's client, for tests of the dashboard: requests and reports from a seed."""
+"""A fleet that answers like a router, for tests of the dashboard: requests and reports from a seed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import grpc
-
+from core.errors import ModelNotFound, TandemError, Unauthenticated
 from gateway.fleets import ModelUnknown
-from tandem_client import CallFailed
 from tandem_client.stubs import cluster_pb2, inference_pb2, worker_pb2
 
 SERVING, LOST = worker_pb2.WORKER_STATE_SERVING, worker_pb2.WORKER_STATE_LOST
@@ -23,7 +21,7 @@ class FakeFleet:
 
     router_id: str = "router-0-aa"
     seed: int = 0
-    failure: CallFailed | None = None
+    failure: TandemError | None = None
     key: str = ""  # if set, the one authorization that is accepted
     num_calls: int = 0
     seen_metadata: list[tuple[str, str]] = field(default_factory=list)
@@ -35,7 +33,7 @@ class FakeFleet:
             roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
             self.workers = [make_worker(role, ordinal, self.seed) for role in roles for ordinal in range(2)]
 
-    async def fleet(self, *, metadata: Sequence[tuple[str, str]]) -> cluster_pb2.GetFleetResponse:
+    async def fleet(self, metadata: Sequence[tuple[str, str]]) -> cluster_pb2.GetFleetResponse:
         self._check(metadata)
         own = cluster_pb2.FleetRouter(
             router_id=self.router_id, address="127.0.0.1:50051", state=SERVING, num_queued=3, num_in_flight=9
@@ -46,17 +44,17 @@ class FakeFleet:
         )
 
     async def list_requests(
-        self, limit: int, after: int, *, metadata: Sequence[tuple[str, str]]
+        self, limit: int, after: int, metadata: Sequence[tuple[str, str]]
     ) -> cluster_pb2.ListRequestsResponse:
         self._check(metadata)
         newer = [summary for summary in self.requests if summary.number > after]
         return cluster_pb2.ListRequestsResponse(requests=newer[::-1][:limit])
 
-    async def get_trace(self, id: str, *, metadata: Sequence[tuple[str, str]]) -> cluster_pb2.Trace:
+    async def get_trace(self, id: str, metadata: Sequence[tuple[str, str]]) -> cluster_pb2.Trace:
         self._check(metadata)
         found = [summary for summary in self.requests if id in (summary.request_id, summary.trace_id)]
         if not found:
-            raise CallFailed(grpc.StatusCode.NOT_FOUND, f"the router does not keep request {id!r}")
+            raise ModelNotFound(f"the router does not keep request {id!r}")
         return make_trace(found)
 
     def _check(self, metadata: Sequence[tuple[str, str]]) -> None:
@@ -65,7 +63,7 @@ class FakeFleet:
         if self.failure is not None:
             raise self.failure
         if self.key and dict(metadata).get("authorization") != self.key:
-            raise CallFailed(grpc.StatusCode.UNAUTHENTICATED, "authorization: an API key is needed")
+            raise Unauthenticated("authorization: an API key is needed")
 
 
 class FakeFleets:
@@ -80,7 +78,7 @@ class FakeFleets:
     def resolve(self, model: str) -> SimpleNamespace:
         if model and model not in self._clients:
             raise ModelUnknown(model, list(self._clients))
-        return SimpleNamespace(client=self._clients[model or next(iter(self._clients))])
+        return SimpleNamespace(router=self._clients[model or next(iter(self._clients))])
 
 
 def make_worker(role: worker_pb2.WorkerRole, ordinal: int, seed: int) -> cluster_pb2.FleetWorker:

@@ -24,8 +24,8 @@ from core.handoff import HandoffMessage
 from core.request import Request, SamplingParams
 from engine.fake_runner import FakeRunner, expected_tokens
 from kv_transfer.transports.memory_transport import MemoryFabric
-from protos import inference_pb2_grpc
 from protos.handoff_codec import decode
+from tandem_client.stubs import inference_pb2_grpc
 from tests.support.deployment import SLACK_S, Answer, make_request, tiny_config, trailers_of
 
 LEASE_S = 2.0  # a busy machine delays a process by less than this

@@ -100,7 +100,7 @@ async def send(telemetry: TelemetryConfig) -> dict[str, tuple[str, int]]:
         config = replace(tiny_config("random:llama-tiny", "nixl", telemetry), telemetry=telemetry)
         async with (
             deploy(config, num_prefill=num_prefill) as deployment,
-            serving_gateway(Fleets(deployment.router_address), telemetry=telemetry) as url,
+            serving_gateway(Fleets([deployment.router.calls]), telemetry=telemetry) as url,
             httpx.AsyncClient(base_url=url, timeout=CALL_TIMEOUT_S) as client,
         ):
             for name, wanted_prefill, fields, headers, _ in REQUESTS:

@@ -15,5 +15,6 @@ def kept_port(host: str) -> Iterator[int]:
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for servers that share their port
         holder.bind((host, 0))
         yield int(holder.getsockname()[1])

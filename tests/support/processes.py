@@ -23,7 +23,7 @@ import grpc.aio
 
 from core.config import TandemConfig
 from core.service import Endpoint
-from protos import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.deployment import SLACK_S
 from tests.support.faults import LEASE_S
 from tests.support.service_process import Role, line_of

@@ -16,8 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protos import inference_pb2, inference_pb2_grpc
-from tests.support.shared_calls import generate_each
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
 
 @dataclass
@@ -60,9 +59,6 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
                 path=inference_pb2.REQUEST_PATH_DISAGGREGATED,
             )
             yield inference_pb2.GenerateResponse(finished=finished)
-
-    async def GenerateMany(self, requests: Any, context: Any) -> None:
-        await generate_each(self.Generate, requests, context)
 
     async def GetModel(self, _: Any, __: Any) -> inference_pb2.GetModelResponse:
         return inference_pb2.GetModelResponse(

@@ -27,7 +27,7 @@ from core.errors import PeerDisconnected, TransportError
 from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory
-from protos import inference_pb2
+from tandem_client.stubs import inference_pb2
 from tests.support.deployment import Deployment, deploy, transfers
 from tests.support.faults import Stream, expected, fault_config, prompt_of
 from tests.support.live_objects import Footprint, growth

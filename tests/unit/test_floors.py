@@ -51,12 +51,14 @@ def small_house(root: Path) -> None:
     for package in [*PACKAGES, "kv_transfer/transports", "engine/cpu", "engine/gpu"]:
         (root / package).mkdir()
         (root / package / "__init__.py").touch()
+    for name in ("api", "client", "credentials", "errors", "prompts", "results", "retries", "streams", "tracing"):
+        (root / "tandem_client" / f"{name}.py").touch()
     (root / "engine/backend.py").write_text("import engine.cpu\n")
     (root / "engine/factory.py").write_text("import engine.gpu\n")
     shutil.copy(ROOT / "pyproject.toml", root)
 
 
-FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, GATEWAY, SIMULATOR, KERNELS = CONTRACTS
+FLOORS, PURE, TORCH, RAY, ROUTER, CLIENT, GATEWAY, STUBS, SIMULATOR, KERNELS = CONTRACTS
 BREACHES = [
     ("core", "import runtime", FLOORS),
     ("runtime", "from router import anything", FLOORS),
@@ -76,6 +78,8 @@ BREACHES = [
     ("tandem_client", "import core", CLIENT),
     ("gateway", "import router", GATEWAY),
     ("gateway", "import protos", GATEWAY),
+    ("gateway", "from tandem_client import client", STUBS),
+    ("router", "from tandem_client.errors import CallFailed", STUBS),
     ("simulator", "from kv_transfer import transports", SIMULATOR),
     ("simulator", "import grpc", SIMULATOR),
     ("engine", "import engine.cpu", KERNELS),

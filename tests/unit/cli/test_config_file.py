@@ -52,7 +52,6 @@ GIVEN = [
     ("admission", "shed", "router", "admission"),
     ("local_prefill", "never", "router", "local_prefill"),
     ("http", 8000, "gateway", "port"),
-    ("http_processes", 2, "gateway", "num_processes"),
     ("http_host", "0.0.0.0", "gateway", "host"),
     ("trace_file", "/somewhere/spans.jsonl", "telemetry", "trace_file"),
     ("otlp_endpoint", "http://somewhere:4317", "telemetry", "otlp_endpoint"),

@@ -196,6 +196,9 @@ def test_an_operation_on_claimed_blocks_fails_for_a_free_block(wrong: str) -> No
 
 
 def test_the_pool_works_without_asserts() -> None:
-    program = "from core.scheduling.block_pool import BlockPool as P; p = P(3); print(p.allocate(2), p.allocate(1), p.allocate(1))"
+    program = (
+        "from core.scheduling.block_pool import BlockPool as P; p = P(3); "
+        "print(p.allocate(2), p.allocate(1), p.allocate(1))"
+    )
     done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[0, 1] [2] None\n"

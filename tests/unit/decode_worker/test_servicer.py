@@ -14,7 +14,8 @@ from core.scheduling.worker_load import CallId
 from core.step import SampledToken, TokenEvent
 from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
 from decode_worker.servicer import DecodeServicer
-from protos import codec, worker_pb2
+from protos import codec
+from tandem_client.stubs import worker_pb2
 
 
 class FakeDriver:

@@ -10,7 +10,7 @@ from core.errors import WorkerUnavailable
 from core.step import SampledToken
 from decode_worker import token_stream
 from decode_worker.token_stream import TokenStream
-from protos import worker_pb2
+from tandem_client.stubs import worker_pb2
 
 
 class Router:

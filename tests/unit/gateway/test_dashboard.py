@@ -6,23 +6,22 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
-import grpc
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
+from core.errors import WorkerUnavailable
 from gateway.dashboard import feed, routes
-from tandem_client import CallFailed
 from tests.support.fake_fleet import FakeFleet, FakeFleets, make_summary
 
 NOW_MS = 1.7e12
-GONE = CallFailed(grpc.StatusCode.UNAVAILABLE, "no router at 127.0.0.1:50051", retryable=True)
+GONE = WorkerUnavailable("no router at 127.0.0.1:50051")
 
 
 def app_over(**clients: FakeFleet) -> httpx.AsyncClient:
-    app = FastAPI()
-    app.include_router(routes.router)
+    app = Starlette(routes=routes.ROUTES)
     app.state.fleets = FakeFleets(**clients)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
@@ -146,7 +145,7 @@ async def test_a_router_that_is_away_is_told_with_its_seconds(
 async def test_a_router_that_does_not_answer_is_given_up(
     client: httpx.AsyncClient, fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(**_: object) -> None:
+    async def never(*_: object) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(feed, "TIMEOUT_S", 0.01)
@@ -172,7 +171,7 @@ async def test_a_key_is_passed_on_and_opens_nothing_for_others(client: httpx.Asy
 
 async def test_keys_without_number_take_bounded_room() -> None:
     feeds = feed.Feeds()
-    fleet = FakeFleet()
+    fleet: Any = FakeFleet()
     first = feeds.get("", "Bearer 0", lambda: fleet)
     for number in range(1, feed.MAX_FEEDS + 1):
         feeds.get("", f"Bearer {number}", lambda: fleet)
@@ -191,7 +190,7 @@ async def test_each_model_shows_its_own_fleet() -> None:
 
 @pytest.mark.parametrize("after", ["-1", "x"])
 async def test_a_number_that_is_none_is_refused(client: httpx.AsyncClient, after: str) -> None:
-    assert (await client.get(f"/dashboard/api/requests?after={after}")).status_code == 422
+    assert (await client.get(f"/dashboard/api/requests?after={after}")).status_code == 400
 
 
 STYLE = (routes.STATIC / "style.css").read_text(encoding="utf-8")

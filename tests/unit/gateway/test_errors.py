@@ -5,31 +5,36 @@ from __future__ import annotations
 import logging
 
 import pytest
-from grpc import StatusCode
 from pydantic import ValidationError
 
+from core.errors import DeadlineExceeded, ErrorCode, InvalidRequest, QueueFull, TandemError
 from gateway.errors import STATUSES, ApiError, ClientGone, api_error, http_field
 from gateway.fleets import ModelUnknown
 from gateway.schema_chat import ChatBody
 from gateway.schema_completions import CompletionBody
-from tandem_client import CallFailed
 
 CHAT = '{"messages": [{"role": "user", "content": "a"}], %s}'
 
 
-@pytest.mark.parametrize("code", STATUSES)
-def test_a_status_of_grpc_has_one_of_http(code: StatusCode) -> None:
-    status, kind, name = STATUSES[code]
-    error = api_error(CallFailed(code, "why", retryable=True))
-    assert (error.status, error.kind, error.code) == (status, kind, name)
+def error_with(code: ErrorCode, message: str = "why") -> TandemError:
+    error = TandemError(message)
+    error.code = code
+    return error
 
 
-def test_another_status_of_grpc_is_a_server_error() -> None:
-    assert api_error(CallFailed(StatusCode.DATA_LOSS, "why")).status == 500
+@pytest.mark.parametrize("code", ErrorCode)
+def test_a_code_has_a_status_of_http(code: ErrorCode) -> None:
+    if code is ErrorCode.INTERNAL:
+        assert api_error(error_with(code)).status == 500
+    elif code is ErrorCode.RESOURCE_EXHAUSTED:  # a refusal without a hint: see below
+        assert api_error(QueueFull("full")).status == 429
+    else:
+        error = api_error(error_with(code))
+        assert (error.status, error.kind, error.code) == STATUSES[code]
 
 
 def test_a_field_of_the_router_has_its_name_in_the_http_api() -> None:
-    error = api_error(CallFailed(StatusCode.INVALID_ARGUMENT, "stop_strings: at most 16", field="stop_strings"))
+    error = api_error(InvalidRequest("stop_strings", "at most 16"))
     assert (error.param, error.message) == ("stop", "stop: at most 16")
     assert http_field("chat.messages[3].content") == "messages[3].content"
     assert http_field("chat.tools[0].name") == "tools[0].name"
@@ -37,24 +42,23 @@ def test_a_field_of_the_router_has_its_name_in_the_http_api() -> None:
 
 @pytest.mark.parametrize(("hint", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.001, "2"), (30.0, "30")])
 def test_the_hint_of_the_router_is_rounded_up_to_seconds(hint: float, header: str) -> None:
-    error = api_error(CallFailed(StatusCode.RESOURCE_EXHAUSTED, "full", retryable=True, retry_after_s=hint))
+    error = api_error(QueueFull("full", hint))
     assert error.headers == {"retry-after": header, "x-should-retry": "true"}
 
 
 def test_a_message_over_the_limit_of_grpc_is_too_large_and_not_retried() -> None:
-    error = api_error(CallFailed(StatusCode.RESOURCE_EXHAUSTED, "too large a message"))
+    error = api_error(error_with(ErrorCode.RESOURCE_EXHAUSTED, "too large a message"))
     assert (error.status, error.code, error.headers) == (413, "request_too_large", {})
 
 
 def test_a_passed_deadline_is_not_retried() -> None:
-    error = api_error(CallFailed(StatusCode.DEADLINE_EXCEEDED, "late"))
+    error = api_error(DeadlineExceeded("late"))
     assert (error.status, error.headers) == (504, {"x-should-retry": "false"})
     assert "x-tandem-timeout-ms" in error.message
 
 
 def test_a_full_context_has_the_code_that_clients_know() -> None:
-    error = api_error(CallFailed(StatusCode.INVALID_ARGUMENT, "prompt: over the context of 8 tokens", field="prompt"))
-    assert error.code == "context_length_exceeded"
+    assert api_error(InvalidRequest("prompt", "over the context of 8 tokens")).code == "context_length_exceeded"
 
 
 def test_an_unknown_model_and_a_lost_client() -> None:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from grpc import StatusCode
 
 from core.config import ModelConfig, ModelRuleConfig
+from core.errors import WorkerUnavailable
 from gateway import fleets as fleets_module
 from gateway.fleets import Fleets, ModelUnknown
-from tandem_client import CallFailed, GetModelResponse
+from tandem_client import GetModelResponse
 from tests.support.waiting import until
 
 MODELS = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router="away:2", aliases=("heavy",)))
@@ -23,40 +23,40 @@ RULES = (
 )
 
 
-class FakeClient:
+class FakeRouter:
     """A router that serves one model, or none while `fault` is set."""
 
     def __init__(self, address: str, model: str) -> None:
         self.address, self.fault, self.can_decode = address, "", True
         self._model = model
 
-    async def __aenter__(self) -> FakeClient:
-        return self
+    async def open(self) -> None:
+        pass
 
-    async def __aexit__(self, *_: object) -> None:
+    async def close(self) -> None:
         pass
 
     async def model(self) -> GetModelResponse:
         if self.fault:
-            raise CallFailed(StatusCode.UNAVAILABLE, self.fault, retryable=True)
+            raise WorkerUnavailable(self.fault)
         return GetModelResponse(name=self._model, context_length=64, can_decode=self.can_decode)
 
 
 @contextlib.asynccontextmanager
 async def opened(
-    routers: str | list[str] = "here:1", models: Any = (), rules: Any = (), away: tuple[str, ...] = ()
-) -> AsyncIterator[tuple[Fleets, dict[str, FakeClient]]]:
-    clients: dict[str, FakeClient] = {}
+    *own: str, models: Any = (), rules: Any = (), away: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[Fleets, dict[str, FakeRouter]]]:
+    routers: dict[str, FakeRouter] = {}
 
     def connect(address: str) -> Any:
-        clients[address] = FakeClient(address, f"served by {address}")
-        clients[address].fault = f"no router at {address}" if address in away else ""
-        return clients[address]
+        routers[address] = FakeRouter(address, f"served by {address}")
+        routers[address].fault = f"no router at {address}" if address in away else ""
+        return routers[address]
 
-    fleets = Fleets(routers, models, rules, connect)
+    fleets = Fleets([connect(address) for address in own or ("here:1",)], models, rules, connect)
     await fleets.open()
     try:
-        yield fleets, clients
+        yield fleets, routers
     finally:
         await fleets.close()
 
@@ -69,16 +69,16 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_without_models_the_name_is_that_of_the_router() -> None:
-    async with opened() as (fleets, clients):
+    async with opened() as (fleets, routers):
         served = fleets.resolve("served by here:1")
-        assert (served.name, served.client) == ("served by here:1", clients["here:1"])
+        assert (served.name, served.router) == ("served by here:1", routers["here:1"])
         assert fleets.resolve("").name == "served by here:1"
         with pytest.raises(ModelUnknown, match="'other' is not served here; served: served by here:1"):
             fleets.resolve("other")
 
 
 async def test_a_model_is_found_by_name_alias_and_rule_and_named_by_its_own_name() -> None:
-    async with opened(models=MODELS, rules=RULES) as (fleets, clients):
+    async with opened(models=MODELS, rules=RULES) as (fleets, routers):
         for asked, chars, tag, name, router in (
             ("small", 0, "", "small", "here:1"),
             ("fast", 0, "", "small", "here:1"),
@@ -91,7 +91,7 @@ async def test_a_model_is_found_by_name_alias_and_rule_and_named_by_its_own_name
             ("", 0, "", "small", "here:1"),
         ):
             served = fleets.resolve(asked, chars, tag)
-            assert (served.name, served.client) == (name, clients[router]), asked
+            assert (served.name, served.router) == (name, routers[router]), asked
             assert served.info.name == f"served by {router}"
         assert fleets.names() == ["small", "big", "fast", "heavy", "auto"]
         with pytest.raises(ModelUnknown, match="served: small, big, fast, heavy, auto"):
@@ -106,34 +106,34 @@ async def test_a_name_without_a_matching_rule_is_unknown() -> None:
 
 
 async def test_a_fleet_that_is_away_fails_its_own_models_only() -> None:
-    async with opened(models=MODELS, away=("away:2",)) as (fleets, clients):
+    async with opened(models=MODELS, away=("away:2",)) as (fleets, routers):
         assert fleets.resolve("small").name == "small"
-        with pytest.raises(CallFailed, match="no router at away:2") as failed:
+        with pytest.raises(WorkerUnavailable, match="no router at away:2") as failed:
             fleets.resolve("big")
-        assert (failed.value.code, failed.value.retryable) == (StatusCode.UNAVAILABLE, True)
+        assert failed.value.retryable
         assert await fleets.faults() == {"small": "", "big": "no router at away:2"}
         assert [listed.info is None for listed in fleets.listed()] == [False, True, False, True]
-        clients["away:2"].fault = ""
+        routers["away:2"].fault = ""
         await until(lambda: fleets.listed()[1].info is not None, "the fleet is found once it is there")
         assert fleets.resolve("big").name == "big"
 
 
 async def test_requests_go_to_the_routers_of_a_fleet_in_turn_and_past_one_that_is_away() -> None:
-    async with opened(["a:1", "b:1"]) as (fleets, clients):
+    async with opened("a:1", "b:1") as (fleets, routers):
         (fleet,) = fleets.fleets
         await until(lambda: all(link.info for link in fleet.links), "both have answered")
-        assert {fleets.resolve("").client.address for _ in range(4)} == {"a:1", "b:1"}
-        clients["a:1"].fault = "gone"
+        assert {fleets.resolve("").router.address for _ in range(4)} == {"a:1", "b:1"}
+        routers["a:1"].fault = "gone"
         await until(lambda: fleet.links[0].fault, "the gateway notices")
-        assert {fleets.resolve("").client.address for _ in range(4)} == {"b:1"}
-        clients["b:1"].fault = "gone, too"
+        assert {fleets.resolve("").router.address for _ in range(4)} == {"b:1"}
+        routers["b:1"].fault = "gone, too"
         await until(lambda: fleet.links[1].fault, "the gateway notices")
         assert fleets.resolve("").info.name, "the last known model: the call itself will tell"
         assert await fleet.fault() == "gone"
 
 
 async def test_a_fleet_without_a_decode_worker_is_not_ready() -> None:
-    async with opened() as (fleets, clients):
+    async with opened() as (fleets, routers):
         assert await fleets.faults() == {"served by here:1": ""}
-        clients["here:1"].can_decode = False
+        routers["here:1"].can_decode = False
         assert await fleets.faults() == {"served by here:1": "no decode worker serves"}

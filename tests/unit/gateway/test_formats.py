@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from gateway.chat_format import DONE, ChatAnswer, ChatChunks, Parsers
 from gateway.completion_format import CompletionAnswer, CompletionChunks
-from gateway.outputs import AnswerHead, CompletionLogprobs, Event, Filtered, chat_logprobs, token_text
+from gateway.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
 from gateway.responses_format import ResponseAnswer, ResponseEvents
 from gateway.usage import UsageSum
-from tandem_client import Finished, FinishReason, GenerateResponse
+from tandem_client import Finished, FinishReason
 from tandem_client.stubs.inference_pb2 import Logprob, TokenChunk, TokenLogprobs, Usage
 
 HEAD = AnswerHead("id-1", 'a "model"', 123, frozenset({2}), ("END",))
@@ -24,18 +25,36 @@ TOOL_TEXTS = [
 ]
 
 
+@dataclass(frozen=True)
+class Filtered:
+    choice: int
+
+
+Event = TokenChunk | Finished | Filtered
+
+
+def push(form: Any, event: Event) -> Any:
+    match event:
+        case Filtered():
+            return form.filtered(event.choice)
+        case Finished():
+            return form.finished(event)
+        case _:
+            return form.chunk(event)
+
+
 def tokens(text: str, choice: int = 0, logprobs: Any = ()) -> Event:
-    return GenerateResponse(tokens=TokenChunk(choice=choice, text=text, logprobs=logprobs))
+    return TokenChunk(choice=choice, text=text, logprobs=logprobs)
 
 
-def end(choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2") -> Event:
+def end(choice: int = 0, reason: FinishReason = FinishReason.FINISH_REASON_STOP, stop_match: str = "2") -> Finished:
     usage = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
-    return GenerateResponse(finished=Finished(choice=choice, finish_reason=reason, usage=usage, stop_match=stop_match))
+    return Finished(choice=choice, finish_reason=reason, usage=usage, stop_match=stop_match)
 
 
 def chunks_of(form: Any, events: list[Event]) -> list[dict[str, Any]]:
     """What a client parses from the stream, which must be valid server-sent events."""
-    stream = b"".join(map(form.push, events)) + form.end()
+    stream = b"".join(push(form, event) for event in events) + form.end()
     assert stream.endswith(DONE)
     return [json.loads(event.removeprefix("data: ")) for event in stream.decode().split("\n\n")[:-2]]
 
@@ -46,7 +65,7 @@ def test_the_text_of_a_chat_is_the_same_in_both_forms(with_usage: bool) -> None:
     chunks = chunks_of(ChatChunks(HEAD, 2, Parsers("", 2), UsageSum(2, False), with_usage), events)
     answer = ChatAnswer(HEAD, 2, Parsers("", 2), UsageSum(2, False))
     for event in events:
-        answer.push(event)
+        push(answer, event)
     for choice in (0, 1):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"] and chunk["choices"][0]["index"] == choice]
         assert own[0]["delta"] == {"role": "assistant", "content": ""}
@@ -64,7 +83,7 @@ def test_calls_of_tools_are_the_same_in_both_forms() -> None:
     chunks = chunks_of(ChatChunks(HEAD, 1, Parsers("hermes", 1), UsageSum(1, False), False), events)
     answer = ChatAnswer(HEAD, 1, Parsers("hermes", 1), UsageSum(1, False))
     for event in events:
-        answer.push(event)
+        push(answer, event)
     (choice,) = answer.result()["choices"]
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
@@ -83,15 +102,14 @@ def test_a_completion_repeats_its_prompt_once() -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
     answer = CompletionAnswer(HEAD, ["a"], UsageSum(1, False))
     for event in events:
-        answer.push(event)
+        push(answer, event)
     assert answer.result()["choices"][0]["text"] == "abc"
 
 
 @pytest.mark.parametrize(("match", "reason"), [("END", "END"), ("2", None), ("77", 77), ("", None)])
 def test_the_reason_of_a_stop_is_a_string_an_id_or_null(match: str, reason: Any) -> None:
     event = end(stop_match=match)
-    assert isinstance(event, GenerateResponse)
-    assert HEAD.stop_reason(event.finished) == reason
+    assert HEAD.stop_reason(event) == reason
 
 
 def test_a_filtered_choice_ends_in_every_form() -> None:
@@ -101,7 +119,7 @@ def test_a_filtered_choice_ends_in_every_form() -> None:
     assert chat[-1]["choices"][0]["finish_reason"] == text[-1]["choices"][0]["finish_reason"] == "content_filter"
     answer = ResponseAnswer(HEAD, {}, Parsers("", 1), UsageSum(1, False))
     for event in events:
-        answer.push(event)
+        push(answer, event)
     assert answer.result()["incomplete_details"] == {"reason": "content_filter"}
 
 
@@ -109,8 +127,7 @@ def test_a_prompt_counts_once_however_many_choices_continue_it() -> None:
     usage = UsageSum(2, False)
     for choice in range(4):
         event = end(choice)
-        assert isinstance(event, GenerateResponse)
-        usage.add(event.finished)
+        usage.add(event)
     assert usage.counts() == (10, 8, 8)
     assert usage.responses()["total_tokens"] == 18
 
@@ -136,14 +153,14 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
 
 def test_a_response_fails_with_an_error_event() -> None:
     form = ResponseEvents(ResponseAnswer(HEAD, {}, Parsers("", 1), UsageSum(1, False)))
-    form.push(tokens("a"))
+    push(form, tokens("a"))
     failed = form.fail(RuntimeError("x")).decode().split("\n\n")
     assert [event.splitlines()[0] for event in failed if event] == ["event: error", "event: response.failed"]
 
 
 def test_a_response_has_an_item_for_each_text_and_call() -> None:
     answer = ResponseAnswer(HEAD, {}, Parsers("hermes", 1), UsageSum(1, False))
-    kinds = [typed["type"] for event in [*map(tokens, TOOL_TEXTS), end()] for typed in answer.take(event)]
+    kinds = [typed["type"] for event in [*map(tokens, TOOL_TEXTS), end()] for typed in push(answer, event)]
     items = answer.result()["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "function_call"]
     assert [item["status"] for item in items] == ["completed"] * 3

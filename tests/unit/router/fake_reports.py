@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from core.lifecycle import ServiceRole
-from protos import codec, worker_pb2
+from protos import codec
+from tandem_client.stubs import worker_pb2
 from tests.support.driven_worker import address
 
 

@@ -12,9 +12,9 @@ from core.errors import RequestCancelled
 from core.lifecycle import Stage, Timeline
 from core.request import Request, SamplingParams
 from core.step import SampledToken
-from protos import inference_pb2
 from router.requests.events import Deliver, Fail
 from router.serving.choice_stream import ChoiceStream
+from tandem_client.stubs import inference_pb2
 from text.detokenizer import IncrementalDetokenizer
 from text.text_stream import TextStream
 
@@ -31,7 +31,10 @@ def choice(*stop_strings: str, changed: asyncio.Event | None = None) -> ChoiceSt
 
 
 def take(stream: ChoiceStream) -> inference_pb2.TokenChunk:
-    return stream.take_chunk(inference_pb2.GenerateResponse()).tokens
+    """The next chunk, as the message of the gRPC API."""
+    message = inference_pb2.TokenChunk()
+    stream.take_chunk().fill(message)
+    return message
 
 
 def deliver(stream: ChoiceStream, first_index: int, *token_ids: int) -> bool:
@@ -86,7 +89,7 @@ async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> 
     stream = choice(changed=changed)
     deliver(stream, 0, 0)
     assert stream.is_due, "the first token does not wait"
-    stream.rest(60.0)
+    stream.pause(60.0)
     take(stream)
     changed.clear()
     deliver(stream, 1, 1)
@@ -95,14 +98,14 @@ async def test_between_two_chunks_lies_the_interval_unless_the_choice_ends() -> 
     stream.end(Fail("r", RequestCancelled("cancelled"), Timeline(Stage.TOKENIZE, 0.0)))
     assert stream.is_due
     assert changed.is_set()
-    stream.end_rest()
+    stream.end_pause()
 
 
 async def test_after_the_interval_the_writer_is_woken() -> None:
     changed = asyncio.Event()
     stream = choice(changed=changed)
     deliver(stream, 0, 0)
-    stream.rest(0.001)
+    stream.pause(0.001)
     take(stream)
     changed.clear()
     deliver(stream, 1, 1)
@@ -127,8 +130,10 @@ def test_the_answer_does_not_depend_on_the_messages(runs: list[tuple[list[int], 
                 chunks.append(take(stream))
         if stream.has_chunk:
             chunks.append(take(stream))
-        rest = stream.last_chunk()
-        chunks += [] if rest is None else [rest]
+        last = stream.last_chunk()
+        if last is not None:
+            chunks.append(inference_pb2.TokenChunk())
+            last.fill(chunks[-1])
         ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         of_logprobs = [int(-1.0 - entry.logprob) for chunk in chunks for entry in chunk.logprobs]
         return ids, of_logprobs, "".join(chunk.text for chunk in chunks), stream.text.stop_match

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from core.config import ApiKeyConfig
 from core.errors import KeyLimitReached
 from core.request import MAX_CACHE_SALT_CHARS
-from protos import inference_pb2
 from router.serving.callers import Callers, tenant_salt
 from router.serving.key_limits import WINDOW_S, KeyLimits
 from runtime.rpc.api_keys import ApiKeys, hash_of
+from tandem_client.stubs import inference_pb2
 
 STREAMS = ApiKeyConfig(name="alice", sha256=hash_of("alice's key"), max_streams=2)
 MINUTE = ApiKeyConfig(name="bob", sha256=hash_of("bob's key"), tenant="builders", requests_per_minute=3)

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from protos import worker_pb2
 from router.links.worker_link import WorkerLink
 from router.requests.events import WorkerJoined, WorkerLost, WorkerReported
 from runtime.rpc.security import OPEN
+from tandem_client.stubs import worker_pb2
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 

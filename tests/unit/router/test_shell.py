@@ -10,10 +10,10 @@ import pytest_asyncio
 from core.config import RouterConfig, TelemetryConfig
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
-from protos import worker_pb2
 from router.shell import RouterShell
 from runtime.rpc.security import OPEN
 from runtime.tracing.telemetry import Telemetry
+from tandem_client.stubs import worker_pb2
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 ROLES = {"p": ServiceRole.PREFILL, "d": ServiceRole.DECODE}

@@ -16,11 +16,11 @@ from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
 from core.service import Endpoint
 from core.step import SampledToken
-from protos import inference_pb2, worker_pb2
 from router.links.token_stream import decode_step_tokens
 from router.links.worker_link import WorkerLink
 from router.requests.events import DecodeReturned, StartDecode, StepTokens, TokenStreamLost, WorkerJoined, WorkerLost
 from runtime.rpc.security import OPEN
+from tandem_client.stubs import inference_pb2, worker_pb2
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 
 BROKEN = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "reset", None)

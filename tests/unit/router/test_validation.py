@@ -9,8 +9,8 @@ import pytest
 from core.config import RouterConfig
 from core.errors import InvalidRequest
 from core.request import MAX_CACHE_SALT_CHARS, MAX_USER_CHARS
-from protos.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from router.serving.validation import prepare
+from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from text.tokenizer import load_tokenizer
 
 MANY = 2_000_000

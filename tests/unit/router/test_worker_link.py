@@ -20,7 +20,7 @@ from core.request import Request, SamplingParams
 from core.scheduling.block_pool import Column
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.service import Endpoint
-from protos import report_codec, worker_pb2
+from protos import report_codec
 from router.links.worker_link import WorkerLink
 from router.requests.events import (
     DecodeReturned,
@@ -32,6 +32,7 @@ from router.requests.events import (
     WorkerReported,
 )
 from runtime.rpc.security import OPEN
+from tandem_client.stubs import worker_pb2
 from tests.support.driven_worker import address
 from tests.unit.router.fake_reports import Reports, Tokens, snapshot
 

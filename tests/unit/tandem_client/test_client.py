@@ -1,4 +1,4 @@
-"""Both clients, also with a shared stream, answer, and make every failure one `CallFailed` that says what to do."""
+"""Both clients answer, and make every failure one `CallFailed` that says what to do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import pytest
 import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull
-from protos import inference_pb2, inference_pb2_grpc
 from runtime.rpc.grpc_server import abort
 from tandem_client import AsyncClient, CallFailed, Client, GenerateRequest
-from tests.support.shared_calls import generate_each
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).parents[3]
 NOBODY = "127.0.0.1:9"
@@ -36,9 +35,6 @@ class Router(inference_pb2_grpc.InferenceServicer):
         if request.text == "vanish":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as gRPC itself: no trailers
         await context.write(inference_pb2.GenerateResponse(finished=inference_pb2.Finished()))
-
-    async def GenerateMany(self, requests: Any, context: Any) -> None:
-        await generate_each(self.Generate, requests, context)
 
     async def GetModel(self, _: Any, __: Any) -> inference_pb2.GetModelResponse:
         return inference_pb2.GetModelResponse(name="echo")
@@ -65,7 +61,7 @@ class Asker:
         request = GenerateRequest(text=text)
         if self._kind == "sync":
             return await asyncio.to_thread(self._ask_in_a_thread, request)
-        async with AsyncClient(self._address, shares_stream=self._kind == "shared") as client:
+        async with AsyncClient(self._address) as client:
             responses = [response async for response in client.generate(request, timeout_s=10.0)]
         return "".join(r.tokens.text for r in responses), responses[-1].HasField("finished")
 
@@ -82,7 +78,7 @@ class Asker:
             return (await client.model()).name
 
 
-@pytest.fixture(params=["sync", "async", "shared"])
+@pytest.fixture(params=["sync", "async"])
 def asker(request: pytest.FixtureRequest, address: str) -> Asker:
     return Asker(request.param, address)
 
@@ -111,14 +107,14 @@ async def test_a_router_that_goes_away_in_the_middle_is_told_from_one_that_was_n
     assert failed.value.retryable
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "shared"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_an_address_where_nobody_listens_says_how_to_start_a_router(kind: str) -> None:
     with pytest.raises(CallFailed, match=f"no router at {NOBODY}; start one with `tandem serve`"):
         await Asker(kind, NOBODY).ask("hello")
 
 
 @pytest.mark.parametrize("target", ["ipv4:{nobody},{router}", "ipv4:{router},{nobody}", "dns:///{router}"])
-@pytest.mark.parametrize("kind", ["sync", "async", "shared"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_an_address_that_lists_several_routers_reaches_the_one_that_serves(
     kind: str, target: str, address: str
 ) -> None:
@@ -130,14 +126,6 @@ async def test_an_address_that_lists_several_routers_reaches_the_one_that_serves
 def test_an_address_without_host_or_port_is_refused_as_such(client: type[Client | AsyncClient], address: str) -> None:
     with pytest.raises(CallFailed, match=r"^router: must be host:port, is "):
         client(address)
-
-
-def test_the_client_s_stubs_are_those_of_protos() -> None:
-    for stub in sorted((ROOT / "tandem_client/stubs").glob("*_pb2*")):
-        ours = (
-            (ROOT / "protos" / stub.name).read_text().replace("from protos import", "from tandem_client.stubs import")
-        )
-        assert stub.read_text() == ours, f"{stub.name} is stale: run `make protos`"
 
 
 def test_a_program_with_a_package_named_protos_can_import_the_client(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import inference_pb2, inference_pb2_grpc
 from tandem_client import AsyncClient, Client, Completion, Credentials, Piece, Promise, Receipt, Usage
 from tandem_client.prompts import build_request
 from tandem_client.results import Timings, TokenLogprob, TopLogprob
+from tandem_client.stubs import inference_pb2, inference_pb2_grpc
 
 FINISHED = inference_pb2.Finished(
     finish_reason=inference_pb2.FINISH_REASON_LENGTH,

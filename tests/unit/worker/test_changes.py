@@ -14,7 +14,8 @@ from core.lifecycle import WorkerState
 from core.paths import PathState, PathStatus
 from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored, Column
 from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
-from protos import report_codec, worker_pb2
+from protos import report_codec
+from tandem_client.stubs import worker_pb2
 from worker.changes import ChangeTracker
 
 LOAD = WorkerLoad(

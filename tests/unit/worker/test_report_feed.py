@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from core.config import WorkerConfig
-from protos import worker_pb2
+from tandem_client.stubs import worker_pb2
 from worker.reports import MAX_REPORTS_BEHIND, ReportFeed
 
 CONFIG = WorkerConfig()

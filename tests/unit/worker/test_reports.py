@@ -29,7 +29,8 @@ from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.ledger import BlockHolder, Claim, SequenceState
 from core.scheduling.worker_load import RouterCalls, WorkerLoad
-from protos import codec, report_codec, worker_pb2
+from protos import codec, report_codec
+from tandem_client.stubs import worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
 from worker.service import WorkerService
 

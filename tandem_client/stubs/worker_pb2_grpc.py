@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import worker_pb2 as protos_dot_worker__pb2
+from tandem_client.stubs import worker_pb2 as tandem__client_dot_stubs_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/worker_pb2_grpc.py depends on'
+        + ' but the generated code in tandem_client/stubs/worker_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,8 +37,8 @@ class PrefillWorkerStub:
         """
         self.Prefill = channel.unary_unary(
                 '/tandem.v1.PrefillWorker/Prefill',
-                request_serializer=protos_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.PrefillResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillResponse.FromString,
                 _registered_method=True)
 
 
@@ -58,8 +58,8 @@ def add_PrefillWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Prefill': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefill,
-                    request_deserializer=protos_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.PrefillResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.PrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,8 +88,8 @@ class PrefillWorker:
             request,
             target,
             '/tandem.v1.PrefillWorker/Prefill',
-            protos_dot_worker__pb2.PrefillRequest.SerializeToString,
-            protos_dot_worker__pb2.PrefillResponse.FromString,
+            tandem__client_dot_stubs_dot_worker__pb2.PrefillRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -113,13 +113,13 @@ class DecodeWorkerStub:
         """
         self.Decode = channel.unary_unary(
                 '/tandem.v1.DecodeWorker/Decode',
-                request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.DecodeFinished.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.DecodeRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.DecodeFinished.FromString,
                 _registered_method=True)
         self.StreamTokens = channel.unary_stream(
                 '/tandem.v1.DecodeWorker/StreamTokens',
-                request_serializer=protos_dot_worker__pb2.StreamTokensRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.StepTokens.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.StreamTokensRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.StepTokens.FromString,
                 _registered_method=True)
 
 
@@ -149,13 +149,13 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Decode': grpc.unary_unary_rpc_method_handler(
                     servicer.Decode,
-                    request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.DecodeFinished.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.DecodeRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.DecodeFinished.SerializeToString,
             ),
             'StreamTokens': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamTokens,
-                    request_deserializer=protos_dot_worker__pb2.StreamTokensRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.StepTokens.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.StreamTokensRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.StepTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -184,8 +184,8 @@ class DecodeWorker:
             request,
             target,
             '/tandem.v1.DecodeWorker/Decode',
-            protos_dot_worker__pb2.DecodeRequest.SerializeToString,
-            protos_dot_worker__pb2.DecodeFinished.FromString,
+            tandem__client_dot_stubs_dot_worker__pb2.DecodeRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.DecodeFinished.FromString,
             options,
             channel_credentials,
             insecure,
@@ -211,8 +211,8 @@ class DecodeWorker:
             request,
             target,
             '/tandem.v1.DecodeWorker/StreamTokens',
-            protos_dot_worker__pb2.StreamTokensRequest.SerializeToString,
-            protos_dot_worker__pb2.StepTokens.FromString,
+            tandem__client_dot_stubs_dot_worker__pb2.StreamTokensRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.StepTokens.FromString,
             options,
             channel_credentials,
             insecure,
@@ -236,18 +236,18 @@ class WorkerStub:
         """
         self.Watch = channel.unary_stream(
                 '/tandem.v1.Worker/Watch',
-                request_serializer=protos_dot_worker__pb2.WatchRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.WorkerReport.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.WatchRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.WorkerReport.FromString,
                 _registered_method=True)
         self.DescribeLedger = channel.unary_unary(
                 '/tandem.v1.Worker/DescribeLedger',
-                request_serializer=protos_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.DescribeLedgerResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerResponse.FromString,
                 _registered_method=True)
         self.UpdatePeers = channel.unary_unary(
                 '/tandem.v1.Worker/UpdatePeers',
-                request_serializer=protos_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.UpdatePeersResponse.FromString,
+                request_serializer=tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
+                response_deserializer=tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersResponse.FromString,
                 _registered_method=True)
 
 
@@ -283,18 +283,18 @@ def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=protos_dot_worker__pb2.WatchRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.WorkerReport.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.WatchRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.WorkerReport.SerializeToString,
             ),
             'DescribeLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeLedger,
-                    request_deserializer=protos_dot_worker__pb2.DescribeLedgerRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.DescribeLedgerResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerResponse.SerializeToString,
             ),
             'UpdatePeers': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdatePeers,
-                    request_deserializer=protos_dot_worker__pb2.UpdatePeersRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.UpdatePeersResponse.SerializeToString,
+                    request_deserializer=tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersRequest.FromString,
+                    response_serializer=tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -323,8 +323,8 @@ class Worker:
             request,
             target,
             '/tandem.v1.Worker/Watch',
-            protos_dot_worker__pb2.WatchRequest.SerializeToString,
-            protos_dot_worker__pb2.WorkerReport.FromString,
+            tandem__client_dot_stubs_dot_worker__pb2.WatchRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.WorkerReport.FromString,
             options,
             channel_credentials,
             insecure,
@@ -350,8 +350,8 @@ class Worker:
             request,
             target,
             '/tandem.v1.Worker/DescribeLedger',
-            protos_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
-            protos_dot_worker__pb2.DescribeLedgerResponse.FromString,
+            tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.DescribeLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -377,8 +377,8 @@ class Worker:
             request,
             target,
             '/tandem.v1.Worker/UpdatePeers',
-            protos_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
-            protos_dot_worker__pb2.UpdatePeersResponse.FromString,
+            tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersRequest.SerializeToString,
+            tandem__client_dot_stubs_dot_worker__pb2.UpdatePeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,88 @@
+"""A router over the wire, as the gateway calls it: `tandem_client.AsyncClient` with the errors of core/errors.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from core.errors import ErrorCode, QueueFull, TandemError
+from gateway.router_calls import Metadata, Sink
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
+from tandem_client.stubs import cluster_pb2, inference_pb2
+
+T = TypeVar("T")
+
+
+class RemoteRouter:
+    """A `gateway.router_calls.RouterCalls`. It retries nothing: an HTTP client retries by itself."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self.address = address
+        self._client = AsyncClient(address, credentials, NO_RETRY)
+
+    async def open(self) -> None:
+        await self._client.__aenter__()
+
+    async def close(self) -> None:
+        await self._client.__aexit__(None, None, None)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
+    ) -> None:
+        responses = self._client.generate(request, timeout_s, tuple(metadata))
+        try:
+            async for response in responses:
+                if sink.is_full:  # gRPC then holds the router back
+                    room = asyncio.Event()
+                    sink.when_room(room.set)
+                    await room.wait()
+                if response.HasField("tokens"):
+                    sink.chunk(response.tokens)
+                else:
+                    sink.finished(response.finished)
+        except CallFailed as error:
+            raise tandem_error(error) from error
+        finally:
+            await asyncio.shield(responses.aclose())
+
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, metadata: Metadata
+    ) -> inference_pb2.TokenizeResponse:
+        return await answer(self._client.tokenize(request, metadata=tuple(metadata)))
+
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, metadata: Metadata
+    ) -> inference_pb2.DetokenizeResponse:
+        return await answer(self._client.detokenize(request, metadata=tuple(metadata)))
+
+    async def model(self) -> inference_pb2.GetModelResponse:
+        return await answer(self._client.model())
+
+    async def metrics(self, metadata: Metadata) -> str:
+        return await answer(self._client.metrics(tuple(metadata)))
+
+    async def fleet(self, metadata: Metadata) -> cluster_pb2.GetFleetResponse:
+        return await answer(self._client.fleet(metadata=tuple(metadata)))
+
+    async def list_requests(self, limit: int, after: int, metadata: Metadata) -> cluster_pb2.ListRequestsResponse:
+        return await answer(self._client.list_requests(limit, after, metadata=tuple(metadata)))
+
+    async def get_trace(self, id: str, metadata: Metadata) -> cluster_pb2.Trace:
+        return await answer(self._client.get_trace(id, metadata=tuple(metadata)))
+
+
+async def answer(call: Awaitable[T]) -> T:
+    """The answer of `call`. Raises `TandemError`."""
+    try:
+        return await call
+    except CallFailed as error:
+        raise tandem_error(error) from error
+
+
+def tandem_error(error: CallFailed) -> TandemError:
+    """The error that the router raised, as far as its status and its trailers tell."""
+    found = QueueFull(str(error), error.retry_after_s) if error.retry_after_s is not None else TandemError(str(error))
+    found.code = ErrorCode.__members__.get(error.code.name, ErrorCode.INTERNAL)
+    found.field, found.retryable = error.field, error.retryable
+    return found

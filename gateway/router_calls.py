@@ -1,0 +1,78 @@
+"""What the gateway needs of a router: a router of this process, or one over the wire (cli/remote_router.py).
+
+An answer comes part by part into a `Sink`, which never waits. A reader that is behind makes its sink full; the tokens
+then stay in the router, and come as one longer chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tandem_client.stubs import cluster_pb2, inference_pb2
+
+Metadata = Sequence[tuple[str, str]]  # of a gRPC call: the key of the client, its trace
+
+
+class Chunk(Protocol):
+    """New tokens of one choice. The message `TokenChunk` is one."""
+
+    choice: int
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def logprobs(self) -> Sequence[inference_pb2.TokenLogprobs]:
+        """One for each token if the request has log-probabilities."""
+
+
+class Sink(Protocol):
+    """Takes the parts of an answer as they come."""
+
+    @property
+    def is_full(self) -> bool:
+        """The sink wants no part until it calls the callback of `when_room`."""
+
+    def when_room(self, callback: Callable[[], None], /) -> None:
+        """Call `callback` once, as soon as the sink is no longer full."""
+
+    def chunk(self, chunk: Chunk, /) -> None: ...
+
+    def finished(self, finished: inference_pb2.Finished, /) -> None:
+        """The last part of a choice."""
+
+
+class RouterCalls(Protocol):
+    """One router. Every call raises `TandemError`."""
+
+    address: str
+
+    async def open(self) -> None:
+        """Call it on the event loop of the gateway, before any other call."""
+
+    async def close(self) -> None: ...
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, sink: Sink, timeout_s: float, metadata: Metadata
+    ) -> None:
+        """Generate into `sink`, to the end of the last choice. Cancel it to cancel the request."""
+
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, metadata: Metadata
+    ) -> inference_pb2.TokenizeResponse: ...
+
+    async def detokenize(
+        self, request: inference_pb2.DetokenizeRequest, metadata: Metadata
+    ) -> inference_pb2.DetokenizeResponse: ...
+
+    async def model(self) -> inference_pb2.GetModelResponse: ...
+
+    async def metrics(self, metadata: Metadata) -> str:
+        """The page of the router, in Prometheus' text format."""
+
+    async def fleet(self, metadata: Metadata) -> cluster_pb2.GetFleetResponse: ...
+
+    async def list_requests(self, limit: int, after: int, metadata: Metadata) -> cluster_pb2.ListRequestsResponse: ...
+
+    async def get_trace(self, id: str, metadata: Metadata) -> cluster_pb2.Trace: ...
