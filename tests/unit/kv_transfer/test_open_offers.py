@@ -7,21 +7,9 @@ from dataclasses import replace
 import pytest
 
 from core.handoff import Abort, AbortReason, Bind, Heartbeat, HeartbeatEntry, OwnerState, Release, Want
-from kv_transfer.protocol.events import Connect, MessageReceived, PullCompleted, PullFailed
+from kv_transfer.protocol.events import MessageReceived, PullCompleted, PullFailed
 from kv_transfer.protocol.peers import Drop
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
-
-
-def test_the_first_reader_binds_the_offer_and_gets_the_blocks() -> None:
-    pair = Pair()
-    pair.offer([0, 1, 2], is_open=True)
-    assert pair.owner.links == [], "the owner knows no reader yet"
-    pair.pull([0, 1, 2], binds=True)
-    pair.run()
-    assert isinstance(pair.pull_result(), PullCompleted)
-    assert [link.peer.name for link in pair.owner.links if isinstance(link, Connect)] == ["puller"]
-    assert pair.offer_result().state is OwnerState.RELEASED
-    assert pair.num_leases() == 0
 
 
 def test_a_second_reader_with_the_ticket_is_refused_and_the_first_one_does_not_notice() -> None:
@@ -103,14 +91,6 @@ def test_a_reader_that_comes_too_late_is_told_so_at_once() -> None:
     result = pair.pull_result()
     assert isinstance(result, PullFailed)
     assert result.reason is AbortReason.LEASE_EXPIRED
-
-
-def test_the_end_of_the_prompt_s_call_ends_an_offer_without_a_reader() -> None:
-    pair = Pair()
-    pair.offer([0, 1], last=False, is_open=True)
-    pair.abort_offer()
-    assert pair.offer_result().state is OwnerState.ABORTED
-    assert pair.num_leases() == 0
 
 
 @pytest.mark.parametrize("sender", ["thief", "puller"])

@@ -1,4 +1,4 @@
-"""Hand-offs where all goes well, and what the machine refuses."""
+"""What a machine refuses, the connections to its peers, and the names of transfers."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -6,182 +6,12 @@ from typing import Any, cast
 import pytest
 
 from core.config import TransferConfig
-from core.errors import LayoutMismatch, MemoryMismatch, QueueFull, TransferFailed
-from core.handoff import AbortReason, DevicePath, OwnerState, PoolAccess, PullerState, Ready, Want
+from core.errors import MemoryMismatch, QueueFull, TransferFailed
+from core.handoff import AbortReason, DevicePath, OwnerState, PoolAccess, PullerState
 from core.paths import PathState, PeerJoined
-from core.scheduling.block_pool import Column
-from kv_transfer.protocol import owner
 from kv_transfer.protocol.events import Connect, PullCompleted
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, Side, address
-
-
-def assert_pulled(pair: Pair, targets: dict[int, int]) -> PullCompleted:
-    """The pull completed with the owner's bytes, and nothing is leased any more."""
-    result = pair.pull_result()
-    assert isinstance(result, PullCompleted)
-    assert result.first_token_id == 42
-    assert {position: pair.puller.content[block] for position, block in targets.items()} == {
-        position: 100 + position for position in targets
-    }
-    assert pair.offer_result().state is OwnerState.RELEASED
-    assert pair.offer_result().reason is None
-    assert pair.num_leases() == 0
-    assert not pair.owner.machine.alive
-    assert not pair.puller.machine.alive
-    assert pair.owner.machine.next_deadline() is None
-    assert pair.puller.machine.next_deadline() is None
-    return result
-
-
-def test_a_pull_gets_the_owners_bytes_and_frees_them() -> None:
-    pair = Pair()
-    pair.offer(list(range(6)))
-    targets = pair.pull(list(range(6)))
-    pair.run()
-    stats = assert_pulled(pair, targets).stats
-    assert (stats.num_blocks, stats.num_bytes, stats.num_reads) == (6, 6 * LAYOUT.block_bytes, 2)
-
-
-def test_blocks_are_pulled_while_later_ones_are_still_computed() -> None:
-    pair = Pair()
-    targets = pair.pull([0, 1, 2, 3, 4])
-    pair.offer([0, 1], last=False)
-    pair.run()
-    assert len(pair.puller.machine.puller.pulls[ID].verified) == 2
-    assert pair.puller.pull_state(ID) is PullerState.WANTING
-    pair.add_ready([2, 3], last=False)
-    pair.run()
-    pair.add_ready([4], last=True)
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_blocks_the_puller_does_not_want_are_unleased_when_its_want_comes() -> None:
-    pair = Pair()
-    blocks = dict(pair.offer([0, 1, 2, 3]))
-    assert pair.num_leases() == 4
-    targets = pair.pull([2, 3])
-    pair.deliver_all()
-    assert [pair.owner.pool.num_leases(blocks[position]) for position in range(4)] == [0, 0, 1, 1]
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_a_pull_of_nothing_gets_the_first_token() -> None:
-    pair = Pair()
-    pair.offer([0, 1])
-    targets = pair.pull([])
-    pair.run()
-    assert assert_pulled(pair, targets).stats.num_reads == 0
-
-
-def test_a_last_announcement_without_blocks_completes_the_pull() -> None:
-    pair = Pair()
-    pair.offer([0, 1], last=False)
-    targets = pair.pull([0, 1])
-    pair.run()
-    pair.add_ready([], last=True)
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_a_want_that_comes_before_its_offer_waits_for_it() -> None:
-    pair = Pair()
-    targets = pair.pull([0, 1])
-    pair.deliver_all()
-    pair.wait(CONFIG.lease_s / 4)
-    pair.offer([0, 1])
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_a_reserved_pull_keeps_the_offer_alive_for_many_leases() -> None:
-    pair = Pair()
-    pair.offer([0, 1])
-    pair.reserve_pull()
-    pair.wait(5 * CONFIG.lease_s)
-    assert pair.owner.offer_state(ID) is OwnerState.OFFERED
-    targets = pair.start_pull([0, 1])
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_a_slow_owner_is_waited_for_over_many_leases() -> None:
-    pair = Pair()
-    pair.offer([], last=False)
-    targets = pair.pull([0])
-    pair.wait(5 * CONFIG.lease_s)
-    pair.add_ready([0], last=True)
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_a_preempted_sequence_may_offer_all_its_blocks_again() -> None:
-    pair = Pair()
-    first = pair.offer([0, 1], last=False)
-    targets = pair.pull([0, 1, 2])
-    pair.run()
-    pair.owner.pool.release([block for _, block in first])
-    again = pair.add_ready([0, 1, 2], last=True)
-    assert [pair.owner.pool.num_leases(block) for _, block in again] == [0, 0, 1]
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_a_lease_outlives_the_sequence_that_held_the_blocks() -> None:
-    pair = Pair()
-    blocks = [block for _, block in pair.offer([0, 1, 2])]
-    pair.owner.pool.release(blocks)
-    assert pair.owner.pool.ledger()[Column.LEASED] == 3
-    targets = pair.pull([0, 1, 2])
-    pair.run()
-    assert_pulled(pair, targets)
-    assert pair.owner.pool.ledger()[Column.FREE] == 32
-
-
-def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
-    pair = Pair()
-    pair.offer(list(range(20)))
-    pair.pull(list(range(20)))
-    pair.deliver_all()
-    reads = list(pair.puller.reads.values())
-    assert [len(read.pairs) for read in reads] == [CONFIG.max_blocks_per_read] * CONFIG.max_reads_in_flight
-    assert all(list(read.pairs) == sorted(read.pairs) for read in reads)
-    expected_s = 4 * LAYOUT.block_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s
-    assert reads[0].timeout_s == pytest.approx(expected_s)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "digests", "expected"),
-    [
-        (3500, True, [64, 256, 1024, 2048, 108]),
-        (320, True, [64, 256]),
-        (2048, False, [2048]),
-        (2049, False, [2048, 1]),
-    ],
-)
-def test_many_blocks_are_announced_in_messages_that_grow_for_digests_and_are_bounded(
-    num_blocks: int, digests: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
-    pair = Pair(TransferConfig(max_blocks_per_read=256, verify_digests=digests), digests, num_blocks=3500)
-    pair.offer(list(range(num_blocks)))
-    targets = pair.pull(list(range(num_blocks)))
-    while any(isinstance(mail.message, Want) for mail in pair.mail):
-        pair.deliver(pair.mail.pop(0))
-    sizes = [len(mail.message.blocks) for mail in pair.mail if isinstance(mail.message, Ready)]
-    assert sizes == expected
-    pair.run()
-    assert_pulled(pair, targets)
-
-
-def test_each_peer_is_connected_once() -> None:
-    pair = Pair()
-    for transfer_id in (1, 2, 3):
-        pair.do(pair.owner, pair.owner.machine.offer, transfer_id, pair.puller.address)
-        pair.do(pair.puller, pair.puller.machine.reserve_pull, transfer_id, pair.owner.address)
-    assert pair.owner.links == [Connect(pair.puller.address)]
-    assert pair.puller.links == [Connect(pair.owner.address)]
+from kv_transfer.protocol.peers import short_name, transfer_name
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair, Side, address
 
 
 def test_one_heartbeat_serves_all_pulls_from_an_owner() -> None:
@@ -205,16 +35,6 @@ def test_idle_peers_above_the_limit_are_disconnected() -> None:
     assert gone[0] == "peer0"
 
 
-def test_other_layouts_are_refused_and_leave_no_trace() -> None:
-    pair = Pair()
-    other = address("owner", 11, layout=replace(LAYOUT, block_size=8, model="n"))
-    with pytest.raises(LayoutMismatch) as caught:
-        pair.puller.machine.reserve_pull(ID, other, 0.0)
-    assert caught.value.differences == {"model": ("m", "n")}  # a block size that is twice ours can be translated
-    pair.puller.machine.check()
-    assert not pair.puller.machine.alive
-
-
 def test_pools_in_memories_without_a_path_are_refused_by_name_on_both_sides() -> None:
     pair = Pair()
     on_device = replace(address("owner", 11), access=PoolAccess(1, frozenset({DevicePath.MAPPED})))
@@ -231,17 +51,6 @@ def test_pools_in_memories_without_a_path_are_refused_by_name_on_both_sides() ->
     assert "device_path" in path.detail
 
 
-def test_a_transfer_id_is_used_once() -> None:
-    pair = Pair()
-    pair.offer([0])
-    pair.pull([0])
-    pair.run()
-    with pytest.raises(TransferFailed):
-        pair.owner.machine.offer(ID, pair.puller.address, 0.0)
-    with pytest.raises(TransferFailed):
-        pair.puller.machine.reserve_pull(ID, pair.owner.address, 0.0)
-
-
 def test_more_transfers_than_the_limit_are_refused() -> None:
     pair = Pair(TransferConfig(max_transfers=1))
     pair.offer([0])
@@ -252,7 +61,7 @@ def test_more_transfers_than_the_limit_are_refused() -> None:
         pair.puller.machine.reserve_pull(1, pair.owner.address, 0.0)
 
 
-def test_a_puller_beats_and_trusts_by_the_lease_of_its_owner() -> None:
+def test_a_puller_follows_the_lease_of_its_owner() -> None:
     """Not by its own: the two may be configured apart, as while a fleet is being restarted."""
     pair = Pair()
     short = TransferConfig(lease_s=CONFIG.lease_s / 4)
@@ -275,3 +84,43 @@ def test_a_puller_beats_and_trusts_by_the_lease_of_its_owner() -> None:
 def test_an_event_that_no_case_handles_is_an_error() -> None:
     with pytest.raises(AssertionError):
         Pair().owner.machine.handle(cast(Any, object()), 0.0)
+
+
+def test_a_transfer_id_is_for_one_offer_and_one_pull_also_after_both_have_ended() -> None:
+    pair = Pair()
+    pair.offer([0, 1])
+    with pytest.raises(TransferFailed, match="was offered before"):
+        pair.owner.machine.offer(ID, pair.puller.address, pair.now(pair.owner))
+    pair.pull([0, 1])
+    with pytest.raises(TransferFailed, match="was pulled before"):
+        pair.puller.machine.reserve_pull(ID, pair.owner.address, pair.now(pair.puller))
+    pair.run()
+    assert isinstance(pair.pull_result(), PullCompleted)
+    with pytest.raises(TransferFailed, match="was offered before"):
+        pair.owner.machine.offer(ID, pair.puller.address, pair.now(pair.owner))
+    with pytest.raises(TransferFailed, match="was pulled before"):
+        pair.puller.machine.reserve_pull(ID, pair.owner.address, pair.now(pair.puller))
+
+
+def test_messages_to_people_never_hold_a_whole_transfer_id() -> None:
+    ticket = 0x0123456789ABCDEF0123456789ABCDEF
+    assert short_name(ticket) == "01234567"
+    assert transfer_name(ticket) == "transfer 01234567"
+    pair = Pair()
+    pair.do(pair.owner, pair.owner.machine.offer, ticket, pair.puller.address)
+    with pytest.raises(TransferFailed) as refused:
+        pair.owner.machine.offer(ticket, pair.puller.address, 0.0)
+    assert f"{ticket:032x}" not in str(refused.value)
+
+
+def test_a_machine_counts_its_live_transfers_and_claims_their_blocks() -> None:
+    pair = Pair()
+    machine = pair.owner.machine
+    pair.act(pair.owner, machine.reserve_pull(ID + 1, pair.puller.address, 0.0))
+    assert machine.alive
+    blocks = pair.offer([0, 1], last=False)
+    assert machine.num_alive == 2
+    assert machine.num_by_state() == {OwnerState.OFFERED: 1, PullerState.RESERVED: 1}
+    offered, pulled = machine.claims()
+    assert (offered.state, offered.blocks) == (OwnerState.OFFERED, tuple(block for _, block in blocks))
+    assert (pulled.state, pulled.blocks) == (PullerState.RESERVED, ())
