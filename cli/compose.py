@@ -31,7 +31,7 @@ from kv_transfer.transports.transport import PoolMemory, Transport
 from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
-from worker.service import BuildParts, Guest, WorkerMachine, WorkerParts, WorkerService
+from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
 from worker.step_stats import StepStats
 from worker.warm_up import warm_up
 
@@ -76,8 +76,7 @@ def build_prefill_worker(config: TandemConfig, placement: Placement, cache_dir: 
     credentials = load_credentials(config.security)
     servicer = PrefillServicer(config.worker.default_timeout_s)
     build = _worker_parts(ServiceRole.PREFILL, config, placement, PrefillMachine, cache_dir)
-    worker, guests = _worker_config(config, placement), _guests(ServiceRole.PREFILL, config, cache_dir)
-    return WorkerService(ServiceRole.PREFILL, worker, build, servicer, credentials, guests)
+    return WorkerService(ServiceRole.PREFILL, _worker_config(config, placement), build, servicer, credentials)
 
 
 def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: Path | None = None) -> WorkerService:
@@ -88,8 +87,7 @@ def build_decode_worker(config: TandemConfig, placement: Placement, cache_dir: P
     credentials = load_credentials(config.security)
     servicer = DecodeServicer(config.worker.default_timeout_s)
     build = _worker_parts(ServiceRole.DECODE, config, placement, machine, cache_dir)
-    worker, guests = _worker_config(config, placement), _guests(ServiceRole.DECODE, config, cache_dir)
-    return WorkerService(ServiceRole.DECODE, worker, build, servicer, credentials, guests)
+    return WorkerService(ServiceRole.DECODE, _worker_config(config, placement), build, servicer, credentials)
 
 
 def open_transport(config: TransferConfig, name: str, on_device: bool = False) -> Transport:
@@ -119,28 +117,6 @@ def _open_plain(config: TransferConfig, name: str, on_device: bool) -> Transport
             raise ConfigError(f"transport ucxx needs `pip install 'tandem-serve[ucxx]'`: {error}") from error
         return UcxxTransport(name, config.connect_timeout_s)
     raise ConfigError(f"transport {config.transport!r} is not built in")
-
-
-def _guests(role: ServiceRole, config: TandemConfig, cache_dir: Path | None) -> list[Guest]:
-    if config.worker.vllm_engine == "off":
-        return []
-    try:
-        from vllm_engine.roles import DecodeRole, PrefillRole
-        from vllm_engine.servicer import VllmEngineServicer
-    except ImportError as error:
-        raise ConfigError(f"[worker] vllm_engine needs `pip install 'tandem-serve[smg]'`: {error}") from error
-    from text.tokenizer import load_tokenizer
-
-    engine = config.engine
-    return [
-        VllmEngineServicer(
-            PrefillRole() if role is ServiceRole.PREFILL else DecodeRole(),
-            functools.partial(load_tokenizer, engine.model, engine.max_context, cache_dir),
-            config.worker.default_timeout_s,
-            engine.model,
-            guarded=config.worker.vllm_engine == "guarded",
-        )
-    ]
 
 
 def _worker_config(config: TandemConfig, placement: Placement) -> WorkerConfig:

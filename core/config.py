@@ -188,7 +188,6 @@ class WorkerConfig:
     max_pulls_waiting: int = 256  # hand-offs that wait for blocks on a decode worker
     default_timeout_s: float = 600.0  # time limit of a call without a deadline
     step_timeout_s: float = 300.0  # a step that takes longer has failed: the worker's process is killed and replaced
-    vllm_engine: str = "off"  # off | open | guarded; serve vllm.grpc.engine to other routers; guarded = with the token
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -197,8 +196,6 @@ class WorkerConfig:
         )  # fmt: skip
         _require_finite_floats(self)
         _require_given(self, "host")
-        choices = ("off", "open", "guarded")
-        _require(self.vllm_engine in choices, f"vllm_engine must be off, open or guarded: {self.vllm_engine}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from core.config import WorkerConfig
 from core.errors import DeviceLost, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.scheduling.block_pool import BlockEvent
 from core.scheduling.ledger import Claim, count_once
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.service import Endpoint
@@ -28,7 +27,7 @@ from kv_transfer.protocol.machine import TransferMachine
 from protos import codec, report_codec
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
-from runtime.rpc.security import OPEN, Credentials, worker_rules
+from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.changes import ChangeTracker
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
@@ -84,29 +83,6 @@ class Servicer(Protocol):
         ...
 
 
-class Guest(Protocol):
-    """A further gRPC service on the worker's port, which drives the same machine."""
-
-    full_name: str
-    guarded: bool  # its calls need the token of the cluster
-
-    async def start(self, driver: Driver[Any, Any], parts: WorkerParts, publish_changes: Callable[[], object]) -> None:
-        """Called once, before the first event. `publish_changes` calls `on_block_events` with the changes so far."""
-        ...
-
-    def register(self, servicer: Any, server: Any) -> None: ...
-
-    def perform(self, action: Any) -> bool:
-        """As `Servicer.perform`. Sees every action: one may concern calls of several services."""
-        ...
-
-    def on_block_events(self, events: Sequence[BlockEvent]) -> None:
-        """Changes of the prefix cache, in order."""
-        ...
-
-    def fail_all(self, error: TandemError) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
     """The parts that are slow to build (model, pool). The service builds them in a thread when it starts."""
@@ -131,9 +107,7 @@ class WorkerService:
         build: BuildParts,
         servicer: Servicer,
         credentials: Credentials = OPEN,
-        guests: Sequence[Guest] = (),
     ) -> None:
-        self._guests = tuple(guests)
         self._role = role
         self._config = config
         self._build = build
@@ -155,14 +129,10 @@ class WorkerService:
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, parts.worker_id)
-        rules = worker_rules([guest.full_name for guest in self._guests if guest.guarded])
-        self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, rules)
+        self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
         self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
-        for guest in self._guests:
-            await guest.start(self._driver, parts, self._feed.publish)
-            self._server.add(guest.register, guest, guest.full_name)
         self._tasks.append(asyncio.create_task(self._feed.run(), name="reports"))
         address = await self._server.start()
         logger.info("%s serves on %s", parts.worker_id, address)
@@ -208,8 +178,6 @@ class WorkerService:
 
     def _end_calls(self, error: TandemError) -> None:
         self._servicer.fail_all(error)
-        for guest in self._guests:
-            guest.fail_all(error)
         self._feed.close()
 
     # ---- actions
@@ -220,15 +188,8 @@ class WorkerService:
             self._parts.executor.submit(action.plan, action.planned, self._on_step_done)
             if self._step_watch is None:
                 self._watch_step()
-        elif not self._answer_calls(action):
+        elif not self._servicer.perform(action):
             self._for_agent.append(action)  # an action unknown to the agent, too, fails the agent and so this worker
-
-    def _answer_calls(self, action: Any) -> bool:
-        """Returns False if the action is for no service."""
-        taken = self._servicer.perform(action)
-        for guest in self._guests:
-            taken = guest.perform(action) or taken
-        return taken
 
     def _after_event(self) -> None:
         assert self._parts is not None
@@ -305,8 +266,6 @@ class WorkerService:
         assert self._parts is not None
         machine = self._parts.machine
         events = machine.core.pool.drain_events()
-        for guest in self._guests:
-            guest.on_block_events(events)
         changes = self._tracker.take(self._load(), events, machine.transfers.paths)
         return None if changes is None else report_codec.encode_changes(changes)
 

@@ -2,7 +2,6 @@
 
     call                                    needs                                       certificate (with TLS)
     router -> worker, every method          the token                                   required
-    other router -> worker, vllm_engine     the token, if guarded                       required
     client -> router, Scale and GetLedger   the token                                   with require_client_certs
     client -> router, the other of Cluster  the token or a key of an operator, if there are keys     "
     client -> router, all other methods     an API key, if there are keys                            "
@@ -15,8 +14,7 @@ constant time. No log and no `repr` shows a token or a key.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -76,11 +74,6 @@ OPEN_METHODS = (
     "/inference.GRPCInferenceService/ServerMetadata",
     "/inference.GRPCInferenceService/ModelMetadata",
 )
-
-
-def worker_rules(guarded_guests: Sequence[str]) -> ServerRules:
-    """The rules of a worker with further services, by their full names, that need the token too."""
-    return replace(WORKER_RULES, guarded=WORKER_RULES.guarded + tuple(f"/{name}/" for name in guarded_guests))
 
 
 def router_rules(config: SecurityConfig, api_keys: tuple[ApiKeyConfig, ...] = ()) -> ServerRules:

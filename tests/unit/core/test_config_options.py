@@ -45,7 +45,7 @@ OTHER = {
     "dtype": "float32", "quantization": "int4", "device": "cpu", "kernels": "torch", "transport": "memory",
     "slow_path_share": 0.5, "otlp_endpoint": "http://collector:4317", "cluster_token": "sixteen-characters",
     "prefill_block_size": 32, "admission": "shed", "local_prefill": "never", "cors_origins": ["https://example.org"],
-    "guardrail": "module:function", "vllm_engine": "open", "prefill_gpus": 0.5, "decode_gpus": 0.0,
+    "guardrail": "module:function", "prefill_gpus": 0.5, "decode_gpus": 0.0,
     "device_path": "staged", "kv_dtype": "fp8",
 }  # fmt: skip
 

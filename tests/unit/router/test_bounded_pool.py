@@ -10,7 +10,13 @@ import weakref
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from router.serving.bounded_pool import CORES_PER_LONG_CALL, MAX_LONG_CALLS, MAX_SHORT_BYTES, BoundedPool
+from router.serving.bounded_pool import (
+    CORES_PER_LONG_CALL,
+    MAX_INLINE_BYTES,
+    MAX_LONG_CALLS,
+    MAX_SHORT_BYTES,
+    BoundedPool,
+)
 
 SHORT, LONG = MAX_SHORT_BYTES, MAX_SHORT_BYTES + 1
 NUM_LONG = 2
@@ -35,6 +41,12 @@ async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool:
     assert await pool.run(5.0, LONG, max, 1, 2) == 2
     with pytest.raises(InvalidRequest, match="text: no"):
         await pool.run(5.0, LONG, _refuse)
+
+
+async def test_a_call_runs_in_a_thread_unless_it_is_very_short(pool: BoundedPool) -> None:
+    own = threading.get_ident()
+    assert await pool.run(5.0, MAX_INLINE_BYTES, threading.get_ident) == own
+    assert await pool.run(5.0, MAX_INLINE_BYTES + 1, threading.get_ident) != own
 
 
 async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
