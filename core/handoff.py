@@ -275,14 +275,4 @@ class Ping:
     ack: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
-    """From the puller: make me the reader of this offer, which names no reader. The transfer id is the proof."""
-
-    transfer_id: TransferId
-    incarnation: int
-    counter: int
-    reader: AgentAddress
-
-
-HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping | Bind
+HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping

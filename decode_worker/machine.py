@@ -45,7 +45,6 @@ class DecodeArrived:
     source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
     deadline: float
     call: CallId = NO_CALL
-    binds: bool = False  # the offer of the source names no reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class DecodeMachine:
         if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
         transfer_id, owner = event.source
-        reserved = self.transfers.reserve_pull(transfer_id, owner, now, event.binds)
+        reserved = self.transfers.reserve_pull(transfer_id, owner, now)
         actions = self._apply_results(reserved, now)
         self.pulls.add(sequence, transfer_id)
         return actions

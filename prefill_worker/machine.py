@@ -37,8 +37,8 @@ MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt 
 @dataclass(frozen=True, slots=True)
 class PrefillArrived:
     request: Request
-    transfer_id: TransferId | None  # None: no worker reads the blocks
-    reader: AgentAddress | None  # None: the first worker that binds the offer
+    transfer_id: TransferId
+    reader: AgentAddress
     deadline: float
     call: CallId = NO_CALL
 
@@ -141,9 +141,7 @@ class PrefillMachine:
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
             self.core.scheduler.add(sequence)
-            actions: list[PrefillAction] = []
-            if event.transfer_id is not None:
-                actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
+            actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
         except TandemError:
             self.core.undo_admit(sequence)
             raise

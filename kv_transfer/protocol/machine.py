@@ -19,7 +19,6 @@ from core.config import TransferConfig
 from core.handoff import (
     Abort,
     AgentAddress,
-    Bind,
     HandoffMessage,
     Heartbeat,
     OwnerState,
@@ -62,24 +61,25 @@ class TransferMachine:
 
     # ---- new transfers, which connect to their peer
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress | None, now: float) -> Actions:
-        """Make an offer to `peer`; None: to the first peer that binds the offer.
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
+        """Make an offer to `peer`.
 
         Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the id is not new.
 
         A message of the puller may have arrived before, so `OfferEnded` may be among the actions.
         """
         self.owner.refuse_offer(transfer_id, peer)
-        connecting = [] if peer is None else self._connect(peer, now)
-        return connecting + self.owner.offer(transfer_id, peer, now)
+        return self._connect(peer, now) + self.owner.offer(transfer_id, peer, now)
 
-    def reserve_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float, binds: bool = False) -> Actions:
-        """Renew the lease of the owner's offer until the worker has room. `binds`: the offer names no reader.
+    def reserve_pull(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> Actions:
+        """Renew the lease of the owner's offer until the worker has room.
 
         Raises `LayoutMismatch`, `QueueFull`, or `TransferFailed` where the id is not new.
         """
         self.puller.refuse_pull(transfer_id, owner)
-        return self._connect(owner, now) + self.puller.reserve(transfer_id, owner, now, binds)
+        connecting = self._connect(owner, now)
+        self.puller.reserve(transfer_id, owner, now)
+        return connecting
 
     # ---- the Machine contract
 
@@ -167,7 +167,7 @@ class TransferMachine:
     def claims(self) -> list[Claim]:
         """The leased blocks of every live offer, then the target blocks of every live pull, oldest first."""
         offers = [
-            Claim(short_name(o.transfer_id), o.state, tuple(o.leased.values()), o.created_at, o.reader_name)
+            Claim(short_name(o.transfer_id), o.state, tuple(o.leased.values()), o.created_at, o.peer.name)
             for o in self.owner.offers.values()
         ]
         pulls = [
@@ -180,10 +180,6 @@ class TransferMachine:
 
     def _on_message(self, sender: str, message: HandoffMessage, now: float) -> Actions:
         match message:
-            case Bind():
-                if not self.owner.admits(sender, message):
-                    return []
-                return self._connect(message.reader, now) + self.owner.on_bind(message, now)
             case Ping():
                 return self._paths.on_ping(sender, message, self._in_use(), now)
             case Want():
@@ -224,7 +220,7 @@ class TransferMachine:
 
     def _in_use(self) -> set[str]:
         """Peers that a live transfer needs."""
-        in_use = {offer.peer.name for offer in self.owner.offers.values() if offer.peer}
+        in_use = {offer.peer.name for offer in self.owner.offers.values()}
         return in_use | {pull.owner.name for pull in self.puller.pulls.values()}
 
     def _on_peer_lost(self, name: str, detail: str, died: bool, now: float) -> Actions:

@@ -1,11 +1,7 @@
-"""One offer: the blocks leased for it, the pieces its puller wants, and the pieces announced so far.
-
-An offer names its reader, or is open: then the first agent that sends a BIND with the transfer id becomes its reader.
-"""
+"""One offer: the blocks leased for it, the pieces its puller wants, and the pieces announced so far."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,11 +12,10 @@ from kv_transfer.protocol.plan import TransferPlan
 @dataclass(slots=True, eq=False)
 class Offer:
     transfer_id: TransferId
-    peer: AgentAddress | None  # None until an open offer has a reader
-    plan: TransferPlan  # of an open offer, until it has a reader: between equal layouts
+    peer: AgentAddress  # the puller
+    plan: TransferPlan
     created_at: float
     renewed_at: float  # last sign of life of the puller; the lease runs from here
-    is_open: bool = False  # was made without a reader
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
     wanted_pieces: frozenset[int] = frozenset()
@@ -36,14 +31,6 @@ class Offer:
     num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
     aborting: AbortReason | None = None  # the offer ends with this reason, once no read can be running
     detail: str = ""
-
-    def lease_ends_at(self, lease_s: float) -> float:
-        """The lease of an offer without a reader starts at the end of the prompt: nobody can renew it earlier."""
-        return math.inf if self.peer is None and not self.last else self.renewed_at + lease_s
-
-    @property
-    def reader_name(self) -> str:
-        return "" if self.peer is None else self.peer.name
 
     @property
     def may_be_read(self) -> bool:

@@ -12,27 +12,21 @@ connection ends no lease; only the proven death of the puller's process does.
 Messages get lost. A READY counts the blocks announced before it, a heartbeat counts the blocks that arrived, and the
 owner repeats the missing ones. The owner keeps a message that arrives before its offer for half a lease. It answers a
 WANT for an ended offer with the reason of the end.
-
-An open offer names no reader, because the router does not know the reader yet. The first agent that sends a BIND with
-the transfer id becomes the reader, and the owner refuses every other agent. An open offer without a reader announces
-no block.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.config import TransferConfig
-from core.errors import LayoutMismatch, QueueFull, TransferFailed
+from core.errors import QueueFull, TransferFailed
 from core.handoff import (
     OWNER_STEPS,
     Abort,
     AbortReason,
     AgentAddress,
-    Bind,
     Heartbeat,
     HeartbeatEntry,
     OwnerState,
@@ -76,7 +70,7 @@ class Owner:
 
     # ---- commands of the worker
 
-    def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress | None) -> None:
+    def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
         self._plan_for(peer)
         if transfer_id in self.offers or transfer_id in self._ended:
@@ -84,10 +78,9 @@ class Owner:
         if len(self.offers) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress | None, now: float) -> Actions:
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
         """Call `TransferMachine.offer` instead, which also connects to the peer."""
-        plan, is_open = self._plan_for(peer), peer is None
-        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, renewed_at=now, is_open=is_open)
+        self.offers[transfer_id] = Offer(transfer_id, peer, self._plan_for(peer), created_at=now, renewed_at=now)
         early = self._early.pop(transfer_id, None)
         if early is None:
             return []
@@ -122,8 +115,6 @@ class Owner:
             offer.step(OwnerState.OFFERED)
         if last:
             offer.last, offer.first_token_id = True, first_token_id
-            if offer.peer is None:
-                offer.renewed_at = now
         actions: Actions = []
         if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
             actions.append(ComputeDigests(tuple(wanted.values())))
@@ -141,43 +132,11 @@ class Owner:
             return []
         offer.aborting, offer.detail = reason, detail
         actions = self._send_abort(offer.peer, transfer_id, reason, detail)
-        if not offer.may_be_read:  # always so without a reader
+        if not offer.may_be_read:
             actions += self._end(offer, OwnerState.ABORTED, reason)
         return actions
 
     # ---- from the puller
-
-    def admits(self, sender: str, bind: Bind) -> bool:
-        """Whether the sender names itself as the reader of an open offer, live or ended. The owner connects to no other
-        sender."""
-        offer, reader = self.offers.get(bind.transfer_id), bind.reader
-        if (sender, bind.incarnation) != (reader.name, reader.incarnation) or (offer and not offer.is_open):
-            self._peers.drop(Drop.FOREIGN)
-        elif offer is None and bind.transfer_id not in self._ended:
-            self._peers.drop(Drop.UNKNOWN_TRANSFER)
-        else:
-            return True
-        return False
-
-    def on_bind(self, bind: Bind, now: float) -> Actions:
-        """Make the sender, a connected peer that `admits` let pass, the reader of the offer. A second reader gets an
-        ABORT."""
-        offer, reader = self.offers.get(bind.transfer_id), bind.reader
-        if offer is None:
-            return self._send_abort(reader, bind.transfer_id, self._ended[bind.transfer_id])
-        if offer.peer is None:
-            try:
-                offer.plan = self._plan_for(reader)
-            except LayoutMismatch as error:
-                return self._send_abort(reader, bind.transfer_id, AbortReason.LAYOUT_MISMATCH, str(error))
-            offer.peer = reader
-        elif (offer.peer.name, offer.peer.incarnation) != (reader.name, reader.incarnation):
-            self._peers.drop(Drop.FOREIGN)
-            return self._send_abort(reader, bind.transfer_id, AbortReason.UNKNOWN_TRANSFER, "it has another reader")
-        if not self._accept(offer, reader.name, bind):
-            return []
-        offer.renew(bind.counter, now)
-        return []
 
     def on_want(self, sender: str, want: Want, now: float) -> Actions:
         offer, actions = self._offer_for(sender, want, now)
@@ -186,7 +145,6 @@ class Owner:
         offer.renew(want.counter, now)
         if offer.aborting is not None:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
-        assert offer.peer is not None, "an offer without a reader accepts no WANT"
         if want.layout_fingerprint != offer.peer.layout.fingerprint():
             return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
         if offer.wanted is None:
@@ -207,7 +165,7 @@ class Owner:
             if offer is None:
                 if entry.transfer_id in self._ended:
                     actions += self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
-            elif offer.peer is None or (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
+            elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
                 self._peers.drop(Drop.FOREIGN)
             else:
                 offer.renew(heartbeat.counter, now)
@@ -237,7 +195,7 @@ class Owner:
 
     def on_peer_lost(self, name: str, died: bool) -> Actions:
         actions: Actions = []
-        for offer in [offer for offer in self.offers.values() if offer.peer and offer.peer.name == name]:
+        for offer in [offer for offer in self.offers.values() if offer.peer.name == name]:
             offer.aborting = offer.aborting or AbortReason.PEER_LOST
             if died or not offer.may_be_read:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
@@ -247,7 +205,7 @@ class Owner:
 
     def on_tick(self, now: float) -> Actions:
         actions: Actions = []
-        for offer in [o for o in self.offers.values() if now >= o.lease_ends_at(self.config.lease_s)]:
+        for offer in [offer for offer in self.offers.values() if now >= offer.renewed_at + self.config.lease_s]:
             if offer.aborting is not None:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
@@ -262,9 +220,8 @@ class Owner:
         return actions
 
     def deadlines(self) -> list[float]:
-        leases = [offer.lease_ends_at(self.config.lease_s) for offer in self.offers.values()]
-        early = [early.arrived_at + self._early_kept_s for early in self._early.values()]
-        return [when for when in leases if when < math.inf] + early
+        leases = [offer.renewed_at + self.config.lease_s for offer in self.offers.values()]
+        return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
 
     @property
     def _early_kept_s(self) -> float:
@@ -280,10 +237,7 @@ class Owner:
             return None, self._handle_unoffered(sender, message, now)
         return (offer if self._accept(offer, sender, message) else None), []
 
-    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort | Bind) -> bool:
-        if offer.peer is None:
-            self._peers.drop(Drop.FOREIGN)
-            return False
+    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort) -> bool:
         accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
         if accepted:
             offer.newest = message.counter
@@ -307,7 +261,6 @@ class Owner:
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
         """READYs for all announced blocks from `first_block` on. There is at least one: it acknowledges the WANT."""
-        assert offer.peer is not None
         actions: Actions = []
         total, start = offer.num_announced, first_block
         count = MAX_BLOCKS_PER_READY
@@ -344,20 +297,18 @@ class Owner:
         return self._announce(offer, min(num_received, offer.num_announced), now)
 
     def _send_abort(
-        self, peer: AgentAddress | None, transfer_id: TransferId, reason: AbortReason, detail: str = ""
+        self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = ""
     ) -> Actions:
-        return [] if peer is None else self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+        return self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
     def _has_digests(self, offer: Offer) -> bool:
         """A device has digests of whole blocks only."""
         on_host = self._peers.address.access.device is None
         return self.config.verify_digests and (on_host or offer.plan.moves_whole_blocks)
 
-    def _plan_for(self, peer: AgentAddress | None) -> TransferPlan:
+    def _plan_for(self, peer: AgentAddress) -> TransferPlan:
         """Raises `LayoutMismatch` for a peer that cannot read our pool."""
         own = self._peers.address
-        if peer is None:
-            return TransferPlan(own.layout, own.layout)
         refuse_memory(peer, own)
         return TransferPlan(own.layout, peer.layout)
 
@@ -382,7 +333,6 @@ class Owner:
             assert transfer_id == offer.transfer_id
             assert OWNER_STEPS[offer.state], "an ended offer is still in the table"
             leases.update(offer.leased.values())
-            assert offer.peer is not None or (offer.is_open and offer.wanted is None)
             if offer.wanted is None:
                 assert not offer.may_be_read
             else:

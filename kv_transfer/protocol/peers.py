@@ -11,12 +11,12 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
-from core.handoff import Abort, AgentAddress, Bind, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
+from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
 from kv_transfer.protocol.events import Actions, Connect, Disconnect, SendMessage
 
 MAX_IDLE_PEERS = 64  # connections to peers without a live transfer
 
-TransferMessage = Want | Ready | Release | Abort | Bind
+TransferMessage = Want | Ready | Release | Abort
 
 
 class Drop(Enum):

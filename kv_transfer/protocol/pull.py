@@ -27,7 +27,6 @@ class Pull:
     owner: AgentAddress
     plan: TransferPlan
     created_at: float
-    binds: bool = False  # the offer names no reader: the puller sends BIND before the WANT
     state: PullerState = PullerState.RESERVED
     targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours; grows until the end of the pull
     wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
@@ -45,7 +44,7 @@ class Pull:
     verified: set[int] = field(default_factory=set)  # positions
     mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
     # the lease
-    sent: dict[int, float] = field(default_factory=dict)  # counter of a BIND, WANT or heartbeat of ours -> when
+    sent: dict[int, float] = field(default_factory=dict)  # counter of a WANT or heartbeat of ours -> when
     num_unanswered: int = 0  # heartbeats that listed this pull since the owner's last answer
     first_heartbeat: int | None = None  # counter of the first one that listed this pull
     known_to_owner: bool = False

@@ -12,8 +12,7 @@ sends `PullGivenUp` at once, and the worker answers its caller.
 
 kv_transfer/protocol/pull.py has the law of the lease. One heartbeat to each owner renews all pulls from that owner that
 are not ending. The owner of a pull is lost after three unanswered heartbeats in a row that listed this pull. The puller
-repeats a WANT with each heartbeat until a READY arrives, and a BIND until the owner has acknowledged any message of the
-pull.
+repeats a WANT with each heartbeat until a READY arrives.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from core.handoff import (
     Abort,
     AbortReason,
     AgentAddress,
-    Bind,
     Heartbeat,
     HeartbeatEntry,
     PullerState,
@@ -91,12 +89,11 @@ class Puller:
         if len(self.pulls) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.pulls)} transfers are pulled already (max_transfers)")
 
-    def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float, binds: bool) -> Actions:
+    def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> None:
         """Call `TransferMachine.reserve_pull` instead, which also connects to the owner."""
         plan = plan_from(owner.layout, self._peers.address.layout)
-        self.pulls[transfer_id] = pull = Pull(transfer_id, owner, plan, created_at=now, binds=binds)
+        self.pulls[transfer_id] = Pull(transfer_id, owner, plan, created_at=now)
         self._heartbeats.setdefault(owner.name, _Heartbeats(now + heartbeat_s(owner.lease_s)))
-        return self._send_bind(pull, now) if binds else []
 
     def start(
         self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
@@ -228,9 +225,6 @@ class Puller:
                 continue
             silent = [p for p in self._pulls_from(name) if p.num_unanswered >= MAX_UNANSWERED_HEARTBEATS]
             actions += self._fail_all(silent, f"{MAX_UNANSWERED_HEARTBEATS} heartbeats without an answer", now)
-            for pull in self._pulls_from(name):
-                if pull.binds and not pull.known_to_owner and pull.ending is None:
-                    actions += self._send_bind(pull, now)
             actions += self._send_heartbeat(name, now)
             for pull in self._pulls_from(name):
                 if pull.state is PullerState.WANTING and not pull.want_arrived:
@@ -251,11 +245,6 @@ class Puller:
             self._peers.drop(Drop.LATE if message.transfer_id in self._ended else Drop.UNKNOWN_TRANSFER)
             return None
         return pull if self._peers.accept(pull.owner, pull.newest, sender, message) else None
-
-    def _send_bind(self, pull: Pull, now: float) -> Actions:
-        incarnation, counter = self._peers.stamp()
-        pull.sent[counter] = now
-        return self._peers.send(pull.owner, Bind(pull.transfer_id, incarnation, counter, self._peers.address))
 
     def _send_want(self, pull: Pull, now: float) -> Actions:
         incarnation, counter = self._peers.stamp()

@@ -49,7 +49,6 @@ class Transfer:
     puller: Side
     num_blocks: int
     num_cached: int  # leading blocks in the puller's prefix cache
-    is_open: bool = False  # the offer names no reader, and the pull binds it
     reserved: bool = False
     started: bool = False
     offered: bool = False
@@ -80,15 +79,12 @@ class TwoMachines(RuleBasedStateMachine):
         backwards=st.booleans(),
         order=st.permutations(STEPS),
         late=st.sampled_from([0, 0, 0, 1, 2]),
-        is_open=st.booleans(),
     )
-    def a_request_comes(
-        self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int, is_open: bool
-    ) -> None:
+    def a_request_comes(self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int) -> None:
         """The router calls both sides in any order. The first `late` of the three steps come later."""
         sides = (self.pair.puller, self.pair.owner) if backwards else (self.pair.owner, self.pair.puller)
         transfer_id = len(self.transfers) + 1
-        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks), is_open)
+        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks))
         self.transfers[transfer_id] = transfer
         for step in order[late:]:
             getattr(self, step)(transfer)
@@ -102,19 +98,14 @@ class TwoMachines(RuleBasedStateMachine):
         if not transfer.offered:
             transfer.offered = True
             machine = transfer.owner.machine
-            self.pair.do(
-                transfer.owner,
-                machine.offer,
-                transfer.transfer_id,
-                None if transfer.is_open else transfer.puller.address,
-            )
+            self.pair.do(transfer.owner, machine.offer, transfer.transfer_id, transfer.puller.address)
 
     def reserve_pull(self, transfer: Transfer) -> None:
         if not transfer.reserved:
             transfer.reserved = True
             puller, owner = transfer.puller, transfer.owner
             now = self.pair.now(puller)
-            met = puller.machine.reserve_pull(transfer.transfer_id, owner.address, now, transfer.is_open)
+            met = puller.machine.reserve_pull(transfer.transfer_id, owner.address, now)
             self.pair.act(puller, met)
 
     def start_pull(self, transfer: Transfer) -> None:
@@ -284,10 +275,6 @@ class TwoMachines(RuleBasedStateMachine):
                 self.pair.fail_read(side, read_id)
         for transfer in self.transfers.values():
             self.end_sequence(transfer)
-            if transfer.is_open and not transfer.last:  # the call of its prompt ends, by its deadline
-                machine = transfer.owner.machine
-                aborted = machine.owner.abort(transfer.transfer_id, AbortReason.DEADLINE)
-                self.pair.act(transfer.owner, aborted)
         self.take_results()
         for _ in range(3):  # no message arrives
             self.pair.wait(CONFIG.lease_s, deliver=False)
@@ -324,9 +311,7 @@ def walk(seed: int, ended: Counter[str]) -> None:
                             [3, 2, 8, 8, 2, 9, 3, 2, 1, 12])[0]  # fmt: skip
         if kind == "request" and world.num_under_way() < 4:
             late = rng.choice([0, 0, 0, 1, 2])
-            world.a_request_comes(
-                pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late, rng.random() < 0.3
-            )
+            world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late)
         elif kind == "late" and world.num_under_way():
             world.a_late_step_comes(pick(1000), rng.choice(STEPS))
         elif kind == "targets" and world.num_under_way():

@@ -116,8 +116,8 @@ class Pair:
     def event(self, side: Side, event: TransferEvent) -> None:
         self.do(side, side.machine.handle, event)
 
-    def offer(self, positions: list[int], last: bool = True, is_open: bool = False) -> list[tuple[int, int]]:
-        self.do(self.owner, self.owner.machine.offer, ID, None if is_open else self.puller.address)
+    def offer(self, positions: list[int], last: bool = True) -> list[tuple[int, int]]:
+        self.do(self.owner, self.owner.machine.offer, ID, self.puller.address)
         return self.add_ready(positions, last)
 
     def add_ready(self, positions: list[int], last: bool) -> list[tuple[int, int]]:
@@ -125,12 +125,12 @@ class Pair:
         self.do(self.owner, self.owner.machine.owner.add_ready, ID, blocks, last, 42 if last else None)
         return blocks
 
-    def reserve_pull(self, binds: bool = False) -> None:
+    def reserve_pull(self) -> None:
         machine = self.puller.machine
-        self.act(self.puller, machine.reserve_pull(ID, self.owner.address, self.now(self.puller), binds))
+        self.act(self.puller, machine.reserve_pull(ID, self.owner.address, self.now(self.puller)))
 
-    def pull(self, positions: list[int], binds: bool = False) -> dict[int, int]:
-        self.reserve_pull(binds)
+    def pull(self, positions: list[int]) -> dict[int, int]:
+        self.reserve_pull()
         return self.start_pull(positions)
 
     def start_pull(self, positions: list[int]) -> dict[int, int]:
