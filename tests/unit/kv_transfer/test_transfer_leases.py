@@ -106,6 +106,18 @@ def test_an_offer_that_comes_after_the_puller_gave_up_ends_at_once() -> None:
 # ---- peers come and go
 
 
+def test_a_puller_whose_connection_broke_may_still_read_until_its_lease_ends() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.deliver_all()
+    pair.event(pair.owner, PeerLost("puller"))
+    assert pair.num_leases() == 1
+    pair.time += CONFIG.lease_s
+    pair.event(pair.owner, Tick())
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.PEER_LOST)
+
+
 def test_a_puller_known_to_be_dead_loses_its_lease_at_once() -> None:
     pair = Pair()
     pair.offer([0], last=False)
