@@ -2,7 +2,8 @@
 
 The probe runs this module in a second process, the owner. The owner registers a pool and prints its address as one line
 of hex. It reads the address of the reader from standard input, and returns every notification until that input ends.
-The reader copies the whole pool, in random order as a worker does. core/paths.py judges the result, as for workers.
+The reader copies the whole pool, in random order as a worker does. kv_transfer/protocol/path_verdict.py judges the
+result, as for workers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from core.config import TransferConfig
 from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
-from core.paths import PathState, PathStatus, expected_bytes_per_s, judge, lane_of
+from core.paths import PathState, PathStatus
 from kv_transfer.location import locate
 from kv_transfer.path_probe import keep_for_probes, seen, traffic
+from kv_transfer.protocol.path_verdict import expected_bytes_per_s, judge, lane_of
 from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos import codec

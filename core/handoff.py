@@ -20,6 +20,8 @@ from core.kv_layout import KVLayout
 
 PROTOCOL_VERSION = 4
 
+MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
+
 TransferId = int  # 128 random bits, known only to the router and the two workers of the transfer
 
 
@@ -143,6 +145,11 @@ class AgentAddress:
     probe_bytes: int = 0  # behind the last block, without content: peers read them to measure the path
     location: Location = Location()
     access: PoolAccess = PoolAccess()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, with those for probes."""
+        return self.num_blocks * self.layout.block_bytes + self.probe_bytes
 
 
 class OfferedBlock(NamedTuple):
@@ -268,14 +275,4 @@ class Ping:
     ack: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
-    """From the puller: make me the reader of this offer, which names no reader. The transfer id is the proof."""
-
-    transfer_id: TransferId
-    incarnation: int
-    counter: int
-    reader: AgentAddress
-
-
-HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping | Bind
+HandoffMessage = Want | Ready | Heartbeat | Release | Abort | Ping

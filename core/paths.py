@@ -1,8 +1,6 @@
-"""The path between two transfer agents: its lane, its speed, and the verdict on both.
+"""The path between two transfer agents, as workers report it, and the way of the bytes where a pool is on a device.
 
-The expected speed follows from the two agents' `Location`: on one machine the speed of a copy in memory, between
-machines the speed of the slower link. `judge` compares it with the measured speed. Where a pool is on a device,
-`device_path` decides how the bytes move.
+kv_transfer/protocol/path_verdict.py judges a path.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from core.errors import MemoryMismatch
-from core.handoff import AgentAddress, DevicePath, Location, PoolAccess
+from core.handoff import AgentAddress, DevicePath, PoolAccess
 
 
 class Lane(Enum):
@@ -75,11 +73,11 @@ class PeerLeft:
     name: str
 
 
-# ---- policy
+# ---- pools on devices
 
 
 def device_path(reader: PoolAccess, owner: PoolAccess, on_one_machine: bool) -> DevicePath | None:
-    """How a read moves between two pools of which one is on a device; None where both are in host memory.
+    """How the bytes of a read move; None where both pools are in host memory.
 
     Raises `MemoryMismatch` where no path leads from one to the other.
     """
@@ -99,37 +97,3 @@ def device_path(reader: PoolAccess, owner: PoolAccess, on_one_machine: bool) -> 
 def refuse_memory(reader: AgentAddress, owner: AgentAddress) -> None:
     """Raise `MemoryMismatch` where `reader` cannot read the pool of `owner`."""
     device_path(reader.access, owner.access, reader.location.machine == owner.location.machine)
-
-
-def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
-    """The lane of a path. `seen` is what the transport names, or TCP or RDMA if a network device counted the bytes,
-    else UNKNOWN.
-
-    Bytes between two agents of one machine that no device counted moved through memory.
-    """
-    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine:
-        return seen
-    return Lane.CUDA_IPC if ours.on_gpu and theirs.on_gpu else Lane.SHARED_MEMORY
-
-
-def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) -> float:
-    """`configured` if it is not 0, else the speed of the hardware; 0 = not known."""
-    if configured:
-        return configured
-    if ours.machine == theirs.machine:
-        if (ours.on_gpu or theirs.on_gpu) and not (ours.gpu and ours.gpu == theirs.gpu):
-            return 0.0  # NVLink or PCIe, of an unknown generation
-        return min(ours.memory_bytes_per_s, theirs.memory_bytes_per_s)
-    return min(ours.link_bytes_per_s, theirs.link_bytes_per_s)
-
-
-def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: float) -> PathState:
-    """The state of a measured path: FINE, SLOW or FALLBACK."""
-    on_one_machine, between_gpus = ours.machine == theirs.machine, ours.on_gpu and theirs.on_gpu
-    if status.lane is Lane.TCP and (on_one_machine or between_gpus):
-        return PathState.FALLBACK
-    if status.lane is Lane.STAGED and on_one_machine and between_gpus:
-        return PathState.FALLBACK
-    if status.bytes_per_s and status.bytes_per_s < slow_share * status.expected_bytes_per_s:
-        return PathState.SLOW
-    return PathState.FINE

@@ -45,7 +45,6 @@ class DecodeArrived:
     source: tuple[TransferId, AgentAddress] | None  # None: compute the prompt here
     deadline: float
     call: CallId = NO_CALL
-    binds: bool = False  # the offer of the source names no reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ class DecodeMachine:
         if self.pulls.num_waiting >= self.max_pulls_waiting:
             raise QueueFull(f"{self.max_pulls_waiting} hand-offs already wait for room (max_pulls_waiting)")
         transfer_id, owner = event.source
-        reserved = self.transfers.reserve_pull(transfer_id, owner, now, event.binds)
+        reserved = self.transfers.reserve_pull(transfer_id, owner, now)
         actions = self._apply_results(reserved, now)
         self.pulls.add(sequence, transfer_id)
         return actions
@@ -208,10 +207,10 @@ class DecodeMachine:
             if targets is None:
                 self.core.enter(sequence.sequence_id, Stage.TRANSFER, now)
                 positions = range(len(sequence.block_table), pull.num_positions)
-                asked = self.transfers.start_pull(pull.transfer_id, positions, now, sequence.num_tokens)
+                asked = self.transfers.puller.start(pull.transfer_id, positions, now, sequence.num_tokens)
                 actions += self._apply_results(asked, now)
             else:
-                actions += self._apply_results(self.transfers.add_targets(pull.transfer_id, targets, now), now)
+                actions += self._apply_results(self.transfers.puller.add_targets(pull.transfer_id, targets, now), now)
         return actions
 
     def _apply_results(self, actions: list[TransferAction], now: float) -> list[DecodeAction]:
@@ -316,7 +315,7 @@ class DecodeMachine:
         for pull in list(self.pulls.by_id.values()):
             if pull.sequence.sequence_id == request_id:
                 self.pulls.end_call(pull)
-                actions += self._apply_results(self.transfers.cancel_pull(pull.transfer_id, reason, now), now)
+                actions += self._apply_results(self.transfers.puller.cancel(pull.transfer_id, reason, now), now)
         return actions
 
     def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:

@@ -3,10 +3,10 @@
     any thread --perform(actions)--> [ agent thread: transport ] --on_events(events)--> the caller
 
 The thread performs actions, polls the transport, cancels late reads and reports events. While bytes or messages move,
-it polls without a pause. Otherwise it waits for a command, longer the longer nothing has moved, up to a limit that is
-shorter while transfers are alive. A second thread computes the digests of offered blocks. Both threads run at a lower
-priority than the worker's event loop. The agent decides nothing: the machine decides which block goes where, and what
-is repeated or given up.
+the thread polls without a pause. Otherwise it sleeps until a command arrives or a pause ends. The pause grows with the
+time since the last event, up to a limit that is shorter while transfers are alive. A second thread computes the digests
+of offered blocks. Both threads run at a lower priority than the worker's event loop. The agent decides nothing: the
+machine decides which block goes where, and what is repeated or given up.
 
 `on_events` is called on the agent's thread and must not block; an event loop passes a function that does
 `loop.call_soon_threadsafe`. An exception on the thread ends the agent with one `AgentFailed`.
@@ -54,12 +54,13 @@ from kv_transfer.reads import Read, Reads
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, Transport
 from protos.handoff_codec import MalformedMessage, OtherVersion, decode, encode, encode_version
 
-# The shortest sleep takes half as long. Over TCP this thread copies for a reader, and the reader waits for that sleep.
+# After an event the thread polls without a pause for SPIN_S. The shortest sleep takes half of it, and over TCP, where
+# this thread copies for a reader, each sleep delays the reader.
 SPIN_S = 0.0002
 FIRST_PAUSE_S = 0.00005
-PAUSE_SHARE = 1 / 16  # of the time since the last event: the most by which the next event is seen late
-NICENESS = 5  # an event loop that wakes during a copy need not wait for the end of a time slice, 3 to 4 ms
-MAX_COMMANDS = 65_536  # more than all transfers need at once: beyond it the agent hangs, and fails
+PAUSE_SHARE = 1 / 16  # of the time since the last event; bounds how late the thread sees the next one
+NICENESS = 5  # an event loop that wakes during a copy runs at once, not after a time slice of 3 to 4 ms
+MAX_COMMANDS = 65_536  # more than all transfers need at once: an agent with more is stuck, and fails
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,10 @@ class AgentIdentity:
 
 
 @dataclass(slots=True)
-class _Connection:
+class _ConnectedPeer:
     address: AgentAddress
     plan: TransferPlan | None = None  # of reads from the peer
-    read_ended_at: float = 0.0  # the newest
+    read_ended_at: float = 0.0  # of the newest read
 
 
 class TransferAgent:
@@ -94,7 +95,7 @@ class TransferAgent:
         open_transport: Callable[[str], Transport],
         on_events: OnEvents,
     ) -> None:
-        """`open_transport` makes a transport of the given name; it is called on the agent's thread by `start`."""
+        """`open_transport` makes a transport of the given name; the agent's thread calls it once, after `start`."""
         self.config = config
         self.identity = identity
         self.pool = pool
@@ -104,7 +105,7 @@ class TransferAgent:
         self._address: AgentAddress | None = None
         self._commands: deque[AgentAction] = deque()
         self._events: list[AgentEvent] = []
-        self._peers: dict[str, _Connection] = {}
+        self._peers: dict[str, _ConnectedPeer] = {}
         self._reads = Reads(pool, config.verify_digests)
         self._prober = PathProber(pool)
         self._active = False
@@ -129,7 +130,7 @@ class TransferAgent:
 
     @property
     def address(self) -> AgentAddress:
-        """Our own. Raises `TransportError` before `start` and after a failure."""
+        """The agent's own address. Raises `TransportError` before `start` and after a failure."""
         if self._address is None:
             raise TransportError(self._failure or "the transfer agent was not started")
         return self._address
@@ -141,13 +142,13 @@ class TransferAgent:
         """
         if self._closing or self._failure:
             return
-        if actions or active != self._active:  # a worker calls this after each of its steps
+        if actions or active != self._active:  # most calls change nothing: a worker calls after each of its steps
             self._commands.extend(actions)
             self._active = active
             self._wake.set()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Perform what is queued, end all reads and leave. Raises `TransportError` after `timeout_s`."""
+        """Perform the queued actions, end all reads and stop. Raises `TransportError` after `timeout_s`."""
         self._closing = True
         self._wake.set()
         if self._thread.ident is not None:
@@ -177,9 +178,9 @@ class TransferAgent:
                 access=transport.access(),
             )
             self._started.set()
-            self._pump(transport)
+            self._run_until_closed(transport)
         except Exception as error:
-            # The thread's boundary: the worker must learn of any failure, as its pool can no longer be read.
+            # The thread's boundary. The worker must learn of any failure, since peers can no longer read its pool.
             logger.exception("transfer agent %s failed", self.identity.name)
             self._failure, self._address = f"{type(error).__name__}: {error}", None
             self._on_events([AgentFailed(self._failure)])
@@ -187,10 +188,10 @@ class TransferAgent:
             self._started.set()
             self._close(transport)
 
-    def _pump(self, transport: Transport) -> None:
+    def _run_until_closed(self, transport: Transport) -> None:
         quiet_since = time.monotonic()
         while not self._closing:
-            if self._round(transport):
+            if self._run_once(transport):
                 quiet_since = time.monotonic()
             if time.monotonic() - quiet_since < SPIN_S:
                 os.sched_yield()  # for other Python threads; a sleep of 0 takes as long as two blocks
@@ -202,7 +203,7 @@ class TransferAgent:
                 self._wake.clear()
                 quiet_since = time.monotonic()
         while self._commands or self._offered_digests.busy:
-            if not self._round(transport):
+            if not self._run_once(transport):
                 self._wake.wait(FIRST_PAUSE_S)
 
     def _close(self, transport: Transport | None) -> None:
@@ -214,7 +215,7 @@ class TransferAgent:
             except TransportError as error:
                 logger.error("transfer agent %s could not close its transport: %s", self.identity.name, error)
 
-    def _round(self, transport: Transport) -> bool:
+    def _run_once(self, transport: Transport) -> bool:
         """Perform actions, poll, report events. Returns whether anything moved or is about to."""
         num_commands = len(self._commands)
         if num_commands > MAX_COMMANDS:
@@ -223,7 +224,7 @@ class TransferAgent:
             action = self._commands.popleft()
             self._perform(transport, action)
             if isinstance(action, StartRead):
-                break  # a read over shared memory has taken as long as its copy: poll before the next one
+                break  # over shared memory the start of a read copies its bytes: poll before the next action
         for late in self._reads.time_out(transport, time.monotonic()):
             self._events.append(ReadTimedOut(late.action.read_id, late.timed_out))
         self._prober.time_out(transport)
@@ -233,9 +234,9 @@ class TransferAgent:
                 case ReadDone(handle) | ReadBroken(handle) if self._prober.owns(handle):
                     self._end_probe(transport, event)
                 case ReadDone(handle):
-                    self._end_read(transport, self._reads.landed(transport, handle))
+                    self._end_read(transport, self._reads.on_done(transport, handle))
                 case ReadBroken(handle, error):
-                    self._end_read(transport, self._reads.broke(transport, handle, error))
+                    self._end_read(transport, self._reads.on_broken(transport, handle, error))
                 case Notification(peer, payload):
                     self._receive(transport, peer, payload)
                 case _:
@@ -250,7 +251,7 @@ class TransferAgent:
             case Connect(peer):
                 try:
                     transport.connect(peer)
-                    self._peers[peer.name] = _Connection(peer)
+                    self._peers[peer.name] = _ConnectedPeer(peer)
                 except TransportError as error:
                     self._events.append(PeerLost(peer.name, str(error)))
             case Disconnect(peer):
@@ -275,7 +276,7 @@ class TransferAgent:
         event = self._prober.end(transport, end)
         self._events.append(event)
         if isinstance(end, ReadBroken) and isinstance(end.error, PeerDisconnected):
-            self._lose(transport, event.peer, str(end.error))
+            self._report_lost(transport, event.peer, str(end.error))
 
     def _send(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
         if isinstance(message, Ready) and peer in self._peers:
@@ -290,11 +291,11 @@ class TransferAgent:
 
     def _notify(self, transport: Transport, peer: str, message: HandoffMessage) -> None:
         if peer not in self._peers:
-            return  # its PeerLost is on the way to the machine
+            return  # the machine gets a PeerLost of this peer
         try:
             transport.notify(peer, encode(message))
         except TransportError as error:
-            self._lose(transport, peer, str(error))
+            self._report_lost(transport, peer, str(error))
 
     def _start_read(self, transport: Transport, action: StartRead) -> None:
         began_at = time.monotonic()  # now: over shared memory the copy happens inside start_read
@@ -316,33 +317,33 @@ class TransferAgent:
             began_at, peer.read_ended_at = max(began_at, peer.read_ended_at), now
         self._events.append(read.result(now - began_at))
         if read.peer_is_gone:
-            self._lose(transport, read.action.peer, str(read.error))
+            self._report_lost(transport, read.action.peer, str(read.error))
 
-    def _lose(self, transport: Transport, peer: str, detail: str) -> None:
-        """Report the loss once for each connection, however many operations fail."""
+    def _report_lost(self, transport: Transport, peer: str, detail: str) -> None:
+        """Disconnect and report a `PeerLost`, once for each connection, however many operations fail."""
         if peer in self._peers:
             self._disconnect(transport, peer)
             self._events.append(PeerLost(peer, detail))
 
     def _disconnect(self, transport: Transport, peer: str) -> None:
         self._peers.pop(peer, None)
-        transport.disconnect(peer)  # its reads come back broken from the next poll
+        transport.disconnect(peer)  # the next poll reports its reads as broken
 
     def _receive(self, transport: Transport, peer: str, payload: bytes) -> None:
         try:
             self._events.append(MessageReceived(peer, decode(payload)))
         except MalformedMessage as error:
             self.num_malformed += 1
-            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a bad peer must not fill the log
+            if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, ...: no peer can fill the log
                 logger.warning("dropped malformed message %d, from %r: %s", self.num_malformed, peer, error)
             if isinstance(error, OtherVersion):
                 self._refuse_version(transport, peer, error)
 
     def _refuse_version(self, transport: Transport, peer: str, error: OtherVersion) -> None:
-        """Tell the peer our version, once for each connection, and lose the connection. So both sides fail their
-        transfers at once, and not after unanswered heartbeats."""
+        """Send the peer our version, once for each connection, and disconnect. So both sides fail their transfers at
+        once, and not after unanswered heartbeats."""
         if peer not in self._peers:
             return
         with contextlib.suppress(TransportError):
             transport.notify(peer, encode_version())
-        self._lose(transport, peer, str(error))
+        self._report_lost(transport, peer, str(error))

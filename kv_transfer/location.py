@@ -1,11 +1,11 @@
-"""Where a pool is, and how fast its hardware should be: copies in memory, and the network.
+"""Where a pool is, and the speed that its hardware promises: of copies in memory, and of the network.
 
-The speed of shared memory is that of the kernel's copy between processes (process_vm_readv), measured on ourselves:
-from the pool into the bytes kept for probes, so it disturbs no block. A pool small enough for the CPU's caches is not
-measured. Of a pool on a device, the speed is that of a copy within the device.
+The speed of shared memory is the speed of the kernel's copy between processes (process_vm_readv), measured within this
+process: from the pool into the bytes kept for probes, so no block changes. `copy_speed` does not measure a pool that
+may fit into the CPU's caches. A device measures a copy within itself.
 
-The speed of the network is what its device states; many virtual machines state none, and then nothing is expected
-between machines.
+The speed of the network is the speed that its device states. Many virtual machines state none; then no speed is
+expected between machines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def locate(pool: PoolMemory, clock: Callable[[], float] = time.perf_counter) -> 
     return Location(machine_id(), pool.device is not None, copy_speed(pool, clock), link_speed())
 
 
-class _Span(ctypes.Structure):
+class _IoVector(ctypes.Structure):
     """struct iovec"""
 
     _fields_ = (("address", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -60,11 +60,11 @@ def copy_speed(pool: PoolMemory, clock: Callable[[], float]) -> float:
 
 
 def _copy(pool: PoolMemory, source: int, target: int, num_bytes: int) -> None:
-    """By the kernel, or in Python where the kernel refuses."""
+    """Copy by the kernel, or in Python where the kernel refuses."""
     assert pool.view is not None
     read = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-    spans = [ctypes.byref(_Span(pool.address + at, num_bytes)) for at in (target, source)]
-    done = -1 if read is None else read(os.getpid(), spans[0], 1, spans[1], 1, 0)
+    into, out_of = (ctypes.byref(_IoVector(pool.address + at, num_bytes)) for at in (target, source))
+    done = -1 if read is None else read(os.getpid(), into, 1, out_of, 1, 0)
     if done != num_bytes:
         pool.view[target : target + num_bytes] = pool.view[source : source + num_bytes]
 

@@ -1,14 +1,14 @@
-"""Digests of the blocks we offer, computed on a thread beside the agent's.
+"""Digests of offered blocks, computed on a thread beside the agent's.
 
     ComputeDigests --thread--> digest of each block
-    READY          --waits for its digests and for every READY before it--> sent
+    READY          --queue, until its digests and every READY before it are done--> sent
 
 A block does not change while it is leased, so its digest is computed once for each offer, when it is offered. Where the
 reader's layout differs, a READY names pieces of blocks, and their digests are computed when the READY is sent.
 
 A device hashes thousands of blocks in the time of one message, so its digests are computed at once, without the thread.
 
-The thread yields every few blocks: where it shares a core with the agent's thread, messages wait less.
+The thread yields every few blocks, so that the agent's thread sends messages sooner where both share a core.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BLOCKS_PER_TURN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A READY that waits for its digests."""
+class _QueuedReady:
+    """A READY without its digests."""
 
     is_done: Callable[[], bool]
     send: Callable[[], None]
@@ -48,10 +48,10 @@ class OfferedDigests:
         self._num_jobs = 0
         self._job_of: dict[int, int] = {}  # block -> the newest job that computes its digest
         self._digests: dict[int, tuple[int, int]] = {}  # block -> (job, digest)
-        self._waiting: deque[_Waiting] = deque()  # oldest first
+        self._queue: deque[_QueuedReady] = deque()  # oldest first
 
     def compute(self, blocks: tuple[int, ...]) -> None:
-        """Begin to compute the digests of blocks that are leased from now on."""
+        """Start to compute the digests of blocks that have just been leased."""
         if self._view is None and self._memory is None:
             return
         self._num_jobs += 1
@@ -66,14 +66,14 @@ class OfferedDigests:
         self._jobs.append(self._thread.submit(self._compute, self._view, blocks, self._num_jobs))
 
     def when_ready(self, ready: Ready, peer: KVLayout, send: Callable[[Digests], None]) -> None:
-        """Call `send` with the digests of a READY, none where there are none."""
+        """Call `send` with the digests of a READY once they are computed; with () where digests are off."""
         if self._view is None and (self._memory is None or peer != self._layout):
             send(())
         elif peer == self._layout:
             blocks = ready.blocks.blocks
             digests = self._digests
-            self._waiting.append(
-                _Waiting(lambda: self._has(blocks), lambda: send(tuple([digests[block][1] for block in blocks])))
+            self._queue.append(
+                _QueuedReady(lambda: self._has(blocks), lambda: send(tuple([digests[block][1] for block in blocks])))
             )
             self.send_ready()
         else:
@@ -81,23 +81,23 @@ class OfferedDigests:
             plan = TransferPlan(self._layout, peer)
             pieces = [plan.source_spans(piece, block) for piece, block, _ in ready.blocks]
             future = self._thread.submit(of_pieces, self._view, pieces)
-            self._waiting.append(_Waiting(future.done, lambda: send(future.result())))
+            self._queue.append(_QueuedReady(future.done, lambda: send(future.result())))
             future.add_done_callback(lambda _: self._wake())
 
     def send_ready(self) -> None:
-        """Send the READYs whose digests are there, in order. Raises what the thread raised."""
+        """Send the READYs whose digests are computed, in order. Raises an exception of the thread."""
         while self._jobs and self._jobs[0].done():
             self._jobs.popleft().result()
-        while self._waiting and self._waiting[0].is_done():
-            self._waiting.popleft().send()
+        while self._queue and self._queue[0].is_done():
+            self._queue.popleft().send()
 
     @property
     def busy(self) -> bool:
-        """Whether a READY waits for its digests."""
-        return bool(self._waiting)
+        """Whether a READY is in the queue."""
+        return bool(self._queue)
 
     def close(self) -> None:
-        """End the thread. Digests not computed yet are dropped."""
+        """End the thread, and drop the digests that are not computed yet."""
         self._thread.shutdown(cancel_futures=True)
 
     def _has(self, blocks: tuple[int, ...]) -> bool:
@@ -111,6 +111,6 @@ class OfferedDigests:
             turn = blocks[first : first + BLOCKS_PER_TURN]
             for block, digest in zip(turn, of_blocks(memory, turn, self._layout.block_bytes), strict=True):
                 self._digests[block] = (job, digest)
-            if self._waiting:
+            if self._queue:
                 self._wake()
             os.sched_yield()

@@ -1,8 +1,8 @@
-"""Probes of paths: timed reads of bytes that the peer keeps for this alone.
+"""Probes of paths: timed reads of bytes that the peer keeps for probes alone.
 
-The devices' counters tell the lane, whatever the transport: TCP where a network device received as many bytes
-meanwhile, RDMA where an InfiniBand or RoCE port did. No device counts bytes that move through memory. A transport that
-itself chose the lane names it, and the counters are not asked.
+The devices' counters tell the lane, whatever the transport: TCP if a network device received as many bytes during the
+probe, RDMA if an InfiniBand or RoCE port did. No device counts bytes that move through memory. If the transport has
+chosen the lane itself, it names the lane, and the prober reads no counters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kv_transfer.protocol.plan import Run
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
 MAX_PROBE_BYTES = 4_194_304
-MAX_DEVICE_PROBE_BYTES = 134_217_728  # a GPU copies 4 MiB faster than its copy is started and noticed
+MAX_DEVICE_PROBE_BYTES = 134_217_728  # a GPU copies 4 MiB in less time than the start and the poll of a copy take
 MAX_POOL_SHARE = 1 / 64
 SEEN_SHARE = 0.9  # of a probe's bytes; devices also count other traffic
 NET_DEVICES = Path("/proc/self/net/dev")
@@ -74,7 +74,7 @@ class PathProber:
 
     def start(self, transport: Transport, peer: AgentAddress, action: ProbePath) -> list[ProbeFailed]:
         """Returns the failure of a probe that cannot start."""
-        source = peer.num_blocks * peer.layout.block_bytes
+        source = peer.num_bytes - peer.probe_bytes
         target = self._pool.num_blocks * self._pool.layout.block_bytes
         before, began_at = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
         try:

@@ -1,14 +1,14 @@
 """Reads in flight: each StartRead of the machine is cut into slices, read, and hashed while its bytes are in the cache.
 
-    StartRead --slices--> transport --landed--> digests of the slice --all landed--> ended, with a digest for each pair
+    StartRead --slices--> transport --done--> digests of the slice --all done--> ended, with a digest for each pair
                               `--broken, cancelled--> no more slices --none in flight--> ended, with an error
 
 With digests, a slice is about as large as a core's second-level cache: hashing bytes that were just copied costs a
-third of hashing them from memory. Over shared memory a read copies before its start returns, so each slice lands at
-once. Other lanes have a few slices in flight, so that they need not wait for the hashing; with many, a slice would
-leave the cache before it is hashed. Without digests, and where a device hashes its own memory, a read is one slice.
+third of hashing them from memory. Over shared memory a read copies before its start returns, so each slice is done at
+once. Other lanes have a few slices in flight, so that they move bytes during the hashing; with many, a slice would
+leave the cache before its hash. Without digests, and where a device hashes its own memory, a read is one slice.
 
-All of this runs on the agent's thread.
+`Reads` runs on the agent's thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Read:
     plan: TransferPlan
     began_at: float
     slices: Iterator[Slice]  # not started
-    digests: list[int]  # by pair; filled in as slices land
+    digests: list[int]  # by pair; filled in as slices end
     in_flight: dict[int, Slice] = field(default_factory=dict)  # by the transport's handle
     error: TransportError | None = None
     timed_out: str = ""  # the detail of its ReadTimedOut
@@ -49,7 +49,7 @@ class Read:
         return isinstance(self.error, PeerDisconnected)
 
     def result(self, seconds: float) -> ReadFinished | ReadFailed:
-        """Of a read that has ended and took so long."""
+        """The result of a read that has ended and took `seconds`."""
         if self.error is None:
             return ReadFinished(self.action.read_id, tuple(self.digests), seconds)
         reason = AbortReason.PEER_LOST if self.peer_is_gone else AbortReason.READ_FAILED
@@ -57,7 +57,7 @@ class Read:
 
 
 class Reads:
-    """Each read is returned once, by the call that ended it: from then on nothing writes into its targets."""
+    """The call that ends a read returns it, once. Afterwards nothing writes into its targets."""
 
     def __init__(self, pool: PoolMemory, verify_digests: bool) -> None:
         self._view = pool.view if verify_digests else None
@@ -74,21 +74,21 @@ class Reads:
         digests = [0] * num_pairs if self._view is not None or by_device else []
         size = max(1, SLICE_BYTES // plan.piece_bytes) if self._view is not None else num_pairs
         slices = ((first, min(first + size, num_pairs)) for first in range(0, num_pairs, size))
-        return self._go_on(transport, Read(action, plan, began_at, slices, digests))
+        return self._start_slices(transport, Read(action, plan, began_at, slices, digests))
 
-    def landed(self, transport: Transport, handle: int) -> Read | None:
+    def on_done(self, transport: Transport, handle: int) -> Read | None:
         read = self._read_of.pop(handle)
         self._hash(read, read.in_flight.pop(handle))
-        return self._go_on(transport, read)
+        return self._start_slices(transport, read)
 
-    def broke(self, transport: Transport, handle: int, error: TransportError) -> Read | None:
+    def on_broken(self, transport: Transport, handle: int, error: TransportError) -> Read | None:
         read = self._read_of.pop(handle)
         del read.in_flight[handle]
         self._break(transport, read, error)
-        return self._go_on(transport, read)
+        return self._start_slices(transport, read)
 
     def time_out(self, transport: Transport, now: float) -> list[Read]:
-        """Cancel late reads; they end when the transport reports their end. Returns each late read once."""
+        """Cancel late reads. They end when the transport reports their end. Returns each late read once."""
         late = [read for read in dict.fromkeys(self._read_of.values()) if now >= read.deadline and not read.timed_out]
         for read in late:
             read.timed_out = f"a read did not end within {read.action.timeout_s:.1f} s"
@@ -97,8 +97,8 @@ class Reads:
 
     # ---- inside
 
-    def _go_on(self, transport: Transport, read: Read) -> Read | None:
-        """Start slices while there is room. Returns the read where all its slices have ended."""
+    def _start_slices(self, transport: Transport, read: Read) -> Read | None:
+        """Start slices while there is room. Returns the read if all its slices have ended."""
         while read.error is None and len(read.in_flight) < MAX_SLICES_IN_FLIGHT:
             part = next(read.slices, None)
             if part is None:
@@ -121,7 +121,7 @@ class Reads:
             read.digests[first:end] = self._digests_of(read, first, end)
 
     def _digests_of(self, read: Read, first: int, end: int) -> Digests:
-        """Of the targets of pairs [first, end)."""
+        """Digests of the targets of pairs [first, end)."""
         targets = read.action.targets[first:end]
         if self._memory is not None:
             return self._memory.digests(targets, self._block_bytes)

@@ -37,8 +37,8 @@ MAX_STALL_S = 1.0  # a reader that may hold blocks waits this long for a prompt 
 @dataclass(frozen=True, slots=True)
 class PrefillArrived:
     request: Request
-    transfer_id: TransferId | None  # None: no worker reads the blocks
-    reader: AgentAddress | None  # None: the first worker that binds the offer
+    transfer_id: TransferId
+    reader: AgentAddress
     deadline: float
     call: CallId = NO_CALL
 
@@ -141,9 +141,7 @@ class PrefillMachine:
         sequence = self.core.admit(event.request, event.deadline, now, sample_limit=1, call=event.call)
         try:
             self.core.scheduler.add(sequence)
-            actions: list[PrefillAction] = []
-            if event.transfer_id is not None:
-                actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
+            actions = self._agent_actions(self.transfers.offer(event.transfer_id, event.reader, now))
         except TandemError:
             self.core.undo_admit(sequence)
             raise
@@ -191,7 +189,7 @@ class PrefillMachine:
         num_ready = -(-num_computed // block_size) if chunk.samples else num_computed // block_size
         first_token_id = output.sampled[chunk.sequence.sequence_id].token_id if chunk.samples else None
         blocks = enumerate(chunk.sequence.block_table[:num_ready])
-        offered = self.transfers.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
+        offered = self.transfers.owner.add_ready(call.transfer_id, blocks, chunk.samples, first_token_id, now)
         return self._agent_actions(offered)
 
     def _end(self, request_id: str, error: TandemError) -> list[PrefillAction]:
@@ -204,7 +202,7 @@ class PrefillMachine:
         failed = PrefillFailed(request_id, error)
         if call.transfer_id is None:
             return [failed]
-        aborted = self.transfers.abort_offer(call.transfer_id, AbortReason.PREFILL_FAILED)
+        aborted = self.transfers.owner.abort(call.transfer_id, AbortReason.PREFILL_FAILED)
         return [*self._agent_actions(aborted), failed]
 
     # ---- deadlocks of prompts and readers
@@ -224,7 +222,7 @@ class PrefillMachine:
             self._stalled_since = now
             withdrawn = self._least_useful_offer()
             if withdrawn is not None:
-                aborted = self.transfers.abort_offer(withdrawn, AbortReason.OVERLOADED)
+                aborted = self.transfers.owner.abort(withdrawn, AbortReason.OVERLOADED)
                 return [*self._agent_actions(aborted), *self.core.next_step(now)]
         return []
 

@@ -13,12 +13,12 @@ from typing import assert_never
 from google.protobuf.message import DecodeError
 
 from core.config import MAX_TRANSFERS
-from core.errors import ErrorCode, InvalidRequest, TandemError
+from core.errors import ErrorCode, TandemError
 from core.handoff import (
+    MAX_POSITIONS,
     PROTOCOL_VERSION,
     Abort,
     AbortReason,
-    Bind,
     HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
@@ -29,10 +29,9 @@ from core.handoff import (
     TransferId,
     Want,
 )
-from protos import agent_codec, handoff_pb2
+from protos import handoff_pb2
 
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_POSITIONS = 1 << 16  # in a WANT or a READY: 1 M tokens in blocks of 16
 MAX_ENTRIES = MAX_TRANSFERS  # in a heartbeat
 MAX_DETAIL_CHARS = 1024
 _TRANSFER_ID_BYTES = 16
@@ -92,8 +91,6 @@ def encode(message: HandoffMessage) -> bytes:
             envelope.ping.SetInParent()
             if message.ack is not None:
                 envelope.ping.ack = message.ack
-        case Bind():
-            envelope.bind.reader.CopyFrom(agent_codec.encode_agent(message.reader))
         case _:
             assert_never(message)
     payload = envelope.SerializeToString()
@@ -139,8 +136,6 @@ def decode(payload: bytes) -> HandoffMessage:
             num_chars = len(envelope.abort.detail)
             _require(num_chars <= MAX_DETAIL_CHARS, f"{num_chars} characters in detail, at most {MAX_DETAIL_CHARS}")
             return Abort(transfer_id, *stamp, _reason_from_wire(envelope.abort.reason), envelope.abort.detail)
-        case "bind":
-            return _bind_from_wire(transfer_id, stamp, envelope.bind)
     raise MalformedMessage("body is missing")
 
 
@@ -188,15 +183,6 @@ def _want_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: hando
     runs = _runs_from_wire(wire.position_runs)
     _require(all(run.stop <= after.start for run, after in pairwise(runs)), "position_runs must rise")
     return Want(transfer_id, *stamp, wire.layout_fingerprint, tuple(chain.from_iterable(runs)))
-
-
-def _bind_from_wire(transfer_id: TransferId, stamp: tuple[int, int], wire: handoff_pb2.HandoffBind) -> Bind:
-    try:
-        reader = agent_codec.decode_agent(wire.reader)
-    except InvalidRequest as error:
-        raise MalformedMessage(f"reader: {error}") from error
-    _require(reader.incarnation == stamp[0], "reader must be the sender, and has another incarnation")
-    return Bind(transfer_id, *stamp, reader)
 
 
 def _ready_to_wire(message: Ready, wire: handoff_pb2.HandoffReady) -> None:

@@ -1,4 +1,3 @@
-from tandem_client.stubs import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -34,7 +33,7 @@ HANDOFF_ABORT_REASON_PREFILL_FAILED: HandoffAbortReason
 HANDOFF_ABORT_REASON_OVERLOADED: HandoffAbortReason
 
 class HandoffEnvelope(_message.Message):
-    __slots__ = ("version", "incarnation", "counter", "transfer_id", "want", "ready", "heartbeat", "release", "abort", "ping", "bind")
+    __slots__ = ("version", "incarnation", "counter", "transfer_id", "want", "ready", "heartbeat", "release", "abort", "ping")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COUNTER_FIELD_NUMBER: _ClassVar[int]
@@ -45,7 +44,6 @@ class HandoffEnvelope(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
-    BIND_FIELD_NUMBER: _ClassVar[int]
     version: int
     incarnation: int
     counter: int
@@ -56,8 +54,7 @@ class HandoffEnvelope(_message.Message):
     release: HandoffRelease
     abort: HandoffAbort
     ping: HandoffPing
-    bind: HandoffBind
-    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[int] = ..., counter: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., want: _Optional[_Union[HandoffWant, _Mapping]] = ..., ready: _Optional[_Union[HandoffReady, _Mapping]] = ..., heartbeat: _Optional[_Union[HandoffHeartbeat, _Mapping]] = ..., release: _Optional[_Union[HandoffRelease, _Mapping]] = ..., abort: _Optional[_Union[HandoffAbort, _Mapping]] = ..., ping: _Optional[_Union[HandoffPing, _Mapping]] = ..., bind: _Optional[_Union[HandoffBind, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[int] = ..., counter: _Optional[int] = ..., transfer_id: _Optional[bytes] = ..., want: _Optional[_Union[HandoffWant, _Mapping]] = ..., ready: _Optional[_Union[HandoffReady, _Mapping]] = ..., heartbeat: _Optional[_Union[HandoffHeartbeat, _Mapping]] = ..., release: _Optional[_Union[HandoffRelease, _Mapping]] = ..., abort: _Optional[_Union[HandoffAbort, _Mapping]] = ..., ping: _Optional[_Union[HandoffPing, _Mapping]] = ...) -> None: ...
 
 class HandoffWant(_message.Message):
     __slots__ = ("layout_fingerprint", "position_runs")
@@ -122,9 +119,3 @@ class HandoffPing(_message.Message):
     ACK_FIELD_NUMBER: _ClassVar[int]
     ack: int
     def __init__(self, ack: _Optional[int] = ...) -> None: ...
-
-class HandoffBind(_message.Message):
-    __slots__ = ("reader",)
-    READER_FIELD_NUMBER: _ClassVar[int]
-    reader: _worker_pb2.AgentAddress
-    def __init__(self, reader: _Optional[_Union[_worker_pb2.AgentAddress, _Mapping]] = ...) -> None: ...

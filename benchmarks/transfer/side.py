@@ -93,7 +93,7 @@ class Side:
         blocks = self._offered = await self._shuffled(self._pool.allocate(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.offer(transfer_id, peer, now))
-        self._act(self._machine.add_ready(transfer_id, list(enumerate(blocks)), True, 1, now))
+        self._act(self._machine.owner.add_ready(transfer_id, list(enumerate(blocks)), True, 1, now))
         if digests_made:
             await self._digests_made()
 
@@ -129,7 +129,9 @@ class Side:
             if last or not late:
                 ready = num_blocks if last else (start + count) // self._layout.block_size
                 offered = list(enumerate(blocks[:ready]))
-                self._act(self._machine.add_ready(transfer_id, offered, last, 1 if last else None, self._driver.now()))
+                self._act(
+                    self._machine.owner.add_ready(transfer_id, offered, last, 1 if last else None, self._driver.now())
+                )
         ended_at = time.perf_counter()
         await self._end()
         self._pool.release(blocks)
@@ -142,8 +144,8 @@ class Side:
         targets = await self._shuffled(self._pool.reserve(num_blocks), shuffled)
         now = self._driver.now()
         self._act(self._machine.reserve_pull(transfer_id, owner, now))
-        self._act(self._machine.start_pull(transfer_id, range(len(targets)), now))
-        self._act(self._machine.add_targets(transfer_id, dict(enumerate(targets)), now))
+        self._act(self._machine.puller.start(transfer_id, range(len(targets)), now))
+        self._act(self._machine.puller.add_targets(transfer_id, dict(enumerate(targets)), now))
         result = await self._end()
         self._pool.cancel_reservation(targets)
         if not isinstance(result, PullCompleted):

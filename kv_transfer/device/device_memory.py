@@ -1,7 +1,7 @@
 """The interface to a pool in the memory of a device: copies between addresses, digests, and maps of peers' pools.
 
 `engine/gpu/device_memory.py` implements it for CUDA. Only the agent's thread calls it. A call that fails raises
-`TransportError`; where all later calls would fail, too, it raises `DeviceLost`, which ends the agent and the worker.
+`TransportError`. If all later calls would fail as well, it raises `DeviceLost`, which ends the agent and the worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 
 class Copy(NamedTuple):
-    """Addresses that the device can reach: of its own memory, of a mapped peer, of pinned host memory."""
+    """A copy between addresses that the device can reach: its own memory, mapped pools of peers, pinned host memory."""
 
     source: int
     target: int

@@ -1,8 +1,8 @@
 """FakeDeviceMemory: host memory that behaves like the memory of a device, for tests and for the CPU.
 
-The pool is a file in memory, so that other processes can map it. A copy takes place at a later poll than its start, in
-order, as on a stream. Every address is checked: a copy that touches memory which the device cannot reach raises
-`TransportError`, and so does unmapping a pool while a copy of it is in flight.
+The pool is a file in memory, so that other processes can map it. Copies run in order, as on a stream, each at a later
+poll than its start. A copy that touches memory out of the device's reach raises `TransportError`, and so does
+`unmap` of a pool while a copy from the pool is in flight.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FakeDeviceMemory:
         return of_blocks(memoryview(self.bytes.data), blocks, block_bytes)
 
     def close(self) -> None:
-        """Peers that have mapped the pool keep it."""
+        """Close our file. Peers that have mapped the pool keep their maps."""
         os.close(self._file)
 
     # ---- inside

@@ -5,8 +5,8 @@ digests whatever the layouts. The puller hashes what it has read while the bytes
 (kv_transfer/reads.py). The owner hashes the blocks it offers on a thread beside the agent
 (kv_transfer/offered_digests.py).
 
-A device hashes whole blocks of its own pool (`DeviceMemory.digests`). It hashes no pieces: between unequal layouts, a
-pool on a device has no digests, on either side.
+A device hashes whole blocks of its own pool (`DeviceMemory.digests`), and no pieces. So between unequal layouts, a pool
+on a device has no digests, neither as the owner's nor as the puller's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Digests = tuple[int, ...]
 
 
 def of_blocks(memory: memoryview, blocks: Iterable[int], block_bytes: int) -> Digests:
-    """Of whole blocks of a pool."""
+    """Digests of whole blocks of a pool."""
     return tuple(xxhash.xxh3_64_intdigest(memory[block * block_bytes : (block + 1) * block_bytes]) for block in blocks)
 
 
 def of_pieces(memory: memoryview, pieces: Iterable[Sequence[Span]]) -> Digests:
-    """Of pieces, each given by its spans. The digest does not depend on how a piece is cut into spans."""
+    """Digests of pieces, each given by its spans. Another cut into spans gives the same digest."""
     return tuple(_digest(memory, spans) for spans in pieces)
 
 

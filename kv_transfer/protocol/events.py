@@ -3,11 +3,11 @@
     worker machine --offer, add_ready, reserve_pull, ...--> TransferMachine --results-----> worker machine
     agent          --events-------------------------------> TransferMachine --AgentAction-> agent
 
-A worker machine calls the TransferMachine synchronously and gets a list of actions. It keeps the results
-(`TargetsNeeded`, `PullEnded`, `OfferEnded`) for itself and passes the rest on to its shell, which gives them to the
-agent. The agent's events come back through `TransferMachine.handle`.
+A worker machine calls the TransferMachine synchronously and gets a list of actions. It handles the results
+(`TransferResult`) itself and passes the other actions to its shell, which gives them to the agent. The shell passes the
+agent's events to `TransferMachine.handle`.
 
-The agent, and the simulator in its place, guarantee:
+The agent and the simulator's agent guarantee:
   - `ComputeDigests`: compute the digest of each block before the block's lease ends;
   - `SendMessage` of a READY: fill in the digest of every block, unless digests are off; keep the order of the READYs;
   - `StartRead`: exactly one `ReadFinished` or `ReadFailed`, also after `PeerLost` and `Disconnect`, and only once
@@ -29,7 +29,7 @@ from core.paths import Lane, PathStatus, PeerJoined, PeerLeft
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    peer: str  # name of the agent it came from, as the transport knows it
+    peer: str  # name of the sending agent, as the transport knows it
     message: HandoffMessage
 
 
@@ -44,7 +44,7 @@ class ReadFinished:
 
 @dataclass(frozen=True, slots=True)
 class ReadTimedOut:
-    """A read was cancelled, and may still write. Transport, peer and link decide for how long."""
+    """A read was cancelled and may still write, for as long as transport, peer and link allow."""
 
     read_id: int
     detail: str
@@ -52,7 +52,7 @@ class ReadTimedOut:
 
 @dataclass(frozen=True, slots=True)
 class ReadFailed:
-    """A read has ended without all its bytes. Nothing of it writes any more."""
+    """A read has ended without all its bytes, and writes no more."""
 
     read_id: int
     reason: AbortReason  # READ_FAILED or PEER_LOST
@@ -91,7 +91,7 @@ TransferEvent = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | Pee
 
 @dataclass(frozen=True, slots=True)
 class AgentFailed:
-    """The agent has failed. For the worker, not for the machine: its pool can no longer be read, so it must stop."""
+    """The agent has failed, so peers can no longer read the pool. The worker stops; the machine gets no such event."""
 
     detail: str
 
@@ -137,14 +137,14 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class ComputeDigests:
-    """These blocks are leased for an offer, and do not change until the lease ends."""
+    """The blocks are leased for an offer, and do not change until the lease ends."""
 
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePath:
-    """Read this many of the bytes that the peer keeps for probes, and time the read."""
+    """Read `num_bytes` of the bytes that the peer keeps for probes, and time the read."""
 
     peer: str
     num_bytes: int
@@ -170,7 +170,7 @@ class PullStats:
     num_reads: int
     num_blocks_reread: int  # after a digest that did not match
     total_s: float  # from reserve_pull
-    read_s: float  # in which reads from this peer were in flight, as the agent measured
+    read_s: float  # the time during which reads from this peer were in flight, as the agent measured it
     exposed_s: float  # after the owner's last READY: not hidden behind the prefill
     owner: str = ""  # name of its agent
     lane: str = ""  # of the path, as measured; empty = not measured
@@ -178,8 +178,8 @@ class PullStats:
 
 @dataclass(frozen=True, slots=True)
 class TargetsNeeded:
-    """The owner has announced blocks for these positions, which have no target yet. `add_targets` is the answer, at
-    any later time, in one call or several."""
+    """The owner has announced blocks for these positions, which have no target yet. The worker answers with one or
+    more calls of `Puller.add_targets`, at any later time."""
 
     transfer_id: TransferId
     positions: tuple[int, ...]  # each position once for each pull
@@ -205,7 +205,7 @@ class PullGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """The target blocks hold nothing of use, and no read of ours touches them any more."""
+    """The target blocks hold no valid KV, and no read of ours writes into them any more."""
 
     transfer_id: TransferId
     state: PullerState  # FAILED or CANCELLED
@@ -213,7 +213,7 @@ class PullFailed:
     detail: str = ""
 
 
-PullEnded = PullCompleted | PullFailed  # exactly one for each reserve_pull
+PullEnded = PullCompleted | PullFailed  # exactly one for each `reserve_pull`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,7 @@
-"""One offer: the blocks leased for it, the pieces its puller wants, and the pieces announced so far.
-
-An offer names its reader, or is open: then the first agent that sends a BIND with the transfer id becomes its reader.
-"""
+"""One offer: the blocks leased for it, the pieces its puller wants, and the pieces announced so far."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,15 +12,14 @@ from kv_transfer.protocol.plan import TransferPlan
 @dataclass(slots=True, eq=False)
 class Offer:
     transfer_id: TransferId
-    peer: AgentAddress | None  # None until an open offer has a reader
-    plan: TransferPlan  # of an open offer, until it has a reader: between equal layouts
+    peer: AgentAddress  # the puller
+    plan: TransferPlan
     created_at: float
     renewed_at: float  # last sign of life of the puller; the lease runs from here
-    is_open: bool = False  # was made without a reader
     state: OwnerState = OwnerState.COMPUTING
     leased: dict[int, int] = field(default_factory=dict)  # position -> block
     wanted_pieces: frozenset[int] = frozenset()
-    wanted: frozenset[int] | None = None  # positions; None until the WANT has come
+    wanted: frozenset[int] | None = None  # positions; None before the WANT
     # announced: wanted and readable, in this order
     announced_pieces: list[int] = field(default_factory=list)
     announced_blocks: list[int] = field(default_factory=list)  # one for each piece
@@ -34,16 +29,8 @@ class Offer:
     renewed_by: int = 0  # counter of the newest message that renewed the lease
     ready_sent_at: float = 0.0
     num_unplaced: int = 0  # announced pieces that the puller cannot read yet, as its newest heartbeat says
-    aborting: AbortReason | None = None
+    aborting: AbortReason | None = None  # the offer ends with this reason, once no read can be running
     detail: str = ""
-
-    def lease_ends_at(self, lease_s: float) -> float:
-        """The lease of an offer without a reader starts with the end of the prompt: nobody can renew it before."""
-        return math.inf if self.peer is None and not self.last else self.renewed_at + lease_s
-
-    @property
-    def reader_name(self) -> str:
-        return "" if self.peer is None else self.peer.name
 
     @property
     def may_be_read(self) -> bool:
@@ -59,7 +46,7 @@ class Offer:
         return len(self.announced_pieces)
 
     def want(self, pieces: Sequence[int]) -> frozenset[int]:
-        """Take the pieces that the puller lacks. Returns the positions of their blocks."""
+        """Record the pieces that the puller lacks. Returns the positions of their blocks."""
         parts = self.plan.source_parts
         self.wanted_pieces = wanted = frozenset(pieces)
         self.wanted = wanted if parts == 1 else frozenset(piece // parts for piece in pieces)

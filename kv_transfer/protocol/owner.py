@@ -4,34 +4,29 @@
         `----------------------------+--lease_s without a sign of the puller--> EXPIRED
                                      `--abort, then RELEASE or end of lease--> ABORTED
 
-A block is leased when it is offered. Positions that the puller does not want are unleased when its WANT comes. All
-others are unleased when the offer ends, and never while the puller may still read: once a block was announced, an abort
-waits for the RELEASE or for the end of the lease. A peer whose connection broke may still read, so a broken connection
-does not end a lease; only the proven death of the peer's process does.
+The owner leases a block when it offers the block. It unleases the positions that the puller does not want when the WANT
+arrives, and all others when the offer ends. No offer ends while the puller may still read: an aborted offer with
+announced blocks ends with the RELEASE or with its lease. A puller with a broken connection may still read, so a broken
+connection ends no lease; only the proven death of the puller's process does.
 
-Messages get lost. A READY counts the blocks announced before it, a heartbeat counts those that arrived, and the owner
-repeats the missing ones. A message that comes before its offer is kept for half a lease. A WANT for an ended offer is
-answered with the reason of its end.
-
-An open offer names no reader: the router does not know it yet. The first agent that sends a BIND with the transfer id
-becomes the reader, and the owner refuses every other one. Until then nothing can be read.
+Messages get lost. A READY counts the blocks announced before it, a heartbeat counts the blocks that arrived, and the
+owner repeats the missing ones. The owner keeps a message that arrives before its offer for half a lease. It answers a
+WANT for an ended offer with the reason of the end.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from core.config import TransferConfig
-from core.errors import LayoutMismatch, QueueFull, TransferFailed
+from core.errors import QueueFull, TransferFailed
 from core.handoff import (
     OWNER_STEPS,
     Abort,
     AbortReason,
     AgentAddress,
-    Bind,
     Heartbeat,
     HeartbeatEntry,
     OwnerState,
@@ -47,17 +42,17 @@ from kv_transfer.protocol.offer import Offer
 from kv_transfer.protocol.peers import Drop, Peers, transfer_name
 from kv_transfer.protocol.plan import TransferPlan
 
-# The puller reads the blocks of one READY while the digests of the next are computed. The first READY is small, so that
-# reads begin early. Each READY after it is four times as large, since each READY and each read costs the puller time.
-# Without digests, one READY has all blocks.
+# The puller reads the blocks of one READY while the owner's agent computes the digests of the next. The first READY is
+# small, so that reads begin early. Each later READY is four times as large, because each READY and each read costs the
+# puller time. Without digests, one READY has all blocks.
 FIRST_READY_BYTES = 33_554_432
 READY_GROWTH = 4
 MAX_BLOCKS_PER_READY = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
-    """A message that came before its offer."""
+class _EarlyMessage:
+    """A message that arrived before its offer."""
 
     sender: str
     message: Want | Release
@@ -70,12 +65,12 @@ class Owner:
         self.pool = pool
         self.offers: dict[TransferId, Offer] = {}  # alive
         self._peers = peers
-        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # how, for a puller that still asks
-        self._early: dict[TransferId, _Early] = {}
+        self._ended: OrderedDict[TransferId, AbortReason] = OrderedDict()  # why; the answer to a late WANT
+        self._early: dict[TransferId, _EarlyMessage] = {}
 
-    # ---- from the worker
+    # ---- commands of the worker
 
-    def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress | None) -> None:
+    def refuse_offer(self, transfer_id: TransferId, peer: AgentAddress) -> None:
         """Raise `LayoutMismatch`; `TransferFailed` where the id was used before; `QueueFull` without room."""
         self._plan_for(peer)
         if transfer_id in self.offers or transfer_id in self._ended:
@@ -83,9 +78,9 @@ class Owner:
         if len(self.offers) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.offers)} transfers are offered already (max_transfers)")
 
-    def offer(self, transfer_id: TransferId, peer: AgentAddress | None, now: float) -> Actions:
-        plan, is_open = self._plan_for(peer), peer is None
-        self.offers[transfer_id] = Offer(transfer_id, peer, plan, created_at=now, renewed_at=now, is_open=is_open)
+    def offer(self, transfer_id: TransferId, peer: AgentAddress, now: float) -> Actions:
+        """Call `TransferMachine.offer` instead, which also connects to the peer."""
+        self.offers[transfer_id] = Offer(transfer_id, peer, self._plan_for(peer), created_at=now, renewed_at=now)
         early = self._early.pop(transfer_id, None)
         if early is None:
             return []
@@ -101,6 +96,11 @@ class Owner:
         first_token_id: int | None,
         now: float,
     ) -> Actions:
+        """Offer `blocks`, (position, block id) each. Their sequence holds them, and nothing writes to them any more.
+
+        `last` ends the list and carries `first_token_id`. The owner skips a position that it has offered before, so a
+        sequence that was preempted and recomputed may offer all its blocks again. Does nothing after the offer's end.
+        """
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None or offer.last:
             return []
@@ -115,8 +115,6 @@ class Owner:
             offer.step(OwnerState.OFFERED)
         if last:
             offer.last, offer.first_token_id = True, first_token_id
-            if offer.peer is None:
-                offer.renewed_at = now
         actions: Actions = []
         if wanted and offer.plan.moves_whole_blocks and self._has_digests(offer):
             actions.append(ComputeDigests(tuple(wanted.values())))
@@ -127,46 +125,18 @@ class Owner:
         return actions
 
     def abort(self, transfer_id: TransferId, reason: AbortReason, detail: str = "") -> Actions:
+        """Tell the puller to stop. `OfferEnded` follows at once if no block was announced, else with the RELEASE or at
+        the end of the lease."""
         offer = self.offers.get(transfer_id)
         if offer is None or offer.aborting is not None:
             return []
         offer.aborting, offer.detail = reason, detail
         actions = self._send_abort(offer.peer, transfer_id, reason, detail)
-        if not offer.may_be_read:  # always so without a reader
+        if not offer.may_be_read:
             actions += self._end(offer, OwnerState.ABORTED, reason)
         return actions
 
     # ---- from the puller
-
-    def admits(self, sender: str, bind: Bind) -> bool:
-        """Whether the sender knows the id of an open offer, live or ended. Its address is worth nothing otherwise."""
-        offer, reader = self.offers.get(bind.transfer_id), bind.reader
-        if (sender, bind.incarnation) != (reader.name, reader.incarnation) or (offer and not offer.is_open):
-            self._peers.drop(Drop.FOREIGN)
-        elif offer is None and bind.transfer_id not in self._ended:
-            self._peers.drop(Drop.UNKNOWN_TRANSFER)
-        else:
-            return True
-        return False
-
-    def on_bind(self, bind: Bind, now: float) -> Actions:
-        """Bind an offer to its reader, which is a known peer since `admits`. Another reader is told that it is late."""
-        offer, reader = self.offers.get(bind.transfer_id), bind.reader
-        if offer is None:
-            return self._send_abort(reader, bind.transfer_id, self._ended[bind.transfer_id])
-        if offer.peer is None:
-            try:
-                offer.plan = self._plan_for(reader)
-            except LayoutMismatch as error:
-                return self._send_abort(reader, bind.transfer_id, AbortReason.LAYOUT_MISMATCH, str(error))
-            offer.peer = reader
-        elif (offer.peer.name, offer.peer.incarnation) != (reader.name, reader.incarnation):
-            self._peers.drop(Drop.FOREIGN)
-            return self._send_abort(reader, bind.transfer_id, AbortReason.UNKNOWN_TRANSFER, "it has another reader")
-        if not self._accept(offer, reader.name, bind):
-            return []
-        offer.renew(bind.counter, now)
-        return []
 
     def on_want(self, sender: str, want: Want, now: float) -> Actions:
         offer, actions = self._offer_for(sender, want, now)
@@ -175,14 +145,13 @@ class Owner:
         offer.renew(want.counter, now)
         if offer.aborting is not None:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
-        assert offer.peer is not None, "an offer without a reader accepts no WANT"
         if want.layout_fingerprint != offer.peer.layout.fingerprint():
             return self.abort(offer.transfer_id, AbortReason.LAYOUT_MISMATCH, "KV layouts differ in their fingerprints")
         if offer.wanted is None:
             wanted = offer.want(want.positions)
             self._unlease(offer, [position for position in offer.leased if position not in wanted])
             offer.announce(offer.leased)
-        return self._announce(offer, 0, now)  # a puller that repeats its WANT has received nothing
+        return self._announce(offer, 0, now)  # a puller repeats its WANT only while it has received no READY
 
     def on_heartbeat(self, sender: str, heartbeat: Heartbeat, now: float) -> Actions:
         if not self._peers.accept_heartbeat(sender, heartbeat):
@@ -196,7 +165,7 @@ class Owner:
             if offer is None:
                 if entry.transfer_id in self._ended:
                     actions += self._send_abort(peer, entry.transfer_id, self._ended[entry.transfer_id])
-            elif offer.peer is None or (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
+            elif (offer.peer.name, offer.peer.incarnation) != (sender, heartbeat.incarnation):
                 self._peers.drop(Drop.FOREIGN)
             else:
                 offer.renew(heartbeat.counter, now)
@@ -217,7 +186,7 @@ class Owner:
         return self._end(offer, OwnerState.RELEASED, release.reason)
 
     def on_abort(self, sender: str, abort: Abort) -> Actions:
-        """The puller of a live offer gives up; its RELEASE follows when its reads have ended."""
+        """The puller of a live offer gives up. Its RELEASE follows when its reads have ended."""
         offer = self.offers[abort.transfer_id]
         if not self._accept(offer, sender, abort) or offer.aborting is not None:
             return []
@@ -226,7 +195,7 @@ class Owner:
 
     def on_peer_lost(self, name: str, died: bool) -> Actions:
         actions: Actions = []
-        for offer in [offer for offer in self.offers.values() if offer.peer and offer.peer.name == name]:
+        for offer in [offer for offer in self.offers.values() if offer.peer.name == name]:
             offer.aborting = offer.aborting or AbortReason.PEER_LOST
             if died or not offer.may_be_read:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
@@ -236,7 +205,7 @@ class Owner:
 
     def on_tick(self, now: float) -> Actions:
         actions: Actions = []
-        for offer in [o for o in self.offers.values() if now >= o.lease_ends_at(self.config.lease_s)]:
+        for offer in [offer for offer in self.offers.values() if now >= offer.renewed_at + self.config.lease_s]:
             if offer.aborting is not None:
                 actions += self._end(offer, OwnerState.ABORTED, offer.aborting)
             else:
@@ -251,34 +220,30 @@ class Owner:
         return actions
 
     def deadlines(self) -> list[float]:
-        leases = [offer.lease_ends_at(self.config.lease_s) for offer in self.offers.values()]
-        early = [early.arrived_at + self._early_kept_s for early in self._early.values()]
-        return [when for when in leases if when < math.inf] + early
+        leases = [offer.renewed_at + self.config.lease_s for offer in self.offers.values()]
+        return leases + [early.arrived_at + self._early_kept_s for early in self._early.values()]
 
     @property
     def _early_kept_s(self) -> float:
-        # The router calls both workers at once: an offer that was not made within half a lease will not be made.
+        # The router calls both workers at once, so an offer is made within half a lease or never.
         return self.config.lease_s / 2
 
     # ---- inside
 
     def _offer_for(self, sender: str, message: Want | Release, now: float) -> tuple[Offer | None, Actions]:
-        """The live offer a message is for. Without one, the message is kept, answered by the actions, or dropped."""
+        """The live offer of a message. Without one, the owner keeps, answers (the actions) or drops the message."""
         offer = self.offers.get(message.transfer_id)
         if offer is None:
-            return None, self._without_offer(sender, message, now)
+            return None, self._handle_unoffered(sender, message, now)
         return (offer if self._accept(offer, sender, message) else None), []
 
-    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort | Bind) -> bool:
-        if offer.peer is None:
-            self._peers.drop(Drop.FOREIGN)
-            return False
+    def _accept(self, offer: Offer, sender: str, message: Want | Release | Abort) -> bool:
         accepted = self._peers.accept(offer.peer, offer.newest, sender, message)
         if accepted:
             offer.newest = message.counter
         return accepted
 
-    def _without_offer(self, sender: str, message: Want | Release, now: float) -> Actions:
+    def _handle_unoffered(self, sender: str, message: Want | Release, now: float) -> Actions:
         ended_by = self._ended.get(message.transfer_id)
         if ended_by is not None:
             self._peers.drop(Drop.LATE)
@@ -290,12 +255,12 @@ class Owner:
         if kept is None and len(self._early) >= self.config.max_transfers:
             self._peers.drop(Drop.TABLE_FULL)
         elif kept is None or message.counter > kept.message.counter:
-            self._early[message.transfer_id] = _Early(sender, message, now if kept is None else kept.arrived_at)
+            arrived_at = now if kept is None else kept.arrived_at
+            self._early[message.transfer_id] = _EarlyMessage(sender, message, arrived_at)
         return []
 
     def _announce(self, offer: Offer, first_block: int, now: float) -> Actions:
-        """READYs for all announced blocks from `first_block` on. At least one READY: it also acknowledges the WANT."""
-        assert offer.peer is not None
+        """READYs for all announced blocks from `first_block` on. There is at least one: it acknowledges the WANT."""
         actions: Actions = []
         total, start = offer.num_announced, first_block
         count = MAX_BLOCKS_PER_READY
@@ -319,7 +284,7 @@ class Owner:
         return actions
 
     def _repeat_lost(self, offer: Offer, num_received: int, now: float) -> Actions:
-        """A puller that lists the transfer has not received its end, or is still reading."""
+        """Repeat the ABORT or the READYs that a puller lacks, as its heartbeat says."""
         if offer.aborting is not None:
             return self._send_abort(offer.peer, offer.transfer_id, offer.aborting, offer.detail)
         if (
@@ -332,20 +297,18 @@ class Owner:
         return self._announce(offer, min(num_received, offer.num_announced), now)
 
     def _send_abort(
-        self, peer: AgentAddress | None, transfer_id: TransferId, reason: AbortReason, detail: str = ""
+        self, peer: AgentAddress, transfer_id: TransferId, reason: AbortReason, detail: str = ""
     ) -> Actions:
-        return [] if peer is None else self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
+        return self._peers.send(peer, Abort(transfer_id, *self._peers.stamp(), reason, detail))
 
     def _has_digests(self, offer: Offer) -> bool:
         """A device has digests of whole blocks only."""
         on_host = self._peers.address.access.device is None
         return self.config.verify_digests and (on_host or offer.plan.moves_whole_blocks)
 
-    def _plan_for(self, peer: AgentAddress | None) -> TransferPlan:
+    def _plan_for(self, peer: AgentAddress) -> TransferPlan:
         """Raises `LayoutMismatch` for a peer that cannot read our pool."""
         own = self._peers.address
-        if peer is None:
-            return TransferPlan(own.layout, own.layout)
         refuse_memory(peer, own)
         return TransferPlan(own.layout, peer.layout)
 
@@ -353,7 +316,7 @@ class Owner:
         self.pool.unlease([offer.leased.pop(position) for position in positions])
 
     def _end(self, offer: Offer, state: OwnerState, reason: AbortReason | None) -> Actions:
-        """The only way out: frees the blocks. An ended offer never comes back."""
+        """End an offer and free its blocks. Every offer ends here, once."""
         offer.step(state)
         self._unlease(offer, list(offer.leased))
         del self.offers[offer.transfer_id]
@@ -370,7 +333,6 @@ class Owner:
             assert transfer_id == offer.transfer_id
             assert OWNER_STEPS[offer.state], "an ended offer is still in the table"
             leases.update(offer.leased.values())
-            assert offer.peer is not None or (offer.is_open and offer.wanted is None)
             if offer.wanted is None:
                 assert not offer.may_be_read
             else:

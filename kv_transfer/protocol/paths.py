@@ -1,4 +1,4 @@
-"""The paths to the peers we read from: connected and measured ahead of the first hand-off, then judged and watched.
+"""The paths to the peers that this agent reads from: connected, measured before the first hand-off, judged, watched.
 
     a peer joins, or hands off first --PING--> CONNECTING --answers, probes--> FINE | SLOW | FALLBACK
                                                    |  ^
@@ -6,9 +6,10 @@
                                                UNREACHABLE
     KV layouts that cannot be translated, memory that no path reaches: REFUSED
 
-The reading side measures: PINGs for the round trip, then probes, reads of bytes that hold no KV. No probe runs while a
-transfer with the peer is alive. Each later hand-off that moves enough bytes measures its own path. The best of the last
-few speeds counts: one busy moment does not make a path slow. A path that is not fine is measured again after RETRY_S.
+The reading side measures: PINGs for the round trip, then probes, reads of bytes that hold no KV. Probing starts only
+while no transfer with the peer is alive. Each later hand-off that moves enough bytes measures its own path. The best of
+the last few speeds counts, so one busy moment does not make a path slow. A path that is not fine is measured again
+after RETRY_S.
 
 No hand-off waits for any of this.
 """
@@ -23,20 +24,21 @@ from enum import Enum, auto
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
 from core.handoff import AgentAddress, Ping
-from core.paths import Lane, PathState, PathStatus, expected_bytes_per_s, judge, lane_of, refuse_memory
+from core.paths import Lane, PathState, PathStatus, refuse_memory
 from kv_transfer.protocol.events import Actions, Disconnect, LogPath, PathProbed, ProbeFailed, ProbePath
+from kv_transfer.protocol.path_verdict import expected_bytes_per_s, judge, lane_of
 from kv_transfer.protocol.peers import MAX_IDLE_PEERS, Drop, Peers
 from kv_transfer.protocol.plan import plan_from
 
 MAX_PATHS = MAX_IDLE_PEERS
 PING_INTERVAL_S = 0.2  # until the answer
-NUM_PINGS = 4  # the first PING wakes the peer up; the shortest round trip counts
+NUM_PINGS = 4  # the first PING ends a pause of the peer's agent; the shortest round trip counts
 FIRST_PROBE_BYTES = 65_536
 PROBE_GROWTH = 4
 MIN_PROBE_S = 0.005  # shorter probes are followed by larger ones
 NUM_SPEEDS = 3  # probes of the last size, and the number of speeds that are kept
-MIN_HAND_OFF_BYTES = 8_388_608  # smaller hand-offs tell more of latency than of speed
-MIN_HAND_OFF_S = 1e-4  # and so do those that the expected speed would move in less time
+MIN_HAND_OFF_BYTES = 8_388_608  # of a hand-off that measures its path: latency dominates smaller ones
+MIN_HAND_OFF_S = 1e-4  # and at the expected speed, its reads take at least this long
 RETRY_S = 10.0
 BUSY_RETRY_S = 0.5
 REPORTED_CHANGE = 0.25  # a speed that differs by less from the reported one is not reported
@@ -96,16 +98,16 @@ class Paths:
         self._config = config
         self._peers = peers
         self._paths: dict[str, _Path] = {}  # by the peer's name; least recently used first
-        # Asked after every event and for every report, and the same for hundreds of paths most of the time.
-        self._statuses: tuple[PathStatus, ...] | None = None  # None: to be found anew
-        self._first_due: list[float] | None = None  # likewise; of all paths, none or one
+        # Caches: every event and every report reads these values, and most events change no path.
+        self._statuses: tuple[PathStatus, ...] | None = None  # None: out of date
+        self._first_due: list[float] | None = None  # the same; of all paths, none or one
 
     def _note_change(self) -> None:
         """Call before a change of any path."""
         self._statuses = self._first_due = None
 
     def watch(self, peer: AgentAddress, in_use: Container[str], now: float) -> Actions:
-        """Connect to a peer we will read from, and measure the path."""
+        """Connect to a peer that this agent will read from, and measure the path."""
         self._note_change()
         path = self._paths.get(peer.name)
         if path is not None:
@@ -161,7 +163,7 @@ class Paths:
         if path.step in (_Step.PINGING, _Step.PROBING):
             return []
         if path.max_probe_bytes and path.state in (PathState.CONNECTING, PathState.UNREACHABLE):
-            path.next_step(_Step.PAUSED, now)  # measure the path once no transfer needs the peer: the lane is unknown
+            path.next_step(_Step.PAUSED, now)  # the lane is unknown: measure the path once no transfer needs the peer
             return []
         state = self._judged(path)
         return [] if state is path.state else self._conclude(path, state, now)
@@ -173,7 +175,7 @@ class Paths:
         if peer is None:
             if ping.ack is not None:
                 self._peers.drop(Drop.UNKNOWN_PEER)
-            return []  # the router may announce the peer later; the peer repeats its PING
+            return []  # the router may introduce the peer later, and the peer repeats its PING
         if ping.incarnation != peer.incarnation:
             self._peers.drop(Drop.FOREIGN)
             return []
@@ -199,7 +201,7 @@ class Paths:
     def _connect(self, path: _Path, in_use: Container[str], now: float) -> Actions:
         path.num_answers = 0
         path.give_up_at = now + self._config.connect_timeout_s
-        return self._peers.meet(path.peer, in_use) + self._ping(path, now)
+        return self._peers.connect(path.peer, in_use) + self._ping(path, now)
 
     def _ping(self, path: _Path, now: float) -> Actions:
         incarnation, path.ping = self._peers.stamp()
@@ -234,7 +236,7 @@ class Paths:
 
     def _probe(self, path: _Path, now: float) -> Actions:
         timeout_s = path.probe_bytes / self._config.min_bytes_per_s + self._config.read_grace_s
-        path.next_step(_Step.PROBING, now + 2 * timeout_s)  # the agent ends the probe before
+        path.next_step(_Step.PROBING, now + 2 * timeout_s)  # the agent ends the probe earlier
         return [ProbePath(path.peer.name, path.probe_bytes, timeout_s)]
 
     # ---- verdicts
@@ -273,7 +275,7 @@ class Paths:
             elif path.step is _Step.PROBING:
                 actions += self._conclude(path, PathState.SLOW, now, "a probe did not end")
             elif name in in_use:
-                path.next_step(_Step.PAUSED, now + BUSY_RETRY_S)  # the heartbeats of its transfers watch the peer
+                path.next_step(_Step.PAUSED, now + BUSY_RETRY_S)  # heartbeats of the transfers watch the peer
             elif path.step is _Step.PINGING:
                 silent.append(name)
             else:
@@ -287,7 +289,7 @@ class Paths:
             self._first_due = [min(dues)] if dues else []
         return self._first_due
 
-    # ---- asking
+    # ---- view
 
     def statuses(self) -> tuple[PathStatus, ...]:
         """Every path, as it was when it last changed."""

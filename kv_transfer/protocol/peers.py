@@ -11,12 +11,12 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
-from core.handoff import Abort, AgentAddress, Bind, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
+from core.handoff import Abort, AgentAddress, HandoffMessage, Heartbeat, Ready, Release, TransferId, Want
 from kv_transfer.protocol.events import Actions, Connect, Disconnect, SendMessage
 
 MAX_IDLE_PEERS = 64  # connections to peers without a live transfer
 
-TransferMessage = Want | Ready | Release | Abort | Bind
+TransferMessage = Want | Ready | Release | Abort
 
 
 class Drop(Enum):
@@ -27,7 +27,7 @@ class Drop(Enum):
     LATE = "late"  # the transfer has ended
     UNKNOWN_PEER = "unknown_peer"
     UNKNOWN_TRANSFER = "unknown_transfer"
-    GAP = "gap"  # an earlier READY is missing; the owner repeats both
+    GAP = "gap"  # an earlier READY is missing; the owner repeats both of them
     UNEXPECTED = "unexpected"  # impossible in the transfer's state
     TABLE_FULL = "table_full"  # no room for a message that came before its offer
     UNSENT = "unsent"  # our own, to a peer that is gone
@@ -48,16 +48,16 @@ class TransferCounters:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _KnownPeer:
     address: AgentAddress
-    newest_heartbeat: int = 0  # counter of the newest heartbeat it sent as a puller
+    newest_heartbeat: int = 0  # counter of the newest heartbeat that the peer sent as a puller
 
 
 class Peers:
     def __init__(self, address: AgentAddress) -> None:
         self.address = address
         self.counters = TransferCounters()
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()  # least recently met first
+        self._peers: OrderedDict[str, _KnownPeer] = OrderedDict()  # by name, least recently used first
         self._counter = 0
 
     # ---- sending
@@ -113,9 +113,9 @@ class Peers:
         peer = self._peers.get(name)
         return None if peer is None else peer.address
 
-    def meet(self, address: AgentAddress, in_use: Container[str]) -> Actions:
-        """Be connected to this peer. Above the limit, the least recently met peers that are not `in_use` are
-        disconnected."""
+    def connect(self, address: AgentAddress, in_use: Container[str]) -> Actions:
+        """Connect to a peer that is not connected yet. Above the limit, disconnect from the least recently used peers
+        that are not `in_use`."""
         if address.name in self._peers:
             assert self.knows(address.name, address.incarnation), f"{address.name}: forget its old incarnation first"
             self._peers.move_to_end(address.name)
@@ -124,7 +124,7 @@ class Peers:
         evicted = idle[: max(0, len(idle) + 1 - MAX_IDLE_PEERS)]
         for name in evicted:
             self.forget(name)
-        self._peers[address.name] = _Peer(address)
+        self._peers[address.name] = _KnownPeer(address)
         return [*map(Disconnect, evicted), Connect(address)]
 
     def forget(self, name: str) -> None:
@@ -135,10 +135,10 @@ class Peers:
 
 
 def short_name(transfer_id: TransferId) -> str:
-    """The first 8 of 32 hex digits: enough to tell transfers apart, too few to be used as a ticket."""
+    """The first 8 of 32 hex digits: enough to tell transfers apart, too few to serve as a ticket."""
     return f"{transfer_id:032x}"[:8]
 
 
 def transfer_name(transfer_id: TransferId) -> str:
-    """For messages, which may go as far as the client."""
+    """For error messages, which may reach the client."""
     return f"transfer {short_name(transfer_id)}"

@@ -1,7 +1,7 @@
 """Which bytes of one pool go where in another pool: the intersection of two boxes, without addresses.
 
-A pool's layout covers a box: layers x heads x tokens of a sequence, cut into blocks of `block_size` tokens. What two
-pools share is the intersection of their boxes; where heads, layers or block sizes differ, a block becomes many runs:
+A pool's layout covers a box: layers x heads x tokens of a sequence, cut into blocks of `block_size` tokens. Two pools
+share the intersection of their boxes. Where heads, layers or block sizes differ, a block becomes many runs:
 
       source block (layers 0-3, heads 0-3)          target block (layers 2-5, heads 2-3)
       layer 2: K [h0 h1 h2 h3] V [h0 h1 h2 h3]  ->  layer 2: K [h2 h3] V [h2 h3]
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     num_bytes: int
 
 
-Runs = Sequence[tuple[int, int, int]]  # like `Run`; a plain tuple is made in a third of the time
+Runs = Sequence[tuple[int, int, int]]  # with the fields of `Run`: a plain tuple takes a third of the time
 Span = tuple[int, int]  # first byte from block 0 of a pool, and length
 
 
@@ -113,12 +113,12 @@ class TransferPlan:
         return [(first + at, num_bytes) for at, num_bytes in _spans(self, self.source, piece % self.source_parts)]
 
     def target_spans(self, piece: int, block: int) -> list[Span]:
-        """The same bytes in a target block, in the same order."""
+        """Where the piece lies in a target block, in the order of `source_spans`."""
         first = block * self.target.block_bytes
         return [(first + at, num_bytes) for at, num_bytes in _spans(self, self.target, piece % self.target_parts)]
 
     def _rows(self, layout: KVLayout, part: int) -> list[Span]:
-        """A piece's rows in block 0 of a pool: tokens of one head, in K or V of one layer. All are contiguous."""
+        """A piece's rows in block 0 of a pool. A row has tokens of one head, in K or V of one layer, contiguous."""
         return [
             (
                 first + (_row(layout, layer, key_or_value, head) * layout.block_size + part * self.piece_tokens) * size,

@@ -5,8 +5,8 @@ and back to to_read when its digest does not match. An announced block without a
 `add_targets` gives it one.
 
 The lease: the owner acknowledges a message of ours by its counter, and keeps the blocks for lease_s after it received
-that message, so at least until (our time of sending) + lease_s, on our own clock. An expired offer never comes back, so
-one such moment later than our last read proves that the blocks were leased to us during all our reads.
+that message, so at least until (our time of sending) + lease_s, on our own clock. No expired offer revives, so one such
+moment later than our last read proves that the blocks were leased to us during all our reads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ class Pull:
     owner: AgentAddress
     plan: TransferPlan
     created_at: float
-    binds: bool = False  # the offer names no reader: BIND goes before the WANT
     state: PullerState = PullerState.RESERVED
     targets: dict[int, int] = field(default_factory=dict)  # position -> block of ours; grows until the end of the pull
     wanted: frozenset[int] = frozenset()  # pieces of the plan; where layouts are equal, a piece is a position
-    ending: PullFailed | None = None  # the pull has failed and waits for its reads to end
+    ending: PullFailed | None = None  # the result that follows the end of the reads, once the pull has failed
     newest: int = 0  # counter of the owner's newest READY or ABORT
     # announced by the owner
     announced: set[int] = field(default_factory=set)  # positions
@@ -45,7 +44,7 @@ class Pull:
     verified: set[int] = field(default_factory=set)  # positions
     mismatches: Counter[int] = field(default_factory=Counter)  # failed digests, by position
     # the lease
-    sent: dict[int, float] = field(default_factory=dict)  # counter of a BIND, WANT or heartbeat of ours -> when
+    sent: dict[int, float] = field(default_factory=dict)  # counter of a WANT or heartbeat of ours -> when
     num_unanswered: int = 0  # heartbeats that listed this pull since the owner's last answer
     first_heartbeat: int | None = None  # counter of the first one that listed this pull
     known_to_owner: bool = False
@@ -61,7 +60,7 @@ class Pull:
 
     @property
     def want_arrived(self) -> bool:
-        return self.newest > 0  # the owner answers a WANT with a READY at once, even an empty one
+        return self.newest > 0  # the owner answers a WANT with a READY at once, an empty one if no block is ready
 
     @property
     def lease_covers_reads(self) -> bool:
@@ -88,7 +87,7 @@ class Pull:
         return sum(map(len, self.unplaced))
 
     def record_ready(self, offered: OfferedBlocks, blocks_per_read: int) -> tuple[int, ...]:
-        """Returns the positions that need a target, and did not before, in order."""
+        """Record announced blocks. Returns the positions that need a target and did not before, in order."""
         known = {position for blocks in self.unplaced for position in self._target_positions(blocks)}
         self.announced.update(offered.positions)
         self._place(offered, blocks_per_read)
@@ -96,14 +95,14 @@ class Pull:
         return tuple([position for position in new if position not in self.targets and position not in known])
 
     def add_targets(self, targets: Mapping[int, int], blocks_per_read: int) -> None:
-        """Announced blocks with a target are read next."""
+        """Queue the announced blocks that have a target now."""
         self.targets.update(targets)
-        waiting, self.unplaced = self.unplaced, []
-        for offered in waiting:
+        unplaced, self.unplaced = self.unplaced, []
+        for offered in unplaced:
             self._place(offered, blocks_per_read)
 
     def _place(self, offered: OfferedBlocks, blocks_per_read: int) -> None:
-        """Sort announced blocks by whether they have a target."""
+        """Queue the announced blocks that have a target, and keep the others unplaced."""
         positions = self._target_positions(offered)
         if self.targets.keys().isdisjoint(positions):
             placed, unplaced = OfferedBlocks(), offered
@@ -118,15 +117,15 @@ class Pull:
         self.unplaced += [unplaced] if len(unplaced) else []
 
     def _target_positions(self, offered: OfferedBlocks) -> tuple[int, ...]:
-        """Of the target block of each piece."""
+        """The position of the target block of each piece."""
         parts = self.plan.target_parts
         return offered.positions if parts == 1 else tuple([piece // parts for piece in offered.positions])
 
     def renew(self, ack: int) -> None:
-        """The owner renewed the lease when it received our message `ack`."""
+        """Record that the owner renewed the lease when it received our message `ack`."""
         sent_at = self.sent.get(ack)
         if sent_at is None:
-            return  # acknowledged before, or not a message of ours
+            return  # acknowledged before, or no message of ours
         self.known_to_owner = True
         self.lease_until = max(self.lease_until, sent_at + self.owner.lease_s)
         self.sent = {counter: at for counter, at in self.sent.items() if counter > ack}
@@ -170,7 +169,7 @@ class Pull:
     def check(self) -> None:
         assert PULLER_STEPS[self.state], "an ended pull is still alive"
         assert (self.state is PullerState.READING) == bool(self.reads)
-        assert self.ending is None or self.reads, "an ending pull waits for its reads alone"
+        assert self.ending is None or self.reads, "a failed pull without reads is still alive"
         if self.ending is None:
             placed = [position for blocks in (*self.reads.values(), *self.to_read) for position in blocks.positions]
             placed += self.verified

@@ -3,17 +3,16 @@
     RESERVED --room, WANT--> WANTING <--targets, reads--> READING --all read--> VERIFYING --lease proven--> COMPLETE
         `-----------------------+---------------------------+----------------------+--> FAILED | CANCELLED
 
-A READY asks the worker for targets (`TargetsNeeded`). The blocks of the READY wait until the worker has given them, so
-a prompt that is still computed keeps no target for blocks that do not exist yet.
+After a READY the puller asks the worker for targets (`TargetsNeeded`), and reads the blocks once the worker has given
+them. So the worker reserves no target for a block that the owner has not computed yet.
 
-Whatever ends a pull early, its reads end first. Only then does the RELEASE go to the owner and the result to the
-worker, which may use the target blocks again. A cancelled read can still write for an unknown time, so `PullGivenUp`
-tells the worker at once, which then answers its caller.
+When a pull ends early, its reads end first. Then the puller sends the RELEASE to the owner and the result to the
+worker, which may now use the target blocks again. A cancelled read can still write for an unknown time, so the puller
+sends `PullGivenUp` at once, and the worker answers its caller.
 
 kv_transfer/protocol/pull.py has the law of the lease. One heartbeat to each owner renews all pulls from that owner that
-are not ending. Three heartbeats in a row for a pull without an answer mean that its owner is lost: a new pull does not
-fail by the silence before it began. A WANT is repeated with the heartbeat until its first READY has come, and a BIND
-until the owner has acknowledged any message of the pull.
+are not ending. The owner of a pull is lost after three unanswered heartbeats in a row that listed this pull. The puller
+repeats a WANT with each heartbeat until a READY arrives.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from itertools import combinations
 from core.config import TransferConfig, heartbeat_s
 from core.errors import QueueFull, TransferFailed
 from core.handoff import (
+    MAX_POSITIONS,
     Abort,
     AbortReason,
     AgentAddress,
-    Bind,
     Heartbeat,
     HeartbeatEntry,
     PullerState,
@@ -55,17 +54,16 @@ from kv_transfer.protocol.paths import Paths
 from kv_transfer.protocol.peers import Drop, Peers, TransferMessage, transfer_name
 from kv_transfer.protocol.plan import TransferPlan, plan_from
 from kv_transfer.protocol.pull import Pull
-from protos.handoff_codec import MAX_POSITIONS
 
 MAX_UNANSWERED_HEARTBEATS = 3
 
 
 @dataclass(slots=True)
 class _Heartbeats:
-    """To one owner, for all pulls from it."""
+    """The heartbeats to one owner, for all pulls from that owner."""
 
     next_at: float
-    newest_answer: int = 0  # its counter
+    newest_answer: int = 0  # counter of the owner's newest answer
 
 
 class Puller:
@@ -91,15 +89,20 @@ class Puller:
         if len(self.pulls) >= self.config.max_transfers:
             raise QueueFull(f"{len(self.pulls)} transfers are pulled already (max_transfers)")
 
-    def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float, binds: bool) -> Actions:
+    def reserve(self, transfer_id: TransferId, owner: AgentAddress, now: float) -> None:
+        """Call `TransferMachine.reserve_pull` instead, which also connects to the owner."""
         plan = plan_from(owner.layout, self._peers.address.layout)
-        self.pulls[transfer_id] = pull = Pull(transfer_id, owner, plan, created_at=now, binds=binds)
+        self.pulls[transfer_id] = Pull(transfer_id, owner, plan, created_at=now)
         self._heartbeats.setdefault(owner.name, _Heartbeats(now + heartbeat_s(owner.lease_s)))
-        return self._send_bind(pull, now) if binds else []
 
     def start(
         self, transfer_id: TransferId, positions: Iterable[int], now: float, num_tokens: int | None = None
     ) -> Actions:
+        """Ask the owner for these positions. Without positions, the pull gets only the first token.
+
+        `num_tokens`, the length of the sequence, gives the number of pieces where the owner's blocks are smaller than
+        ours: the owner may have no blocks for the end of our last one.
+        """
         pull = self.pulls[transfer_id]
         parts = pull.plan.target_parts
         pull.wanted = frozenset(position * parts + part for position in positions for part in range(parts))
@@ -112,12 +115,15 @@ class Puller:
         return self._send_want(pull, now)
 
     def add_targets(self, transfer_id: TransferId, targets: Mapping[int, int], now: float) -> Actions:
+        """Read blocks into `targets`, position -> INCOMING block id, once they are announced. The pull must be wanting
+        or reading, and not given up."""
         pull = self.pulls[transfer_id]
         assert pull.ending is None, "the pull has been given up"
         pull.add_targets(targets, self.config.blocks_per_read(pull.plan.piece_bytes))
         return self._advance(pull, now) if pull.to_read else []
 
     def cancel(self, transfer_id: TransferId, reason: AbortReason, now: float) -> Actions:
+        """Give up. `PullFailed` follows once our reads have ended. Does nothing after the end of the pull."""
         pull = self.pulls.get(transfer_id)
         return [] if pull is None else self._fail(pull, reason, "", now, PullerState.CANCELLED)
 
@@ -219,9 +225,6 @@ class Puller:
                 continue
             silent = [p for p in self._pulls_from(name) if p.num_unanswered >= MAX_UNANSWERED_HEARTBEATS]
             actions += self._fail_all(silent, f"{MAX_UNANSWERED_HEARTBEATS} heartbeats without an answer", now)
-            for pull in self._pulls_from(name):
-                if pull.binds and not pull.known_to_owner and pull.ending is None:
-                    actions += self._send_bind(pull, now)
             actions += self._send_heartbeat(name, now)
             for pull in self._pulls_from(name):
                 if pull.state is PullerState.WANTING and not pull.want_arrived:
@@ -242,11 +245,6 @@ class Puller:
             self._peers.drop(Drop.LATE if message.transfer_id in self._ended else Drop.UNKNOWN_TRANSFER)
             return None
         return pull if self._peers.accept(pull.owner, pull.newest, sender, message) else None
-
-    def _send_bind(self, pull: Pull, now: float) -> Actions:
-        incarnation, counter = self._peers.stamp()
-        pull.sent[counter] = now
-        return self._peers.send(pull.owner, Bind(pull.transfer_id, incarnation, counter, self._peers.address))
 
     def _send_want(self, pull: Pull, now: float) -> Actions:
         incarnation, counter = self._peers.stamp()
@@ -275,13 +273,14 @@ class Puller:
         return self._peers.send(pulls[0].owner, Heartbeat(incarnation, counter, None, entries))
 
     def _missing_from_answer(self, pull: Pull, now: float) -> Actions:
-        """The owner does not know the transfer: it has ended, or is not offered yet (the router calls both at once)."""
+        """The owner does not know the transfer, because the offer has ended or is not made yet: the router calls both
+        workers at once."""
         if pull.known_to_owner or now - pull.created_at > pull.owner.lease_s / 2:
             return self._fail(pull, AbortReason.UNKNOWN_TRANSFER, "the owner does not know it", now)
         return []
 
     def _advance(self, pull: Pull, now: float) -> Actions:
-        """Start reads, take the next state, or end the pull, as far as what is known allows."""
+        """Start reads, take the next state, or end the pull, whichever is due."""
         if pull.ending is not None:
             return [] if pull.reads else self._end(pull, pull.ending.state, pull.ending)
         actions: Actions = []
@@ -297,7 +296,7 @@ class Puller:
             if pull.lease_covers_reads:
                 actions += self._complete(pull, now)
             elif not was_verifying:
-                actions += self._send_heartbeat(pull.owner.name, now)  # the answer says whether the lease lives
+                actions += self._send_heartbeat(pull.owner.name, now)  # the answer proves or disproves the lease
         return actions
 
     def _start_read(self, pull: Pull) -> StartRead:
@@ -319,7 +318,7 @@ class Puller:
         return actions + self._paths.on_hand_off(pull.owner, stats.num_bytes, stats.read_s, now)
 
     def _fail_all(self, pulls: Iterable[Pull], detail: str, now: float) -> Actions:
-        """The owner is lost."""
+        """Fail pulls whose owner is lost."""
         actions: Actions = []
         for pull in pulls:
             actions += self._fail(pull, AbortReason.PEER_LOST, detail, now)
@@ -336,7 +335,7 @@ class Puller:
         return actions + self._advance(pull, now)
 
     def _end(self, pull: Pull, state: PullerState, result: PullCompleted | PullFailed) -> Actions:
-        """The only way out. No read is in flight any more."""
+        """End a pull without reads in flight. Every pull ends here, once."""
         assert not pull.reads
         pull.step(state)
         self._peers.counters.read_seconds += pull.read_s

@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def machine_id() -> str:
-    """The same for two processes exactly if they run on one machine, in one network namespace."""
+    """Equal for two processes if and only if they run on one machine, in one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     boot_id = boot.read_text().strip() if boot.exists() else socket.gethostname()
     namespace = Path("/proc/self/ns/net")
@@ -26,7 +26,7 @@ def machine_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostAddresses:
-    host: str  # equal for two processes exactly if loopback works between them
+    host: str  # equal for two processes if and only if loopback works between them
     networks: tuple[str, ...]  # address/prefix of each interface that is up, without loopback
 
     @classmethod

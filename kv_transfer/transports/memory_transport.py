@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.paths import Lane
-from kv_transfer.protocol.plan import Run, Runs, runs_of_blocks
-from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
+from kv_transfer.protocol.plan import Run, Runs
+from kv_transfer.transports.transport import Notification, PoolMemory, ReadEnd, TransportEvent, check_runs, read_end
 
 Fate = Callable[[str, str, bytes], Sequence[int]]
 
@@ -61,7 +62,7 @@ class MemoryFabric:
     def inject(self, sender: str, receiver: str, payload: bytes) -> None:
         """Deliver a late, repeated or forged notification."""
         with self.lock:
-            self.transports[receiver]._inbox.append(_Letter(0, sender, payload))
+            self.transports[receiver]._inbox.append(_SentNotification(0, sender, payload))
             self.faults_done["inject"] += 1
 
     # ---- called by the transports, with the lock held
@@ -89,14 +90,14 @@ class MemoryFabric:
 
 
 @dataclass(slots=True)
-class _Letter:
+class _SentNotification:
     polls_left: int
     sender: str
     payload: bytes
 
 
 @dataclass(slots=True)
-class _Read:
+class _MemoryRead:
     peer: str
     runs: Sequence[Run]
     broken: TransportError | None = None
@@ -107,10 +108,10 @@ class MemoryTransport:
     name: str
     fabric: MemoryFabric
     _pool: PoolMemory | None = None
-    _inbox: list[_Letter] = field(default_factory=list)
-    _reads: dict[int, _Read] = field(default_factory=dict)
-    _peers: set[str] = field(default_factory=set)
-    _next_handle: int = 0
+    _inbox: list[_SentNotification] = field(default_factory=list)
+    _reads: dict[int, _MemoryRead] = field(default_factory=dict)
+    _peers: dict[str, AgentAddress] = field(default_factory=dict)
+    _handles: Iterator[int] = field(default_factory=count)
     busy: bool = False
 
     def register(self, pool: PoolMemory) -> None:
@@ -131,31 +132,26 @@ class MemoryTransport:
     def connect(self, peer: AgentAddress) -> None:
         with self.fabric.lock:
             self.fabric.reach(peer.metadata.decode())
-            self._peers.add(peer.name)
+            self._peers[peer.name] = peer
 
     def disconnect(self, peer: str) -> None:
-        self._peers.discard(peer)
+        self._peers.pop(peer, None)
         for read in self._reads.values():
             if read.peer == peer:
                 read.broken = PeerDisconnected(f"disconnected from {peer}")
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        listed = [Run(*run) for run in runs]
         with self.fabric.lock:
-            source = self._connected(peer)._pool
-        assert source is not None
+            self._connected(peer)
         assert self._pool is not None
-        if any(run.source + run.num_bytes > source.num_bytes or run.source < 0 for run in listed):
-            raise TransportError(f"a run is outside the pool of {peer}")
-        if any(run.target + run.num_bytes > self._pool.num_bytes or run.target < 0 for run in listed):
-            raise TransportError("a run is outside our pool")
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._reads[handle] = _Read(peer, listed)
+        check_runs(runs, self._peers[peer], self._pool)
+        handle = next(self._handles)
+        self._reads[handle] = _MemoryRead(peer, [Run(*run) for run in runs])
         return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         assert self._pool is not None
-        return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
+        return self.start_read(peer, self._pool.block_runs(sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         assert handle in self._reads
@@ -171,18 +167,16 @@ class MemoryTransport:
             delays = self.fabric.fate(self.name, peer, payload)
             if tuple(delays) != (0,):
                 self.fabric.faults_done["fate"] += 1
-            receiver._inbox += [_Letter(delay, self.name, payload) for delay in delays]
+            receiver._inbox += [_SentNotification(delay, self.name, payload) for delay in delays]
 
     def poll(self) -> list[TransportEvent]:
         with self.fabric.lock:
-            for letter in self._inbox:
-                letter.polls_left -= 1
-            arrived = [letter for letter in self._inbox if letter.polls_left < 0]
-            self._inbox = [letter for letter in self._inbox if letter.polls_left >= 0]
+            for sent in self._inbox:
+                sent.polls_left -= 1
+            arrived = [Notification(sent.sender, sent.payload) for sent in self._inbox if sent.polls_left < 0]
+            self._inbox = [sent for sent in self._inbox if sent.polls_left >= 0]
             ended = [self._end(handle) for handle in list(self._reads)]
-        return [event for event in ended if event is not None] + [
-            Notification(letter.sender, letter.payload) for letter in arrived
-        ]
+        return [*(event for event in ended if event is not None), *arrived]
 
     def close(self) -> None:
         with self.fabric.lock:
@@ -194,8 +188,8 @@ class MemoryTransport:
             raise TransportError(f"not connected to {peer}")
         return self.fabric.reach(peer)
 
-    def _end(self, handle: int) -> TransportEvent | None:
-        """Copies all runs at once; a read that stalls or breaks copies nothing."""
+    def _end(self, handle: int) -> ReadEnd | None:
+        """Copy all runs at once; a read that stalls or breaks copies nothing."""
         read = self._reads[handle]
         source = self.fabric.transports.get(read.peer)
         if source is None and read.broken is None:
@@ -204,10 +198,9 @@ class MemoryTransport:
             self.fabric.faults_done["stall"] += 1
             return None
         del self._reads[handle]
-        if read.broken is not None:
-            return ReadBroken(handle, read.broken)
-        assert source is not None
-        assert source._pool is not None
-        assert self._pool is not None
-        self.fabric.copy(source._pool, self._pool, read.runs)
-        return ReadDone(handle)
+        if read.broken is None:
+            assert source is not None
+            assert source._pool is not None
+            assert self._pool is not None
+            self.fabric.copy(source._pool, self._pool, read.runs)
+        return read_end(handle, read.broken)

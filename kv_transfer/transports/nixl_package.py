@@ -1,7 +1,7 @@
 """nixl is built for one major version of CUDA: `nixl_cu12` needs libcudart 12 for device memory, `nixl_cu13` needs 13.
 
-Either moves host memory, and imports without CUDA. Where both are installed, the one whose CUDA runtime is present is
-taken, as a process that computes on a GPU has loaded its own runtime.
+Each of the two moves host memory, and imports without CUDA. If both are installed, `import_nixl` takes the one whose
+CUDA runtime this process has loaded, as a process that computes on a GPU has.
 """
 
 from __future__ import annotations

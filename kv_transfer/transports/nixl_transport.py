@@ -2,15 +2,15 @@
 
 - UCX runs in error mode `peer`: the death of a peer raises an exception within milliseconds and never aborts our
   process.
-- There is no progress thread, which would take a core. The caller's `poll` drives everything, on both sides.
+- There is no progress thread, which would take a core. The `poll` calls of both sides drive every read.
 - Without that thread nixl takes no locks, so two threads inside nixl crash the process. One thread owns a transport.
 - Descriptor lists are prepared once: ours at `register`, a peer's at `connect`. A read of whole blocks only picks
   indices; nixl merges indices that are adjacent on both sides. Any other read makes its own descriptors.
 - A descriptor names the kind of memory and the device of its own side: ours from our pool, a peer's from its address.
 - Over shared memory a read copies before its start returns, so the caller bounds its size.
-- Neither nixl nor UCX can withdraw a read in flight. Released, and even with its peer removed, the read writes when the
-  bytes arrive (seen over TCP, from a process that had been stopped). So a transfer is released, and a peer removed,
-  only once nixl reports it done or broken; until then a cancelled read goes on.
+- Neither nixl nor UCX can withdraw a read in flight. A released read writes when the bytes arrive, even after its peer
+  was removed (seen over TCP, from a process that had been stopped). So the transport releases a read, and removes its
+  peer, only once nixl reports the read done or broken; until then a cancelled read continues.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,12 @@ from core.paths import Lane
 from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.nixl_package import import_nixl
 from kv_transfer.transports.poll_time import PollTime
-from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
+from kv_transfer.transports.transport import Notification, PoolMemory, TransportEvent, read_end
 
-# The most that one system call copies over shared memory; UCX's default of 512 KB costs 8 % of the speed of 2 MiB
-# blocks. UCX_CMA_SEG_SIZE in the environment overrides this.
+# The most bytes that one system call copies over shared memory; UCX's default of 512 KB costs 8 % of the speed of 2 MiB
+# blocks. UCX_CMA_SEG_SIZE in the environment overrides the option.
 UCX_OPTIONS = "CMA_SEG_SIZE=64m"
-# UCX turns reads of device memory over cuda_ipc off where it sees no NVLink; they then fall back to TCP.
+# Where UCX sees no NVLink, it turns reads of device memory over cuda_ipc off, and they fall back to TCP.
 DEVICE_UCX_OPTIONS = f"{UCX_OPTIONS},CUDA_IPC_ENABLE_GET_ZCOPY=y"
 CLOSE_TIMEOUT_S = 0.5  # for reads in flight
 
@@ -59,30 +60,30 @@ def _errors_mapped(doing: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Memory:
     """The kind of memory that holds a pool, in nixl's words."""
 
-    name: str
+    kind: str
     device: int
 
     @classmethod
-    def of(cls, device: int | None) -> _Kind:
+    def of(cls, device: int | None) -> _Memory:
         return cls("DRAM", 0) if device is None else cls("VRAM", device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _RemoteAgent:
     address: AgentAddress
-    kind: _Kind
-    blocks: Any  # prepared descriptors of the peer's blocks; None where they are not as large as ours
+    memory: _Memory
+    blocks: Any  # prepared descriptors of the agent's blocks; None: they are not as large as ours, or not readable
 
 
 @dataclass(slots=True)
-class _Read:
+class _NixlRead:
     peer: str
     transfer: Any
     done: bool = False  # at its start
-    broken: TransportError | None = None  # set by cancel and disconnect, too
+    broken: TransportError | None = None  # also after `cancel` and `disconnect`
 
 
 class NixlTransport:
@@ -92,13 +93,13 @@ class NixlTransport:
         self.busy = False
         self._poll_time = PollTime()
         self._pool: PoolMemory | None = None
-        self._kind = _Kind.of(None)  # of our pool
+        self._memory = _Memory.of(None)  # of our pool
         self._registered: Any = None
         self._blocks: Any = None  # prepared descriptors of our blocks
-        self._peers: dict[str, _Peer] = {}
-        self._leaving: dict[str, _Peer] = {}  # disconnected, with reads that have not ended
-        self._reads: dict[int, _Read] = {}
-        self._next_handle = 0
+        self._peers: dict[str, _RemoteAgent] = {}
+        self._leaving: dict[str, _RemoteAgent] = {}  # disconnected, with reads that have not ended
+        self._reads: dict[int, _NixlRead] = {}
+        self._handles = count()
         with _errors_mapped("start nixl"):
             # Without a backend list nixl would create UCX with its defaults first.
             self._agent: Any = _nixl.nixl_agent(name, _nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
@@ -107,11 +108,11 @@ class NixlTransport:
 
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
-        self._kind = _Kind.of(pool.device)
+        self._memory = _Memory.of(pool.device)
         with _errors_mapped("register the pool"):
-            region = (pool.address, pool.num_bytes, self._kind.device, "")
-            self._registered = self._agent.register_memory([region], self._kind.name)
-            self._blocks = self._prepare("", self._kind, pool.address, pool.num_bytes, pool.layout.block_bytes)
+            region = (pool.address, pool.num_bytes, self._memory.device, "")
+            self._registered = self._agent.register_memory([region], self._memory.kind)
+            self._blocks = self._prepare("", self._memory, pool.address, pool.num_bytes, pool.layout.block_bytes)
 
     def metadata(self) -> bytes:
         with _errors_mapped("describe ourselves"):
@@ -135,13 +136,10 @@ class NixlTransport:
             if name != peer.name.encode():
                 self._agent.remove_remote_agent(name)
                 raise TransportError(f"the metadata of {peer.name} is that of {name!r}")
-            size, kind = peer.layout.block_bytes, _Kind.of(peer.access.device)
-            like_ours = size == self._pool.layout.block_bytes
-            num_bytes = peer.num_blocks * size + peer.probe_bytes
-            # To a host pool a device's pool is not readable: that peer only reads, and notifies.
-            readable = self._can_read(peer) and like_ours
-            blocks = self._prepare(peer.name, kind, peer.pool_base, num_bytes, size) if readable else None
-        self._peers[peer.name] = _Peer(peer, kind, blocks)
+            size, memory, blocks = peer.layout.block_bytes, _Memory.of(peer.access.device), None
+            if self._can_read(peer) and size == self._pool.layout.block_bytes:
+                blocks = self._prepare(peer.name, memory, peer.pool_base, peer.num_bytes, size)
+        self._peers[peer.name] = _RemoteAgent(peer, memory, blocks)
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -156,12 +154,12 @@ class NixlTransport:
     def start_read(self, peer: str, runs: Runs) -> int:
         known, pool = self._readable(peer), self._pool
         assert pool is not None
-        base, device = known.address.pool_base, known.kind.device
-        local = [(pool.address + target, num_bytes, self._kind.device) for _, target, num_bytes in runs]
+        base, device = known.address.pool_base, known.memory.device
+        local = [(pool.address + target, num_bytes, self._memory.device) for _, target, num_bytes in runs]
         remote = [(base + source, num_bytes, device) for source, _, num_bytes in runs]
         with _errors_mapped(f"read from {peer}"):
-            ours = self._agent.get_xfer_descs(local, self._kind.name)
-            theirs = self._agent.get_xfer_descs(remote, known.kind.name)
+            ours = self._agent.get_xfer_descs(local, self._memory.kind)
+            theirs = self._agent.get_xfer_descs(remote, known.memory.kind)
             return self._start(peer, self._agent.initialize_xfer("READ", ours, theirs, peer))
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
@@ -198,7 +196,7 @@ class NixlTransport:
         for handle, read in list(self._reads.items()):
             if self._has_ended(read):
                 del self._reads[handle]
-                events.append(ReadDone(handle) if read.broken is None else ReadBroken(handle, read.broken))
+                events.append(read_end(handle, read.broken))
         self._remove_left()
         return events
 
@@ -224,26 +222,27 @@ class NixlTransport:
         try:
             arrived: dict[str, list[bytes]] = self._agent.get_new_notifs()
         except UnicodeDecodeError:
-            # A peer's name is not UTF-8, and nixl has dropped all notifications that arrived with it. An empty
-            # notification stands for them and is counted as malformed; the protocol repeats lost messages.
+            # A peer's name is not UTF-8, and nixl has dropped all notifications that arrived with it. The agent counts
+            # the empty notification as malformed; the protocol repeats lost messages.
             return {"": [b""]}
         return arrived
 
-    def _prepare(self, agent: str, kind: _Kind, base: int, num_bytes: int, block_bytes: int) -> Any:
-        # One row stands for all blocks: address, length, device, stride, count.
-        row = [base, block_bytes, kind.device, block_bytes, num_bytes // block_bytes]
-        return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), kind.name)
+    def _prepare(self, agent: str, memory: _Memory, base: int, num_bytes: int, block_bytes: int) -> Any:
+        # One row describes all blocks: address, length, device, stride, count.
+        row = [base, block_bytes, memory.device, block_bytes, num_bytes // block_bytes]
+        return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), memory.kind)
 
     def _can_read(self, peer: AgentAddress) -> bool:
-        return peer.access.device is None or self._kind.name == "VRAM"
+        """An agent with a host pool reads no pool on a device; the two agents exchange notifications."""
+        return peer.access.device is None or self._memory.kind == "VRAM"
 
-    def _readable(self, peer: str) -> _Peer:
+    def _readable(self, peer: str) -> _RemoteAgent:
         known = self._connected(peer)
         if not self._can_read(known.address):
             raise TransportError(f"the pool of {peer} is in {known.address.access}, ours in host memory")
         return known
 
-    def _connected(self, peer: str) -> _Peer:
+    def _connected(self, peer: str) -> _RemoteAgent:
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(f"not connected to {peer}")
@@ -256,12 +255,12 @@ class NixlTransport:
             with suppress(*_NIXL_ERRORS):  # nixl frees it later, with the agent
                 transfer.release()
             raise
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._reads[handle] = _Read(peer, transfer, done)
+        handle = next(self._handles)
+        self._reads[handle] = _NixlRead(peer, transfer, done)
         return handle
 
-    def _has_ended(self, read: _Read) -> bool:
-        """Whether nothing of the read is in flight any more; then it is released."""
+    def _has_ended(self, read: _NixlRead) -> bool:
+        """Whether the read was done or broken, and is released now."""
         try:
             state = self._agent.check_xfer_state(read.transfer)
         except _bindings.nixlRemoteDisconnectError:
@@ -284,8 +283,8 @@ class NixlTransport:
                 self._agent.remove_remote_agent(name)
 
 
-def _release(read: _Read) -> bool:
-    """Release a read that has ended. Where nixl refuses, the next poll tries again."""
+def _release(read: _NixlRead) -> bool:
+    """Release a read that has ended. False where nixl refuses: the next poll tries again."""
     try:
         read.transfer.release()
     except _NIXL_ERRORS:

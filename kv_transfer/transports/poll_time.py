@@ -1,6 +1,6 @@
 """Whether a poll of UCX moved bytes, judged by its duration.
 
-UCX does not report the copies that our core makes for a peer that reads from us (over TCP, or through buffers in shared
+UCX does not report the copies that our CPU makes for a peer that reads from us (over TCP, or through buffers in shared
 memory). An empty poll is short, unless the last poll is so long ago that UCX's code has left the CPU's caches.
 """
 

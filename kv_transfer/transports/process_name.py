@@ -1,4 +1,4 @@
-"""The name of this process for others of its pid namespace, and whether a process of such a name has died."""
+"""A name for this process in its pid namespace, and whether a process with such a name has died."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PROC = Path("/proc")
 
 
 def own_process(proc: Path = PROC) -> str:
-    """Empty where /proc is missing: then no other process can look for this one."""
+    """Empty where /proc is missing: then no other process can tell whether this one has died."""
     started = _started(proc, os.getpid())
     return f"{_namespace(proc)} {os.getpid()} {started}" if started else ""
 
 
 def has_died(process: str, proc: Path = PROC) -> bool:
-    """False where the process cannot be seen from here."""
+    """False where the process is not visible from here."""
     namespace, _, rest = process.partition(" ")
     if not rest or namespace != _namespace(proc):
         return False
@@ -31,7 +31,7 @@ def _namespace(proc: Path) -> str:
 
 
 def _started(proc: Path, pid: int) -> str:
-    """The time at which a process began, in ticks; empty where it has ended, even if nobody has waited for it."""
+    """The time at which a process began, in ticks; empty if the process has ended or is a zombie."""
     try:
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,10 +1,10 @@
 """The interface of a transport: one-sided reads from a peer's pool, and small notifications.
 
-All calls come from one thread, the owner of the transport. No call blocks for longer than one read takes. The laws,
-which tests/integration/test_transports.py checks for every transport:
+All calls come from one thread, the owner of the transport. No call takes longer than one read. The laws, which
+tests/integration/test_transports.py checks for every transport:
 
   - each read ends exactly once, by `try_complete` or by an event of `poll`, also after `cancel` and after `disconnect`
-    of its peer; from then on nothing writes into the target;
+    of its peer; after its end nothing writes into the target;
   - a call that fails raises `PeerDisconnected` where the peer is gone, else `TransportError`;
   - the owner of the memory takes no part in a read, but both sides must `poll` for a read to progress.
 """
@@ -20,15 +20,15 @@ from core.handoff import AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
 from core.paths import Lane
 from kv_transfer.device.device_memory import DeviceMemory
-from kv_transfer.protocol.plan import Runs
+from kv_transfer.protocol.plan import Runs, runs_of_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
     """A pool in memory: allocated once, touched once, never moved.
 
-    `view` covers all its bytes in host memory, and is None for device memory, which `memory` reaches. Bytes behind the
-    last block hold no KV: probes read a peer's into ours.
+    `view` covers all bytes of a pool in host memory; None: `memory` reaches the pool's device. The bytes behind the
+    last block hold no KV: a probe reads those of a peer into ours.
     """
 
     address: int  # of block 0
@@ -57,6 +57,10 @@ class PoolMemory:
         size = self.layout.block_bytes
         return self.view[index * size : (index + 1) * size]
 
+    def block_runs(self, sources: Sequence[int], targets: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Runs from blocks of a pool with equal blocks into blocks of this one."""
+        return runs_of_blocks(zip(sources, targets, strict=True), self.layout.block_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadDone:
@@ -75,12 +79,27 @@ class Notification:
     payload: bytes
 
 
-TransportEvent = ReadDone | ReadBroken | Notification
+ReadEnd = ReadDone | ReadBroken
+TransportEvent = ReadEnd | Notification
+
+
+def read_end(handle: int, error: TransportError | None) -> ReadEnd:
+    return ReadDone(handle) if error is None else ReadBroken(handle, error)
+
+
+def check_runs(runs: Runs, peer: AgentAddress, pool: PoolMemory) -> None:
+    """Raise `TransportError` for a run outside the pool of `peer` or outside ours, `pool`."""
+    theirs, ours = peer.num_bytes, pool.num_bytes
+    for source, target, num_bytes in runs:
+        if not 0 <= source <= theirs - num_bytes:
+            raise TransportError(f"a run is outside the pool of {peer.name}")
+        if not 0 <= target <= ours - num_bytes:
+            raise TransportError("a run is outside our pool")
 
 
 class Transport(Protocol):
     name: str  # the agent's name, unique among all agents
-    busy: bool  # whether the last poll moved anything, so that the next poll should follow at once
+    busy: bool  # whether the last poll moved bytes or messages, so that the next poll should follow at once
 
     def register(self, pool: PoolMemory) -> None:
         """Make our pool readable for peers and a target of our reads. Called once, before all other calls."""

@@ -1,7 +1,7 @@
 """One-sided reads on the handles of a ucxx context, worker and endpoint: ucp_mem_map and ucp_get, by ctypes.
 
-ucxx has no remote memory access in Python, but its handles are plain UCP pointers, and libucp is loaded. The structures
-below are those of UCX 1.x (ucp/api/ucp.h), up to the last field that a mask names.
+ucxx has no remote memory access in Python, but its handles are plain UCP pointers, and ucxx has loaded libucp. The
+structures below are those of UCX 1.x (ucp/api/ucp.h), up to the last field that a mask names.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class UcpMemory:
         return key
 
     def unpack(self, endpoint: int, packed: bytes) -> RemoteKey:
-        """Call it only once the endpoint is connected: before, its lanes are not known."""
+        """The peer's key, for reads over `endpoint`. The endpoint must be connected: only then are its lanes known."""
         handle = ctypes.c_void_p()
         self._check(self._ucp.ucp_ep_rkey_unpack(endpoint, packed, ctypes.byref(handle)), "unpack the peer's key")
         assert handle.value is not None
@@ -134,7 +134,7 @@ class UcpMemory:
     def forget_ended(self, requests: deque[int]) -> int:
         """Remove ended requests from the left, up to one that has failed. Returns its status, 0 where none has failed.
 
-        Only the oldest request is checked: requests end about in order, and all must end.
+        It checks only the oldest request, since requests end about in order, and all must end.
         """
         check, free = self._ucp.ucp_request_check_status, self._ucp.ucp_request_free
         while requests and (status := check(requests[0])) != _IN_PROGRESS:

@@ -1,8 +1,8 @@
 """Reads over UCX by ucxx, for sites that bring their own UCX.
 
-- One connection to each peer, made at the peer's listener: only such endpoints report the death of a peer at once. UCX
-  uses shared memory for them only where OPTIONS say that these transports can report errors.
-- The first message on a connection names its sender. Reads wait until that message has left: before, UCX does not know
+- The transport connects once to each peer, at the peer's listener: only such endpoints report the death of a peer at
+  once. UCX uses shared memory for them only where OPTIONS say that these transports can report errors.
+- The first message on a connection names its sender. Reads start once that message has left: only then does UCX know
   the lanes of the connection, which the peer's key needs.
 - Each connection has a random tag, so messages of an old connection do not match.
 - A read is one ucp_get into the registered pool for each run. Over shared memory ucp_get copies before it returns; over
@@ -22,6 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,10 @@ import numpy as np
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.paths import Lane
-from kv_transfer.protocol.plan import Runs, runs_of_blocks
+from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.host_address import HostAddresses, pick_address
 from kv_transfer.transports.poll_time import PollTime
-from kv_transfer.transports.transport import Notification, PoolMemory, ReadBroken, ReadDone, TransportEvent
+from kv_transfer.transports.transport import Notification, PoolMemory, TransportEvent, check_runs, read_end
 
 _environment = dict(os.environ)
 import ucxx._lib.libucxx as ucx  # noqa: E402
@@ -50,8 +51,8 @@ OPTIONS = {
     # Shared memory reports errors, so UCX may use it for connections that report the death of a peer.
     "POSIX_ERROR_HANDLING": "y",
     "SYSV_ERROR_HANDLING": "y",
-    # The kernel's copy between processes reports no errors during a rendezvous, so UCX uses it for such connections
-    # only where no message may be sent by rendezvous. Our messages are small.
+    # The kernel's copy between processes reports no errors during a rendezvous, so UCX uses the copy for such
+    # connections only where rendezvous is off. Our messages are small and need none.
     "RNDV_THRESH": "inf",
     "CMA_SEG_SIZE": "64m",  # of one such copy; UCX's default of 512 KB costs 8 % of the speed of 2 MiB blocks
     "CMA_TX_QUOTA": "64",  # copies in a row: Python code between two copies would run with cold caches
@@ -62,7 +63,7 @@ MAX_STEPS = 16  # of progress in a row: while bytes arrive over TCP, progress wo
 CONNECT_TIMEOUT_S = 5.0
 CANCEL_GRACE_S = 0.5  # a cancelled read that has not ended by then takes its connection with it
 CLOSE_TIMEOUT_S = 0.5  # for the last notifications to leave
-# UCX 1.21 crashes where a listener is freed while a peer connects, so listeners stay until the process ends.
+# UCX 1.21 crashes if a listener is freed while a peer connects, so the process keeps its listeners until it ends.
 _closed: list[tuple[Any, Any, Any]] = []
 _HELLO, _NOTIFICATION = b"h", b"n"  # the first byte of a message
 
@@ -78,24 +79,23 @@ def _errors_mapped(doing: str) -> Iterator[None]:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _Outgoing:
     """A connection from us to a peer."""
 
     address: AgentAddress
     endpoint: Any
     tag: int
     packed_key: bytes
-    pool_bytes: int
     connect_by: float
     # Requests and their bytes, which UCX may still read, oldest first; the very first is the hello.
     sends: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)
-    key: RemoteKey | None = None  # None until connected
-    gone: str = ""  # why
+    key: RemoteKey | None = None  # None before the connection is made
+    closed: str = ""  # why
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
-    peer: _Peer
+class _UcxRead:
+    connection: _Outgoing
     runs: deque[tuple[int, int, int]]  # not started yet: source, target, length
     gets: deque[int] = field(default_factory=deque)  # requests in flight, oldest first
     broken: TransportError | None = None
@@ -103,10 +103,10 @@ class _Read:
 
 
 @dataclass(slots=True)
-class _Sender:
-    """A connection from a peer to us, known by its tag."""
+class _Incoming:
+    """A connection from a peer to us. Its tag identifies it."""
 
-    name: str = ""  # known once its hello has come
+    name: str = ""  # of the peer; empty before the hello
     receives: deque[tuple[Any, np.ndarray]] = field(default_factory=deque)  # oldest first
 
 
@@ -119,12 +119,12 @@ class UcxxTransport:
         self._addresses = HostAddresses.of_this_process()
         self._pool: PoolMemory | None = None
         self._memory: UcpMemory | None = None
-        self._peers: dict[str, _Peer] = {}
-        self._reads: dict[int, _Read] = {}
-        self._next_handle = 0
+        self._outgoing: dict[str, _Outgoing] = {}  # by the peer's name
+        self._reads: dict[int, _UcxRead] = {}
+        self._handles = count()
         self._requests: deque[int] = deque()  # connection requests from the listener
         self._accepted: list[Any] = []  # endpoints; dropping one closes it
-        self._senders: OrderedDict[int, _Sender] = OrderedDict()  # by tag, oldest first
+        self._incoming: OrderedDict[int, _Incoming] = OrderedDict()  # by tag, oldest first
         with _errors_mapped("start ucxx"):
             self._context: Any = ucx.UCXContext(OPTIONS, feature_flags=(ucx.Feature.TAG, ucx.Feature.RMA))
             self._worker: Any = ucx.UCXWorker(self._context)
@@ -152,37 +152,31 @@ class UcxxTransport:
         with _errors_mapped(f"connect to {peer.name}"):
             endpoint = self._worker.create_endpoint_from_hostname(host, port, endpoint_error_handling=True)
         connect_by = time.monotonic() + self._connect_timeout_s
-        pool_bytes = peer.num_blocks * peer.layout.block_bytes + peer.probe_bytes
-        known = _Peer(peer, endpoint, secrets.randbits(64), key, pool_bytes, connect_by)
-        self._peers[peer.name] = known
-        self._send(known, _HELLO + self.name.encode())
+        connection = _Outgoing(peer, endpoint, secrets.randbits(64), key, connect_by)
+        self._outgoing[peer.name] = connection
+        self._send(connection, _HELLO + self.name.encode())
 
     def disconnect(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
-            self._hang_up(known, f"disconnected from {peer}")
+        connection = self._outgoing.pop(peer, None)
+        if connection is not None:
+            self._close_connection(connection, f"disconnected from {peer}")
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        known = self._connected(peer)
+        connection = self._connected(peer)
         assert self._pool is not None
-        theirs, ours, our_bytes = known.address.pool_base, self._pool.address, self._pool.num_bytes
-        gets: deque[tuple[int, int, int]] = deque()
-        for source, target, num_bytes in runs:
-            if not 0 <= source <= known.pool_bytes - num_bytes:
-                raise TransportError(f"a run is outside the pool of {peer}")
-            if not 0 <= target <= our_bytes - num_bytes:
-                raise TransportError("a run is outside our pool")
-            gets.append((theirs + source, ours + target, num_bytes))
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        read = self._reads[handle] = _Read(known, gets)
-        if known.key is not None:
+        check_runs(runs, connection.address, self._pool)
+        theirs, ours = connection.address.pool_base, self._pool.address
+        gets = deque((theirs + source, ours + target, num_bytes) for source, target, num_bytes in runs)
+        handle = next(self._handles)
+        read = self._reads[handle] = _UcxRead(connection, gets)
+        if connection.key is not None:
             self._start_gets(read)
             self._progress(until_ended=read)
         return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         assert self._pool is not None
-        return self.start_read(peer, runs_of_blocks(zip(sources, targets, strict=True), self._pool.layout.block_bytes))
+        return self.start_read(peer, self._pool.block_runs(sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]
@@ -204,20 +198,22 @@ class UcxxTransport:
         progressed = self._progress()
         self.busy = self._poll_time.end() or progressed
         self._accept()
-        for peer in [peer for peer in self._peers.values() if not peer.gone]:
-            self._look_after(peer)
+        for connection in [connection for connection in self._outgoing.values() if not connection.closed]:
+            self._update_connection(connection)
         events: list[TransportEvent] = []
         for handle, read in list(self._reads.items()):
             if self._has_ended(read):
                 del self._reads[handle]
-                events.append(ReadDone(handle) if read.broken is None else ReadBroken(handle, read.broken))
+                events.append(read_end(handle, read.broken))
         return events + self._receive()
 
     def close(self) -> None:
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while any(peer.sends and not peer.gone for peer in self._peers.values()) and time.monotonic() < give_up_at:
+        while any(known.sends and not known.closed for known in self._outgoing.values()):
+            if time.monotonic() >= give_up_at:
+                break
             self.poll()
-        for name in list(self._peers):
+        for name in list(self._outgoing):
             self.disconnect(name)
         for endpoint in self._accepted:
             endpoint.close_blocking()
@@ -234,7 +230,7 @@ class UcxxTransport:
     # ---- connections
 
     def _accept(self) -> None:
-        """Accept connection requests, and close connections of peers that are gone."""
+        """Accept connection requests, and close the endpoints of peers that are gone."""
         for endpoint in [endpoint for endpoint in self._accepted if not endpoint.alive]:
             endpoint.close_blocking()
             self._accepted.remove(endpoint)
@@ -254,53 +250,53 @@ class UcxxTransport:
             raise TransportError(f"the metadata of {peer.name} is not that of a ucxx transport: {error}") from error
         return pick_address(self._addresses, theirs), port, key
 
-    def _connected(self, peer: str) -> _Peer:
-        known = self._peers.get(peer)
-        if known is None:
+    def _connected(self, peer: str) -> _Outgoing:
+        connection = self._outgoing.get(peer)
+        if connection is None:
             raise TransportError(f"not connected to {peer}")
-        if known.gone or not known.endpoint.alive:
-            raise PeerDisconnected(f"{peer} is gone: {known.gone or 'the connection broke'}")
-        return known
+        if connection.closed or not connection.endpoint.alive:
+            raise PeerDisconnected(f"{peer} is gone: {connection.closed or 'the connection broke'}")
+        return connection
 
-    def _send(self, peer: _Peer, message: bytes) -> None:
-        with _errors_mapped(f"notify {peer.address.name}"):
+    def _send(self, connection: _Outgoing, message: bytes) -> None:
+        with _errors_mapped(f"notify {connection.address.name}"):
             data = np.frombuffer(message, np.uint8)
-            peer.sends.append((peer.endpoint.tag_send(Array(data), Tag(peer.tag)), data))
+            connection.sends.append((connection.endpoint.tag_send(Array(data), Tag(connection.tag)), data))
 
-    def _look_after(self, peer: _Peer) -> None:
-        """Complete sends, finish connecting, and notice a broken connection."""
+    def _update_connection(self, connection: _Outgoing) -> None:
+        """Complete sends, finish connecting, and close a broken connection."""
         try:
-            while peer.sends and peer.sends[0][0].completed:
-                peer.sends.popleft()[0].check_error()
-                if peer.key is None:
+            while connection.sends and connection.sends[0][0].completed:
+                connection.sends.popleft()[0].check_error()
+                if connection.key is None:
                     assert self._memory is not None
-                    peer.key = self._memory.unpack(peer.endpoint.handle, peer.packed_key)
+                    connection.key = self._memory.unpack(connection.endpoint.handle, connection.packed_key)
         except (ucx.UCXError, TransportError) as error:
-            self._hang_up(peer, str(error))
+            self._close_connection(connection, str(error))
             return
-        if not peer.endpoint.alive:
-            self._hang_up(peer, "the connection broke")
-        elif peer.key is None and time.monotonic() > peer.connect_by:
-            self._hang_up(peer, f"no connection within {self._connect_timeout_s} s")
+        if not connection.endpoint.alive:
+            self._close_connection(connection, "the connection broke")
+        elif connection.key is None and time.monotonic() > connection.connect_by:
+            self._close_connection(connection, f"no connection within {self._connect_timeout_s} s")
 
-    def _hang_up(self, peer: _Peer, why: str) -> None:
-        """Close the connection. From here on none of its reads writes into our pool."""
-        peer.gone = peer.gone or why
+    def _close_connection(self, connection: _Outgoing, why: str) -> None:
+        """Close a connection. None of its reads writes into our pool afterwards."""
+        connection.closed = connection.closed or why
         for read in self._reads.values():
-            if read.peer is peer:
-                read.broken = read.broken or PeerDisconnected(f"{peer.address.name}: {why}")
+            if read.connection is connection:
+                read.broken = read.broken or PeerDisconnected(f"{connection.address.name}: {why}")
                 read.runs.clear()
-        peer.endpoint.close_blocking()
-        if peer.key is not None:
+        connection.endpoint.close_blocking()
+        if connection.key is not None:
             assert self._memory is not None
-            self._memory.forget(peer.key)
-            peer.key = None
-        peer.sends.clear()
+            self._memory.forget(connection.key)
+            connection.key = None
+        connection.sends.clear()
 
     # ---- reads
 
-    def _progress(self, until_ended: _Read | None = None) -> bool:
-        """Whether UCX progressed. Over shared memory it copies here. An error of UCX ends the transport."""
+    def _progress(self, until_ended: _UcxRead | None = None) -> bool:
+        """Whether UCX progressed. Over shared memory UCX copies here. An error of UCX ends the transport."""
         for step in range(MAX_STEPS):
             if not self._worker.progress_once():
                 return step > 0
@@ -308,29 +304,29 @@ class UcxxTransport:
                 break
         return True
 
-    def _start_gets(self, read: _Read) -> None:
-        assert read.peer.key is not None
+    def _start_gets(self, read: _UcxRead) -> None:
+        assert read.connection.key is not None
         assert self._memory is not None
         try:
-            self._memory.get(read.peer.key, read.runs, read.gets, MAX_GETS_IN_FLIGHT)
+            self._memory.get(read.connection.key, read.runs, read.gets, MAX_GETS_IN_FLIGHT)
         except TransportError as error:
             self._break(read, error)
 
-    def _has_ended(self, read: _Read) -> bool:
-        """Whether none of its runs is in flight or left to start."""
+    def _has_ended(self, read: _UcxRead) -> bool:
+        """Whether no run of the read is in flight or left to start."""
         assert self._memory is not None
         while status := self._memory.forget_ended(read.gets):
-            self._break(read, failure(status, f"read from {read.peer.address.name}"))
+            self._break(read, failure(status, f"read from {read.connection.address.name}"))
         if read.broken is not None:
             read.runs.clear()
-            if read.gets and time.monotonic() > read.end_by and not read.peer.gone:
-                self._hang_up(read.peer, "a cancelled read did not end")
-        elif read.runs and read.peer.key is not None:
+            if read.gets and time.monotonic() > read.end_by and not read.connection.closed:
+                self._close_connection(read.connection, "a cancelled read did not end")
+        elif read.runs and read.connection.key is not None:
             self._start_gets(read)
         return not read.gets and not read.runs
 
-    def _break(self, read: _Read, error: TransportError) -> None:
-        if not read.peer.endpoint.alive and not isinstance(error, PeerDisconnected):
+    def _break(self, read: _UcxRead, error: TransportError) -> None:
+        if not read.connection.endpoint.alive and not isinstance(error, PeerDisconnected):
             error = PeerDisconnected(str(error))
         read.broken = read.broken or error
         read.runs.clear()
@@ -342,25 +338,26 @@ class UcxxTransport:
             while (probe := self._worker.tag_probe(Tag(0), TagMask(0), remove=True)).matched:
                 buffer = np.empty(probe.length, np.uint8)
                 request = self._worker.tag_recv_with_handle(Array(buffer), probe)
-                self._senders.setdefault(probe.sender_tag.value, _Sender()).receives.append((request, buffer))
+                self._incoming.setdefault(probe.sender_tag.value, _Incoming()).receives.append((request, buffer))
                 self.busy = True
-        events: list[TransportEvent] = []
-        for tag, sender in list(self._senders.items()):
-            while sender.receives and sender.receives[0][0].completed:
-                request, buffer = sender.receives.popleft()
+        notifications: list[TransportEvent] = []
+        for tag, connection in list(self._incoming.items()):
+            while connection.receives and connection.receives[0][0].completed:
+                request, buffer = connection.receives.popleft()
                 try:
                     request.check_error()
                 except ucx.UCXError:
-                    continue  # its sender died meanwhile
-                self._take(tag, sender, buffer.tobytes(), events)
-        return events
+                    continue  # the sender has died
+                kind, payload = buffer[:1].tobytes(), buffer[1:].tobytes()
+                if kind == _HELLO:
+                    connection.name = payload.decode(errors="replace")
+                    self._forget_older(tag, connection.name)
+                elif kind == _NOTIFICATION and connection.name:
+                    notifications.append(Notification(connection.name, payload))
+        return notifications
 
-    def _take(self, tag: int, sender: _Sender, message: bytes, events: list[TransportEvent]) -> None:
-        kind, payload = message[:1], message[1:]
-        if kind == _HELLO:
-            sender.name = payload.decode(errors="replace")
-            for old, other in list(self._senders.items()):
-                if old != tag and (other.name == sender.name or len(self._senders) > MAX_CONNECTIONS):
-                    del self._senders[old]
-        elif kind == _NOTIFICATION and sender.name:
-            events.append(Notification(sender.name, payload))
+    def _forget_older(self, tag: int, name: str) -> None:
+        """Forget the older connections from a peer, and the oldest of all above the limit."""
+        for old, other in list(self._incoming.items()):
+            if old != tag and (other.name == name or len(self._incoming) > MAX_CONNECTIONS):
+                del self._incoming[old]

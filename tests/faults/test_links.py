@@ -31,7 +31,7 @@ pytestmark = [
 
 STEP_S = {"prefill": 0.25, "decode": 0.02}
 METRICS_PORT = 9464  # of the router, on its own machine
-NEW_SEEDS = itertools.count(1000)  # of prompts that no cache knows
+NEW_SEEDS = itertools.count(1000)  # of prompts that no cache holds
 DISAGGREGATED = inference_pb2.REQUEST_PATH_DISAGGREGATED
 
 
@@ -39,9 +39,10 @@ DISAGGREGATED = inference_pb2.REQUEST_PATH_DISAGGREGATED
 async def three_machines(
     transport: str, rate: str = "", log: Path | None = None
 ) -> AsyncIterator[tuple[Machines, Fleet]]:
-    """`rate`: of the link, from before anybody starts."""
+    """`rate`: of the link, set before the fleet starts."""
     config = replace(fault_config(transport), telemetry=TelemetryConfig(metrics_port=METRICS_PORT))
-    # Small pools, so small probes: they say more of the machine's haste than of the link, but for a very slow one.
+    # The pools are small, so the probes are small, and their speed depends more on the load of this machine than on the
+    # link, unless the link is very slow.
     config = replace(config, transfer=replace(config.transfer, slow_path_share=0.01))
     with Machines.made() as machines:
         if rate:
@@ -70,7 +71,7 @@ def machines(world: tuple[Machines, Fleet]) -> Machines:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def fleet(world: tuple[Machines, Fleet]) -> AsyncIterator[Fleet]:
-    """Every hand-off works before, and again afterwards."""
+    """Hand-offs work before the test and after it."""
     await hands_off(world[1])
     yield world[1]
     await hands_off(world[1])

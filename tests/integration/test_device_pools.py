@@ -42,12 +42,12 @@ class HostNixl(NixlTransport):
         super().connect(replace(peer, access=PoolAccess()))
 
 
-def beneath(name: str, on_device: bool) -> Transport:
+def host_transport(name: str, on_device: bool) -> Transport:
     return HostNixl(name) if on_device else NixlTransport(name)
 
 
 def opener(*paths: DevicePath) -> Callable[[str], Transport]:
-    return lambda name: DeviceTransport(name, beneath, frozenset(paths), 16 * LAYOUT.block_bytes)
+    return lambda name: DeviceTransport(name, host_transport, frozenset(paths), 16 * LAYOUT.block_bytes)
 
 
 HOST = Kind(NixlTransport)

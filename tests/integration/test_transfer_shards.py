@@ -66,15 +66,15 @@ class Shard:
         half = len(self.blocks) // 2
         for end, last in ((half, False), (len(self.blocks), True)):
             offered = list(enumerate(self.blocks[:end]))
-            self.worker.act(self.worker.machine.add_ready(transfer_id, offered, last, 7 if last else None, now))
+            self.worker.act(self.worker.machine.owner.add_ready(transfer_id, offered, last, 7 if last else None, now))
 
     def pull(self, transfer_id: int, owner: Shard) -> None:
         now, machine = time.monotonic(), self.worker.machine
         self.blocks = self.blocks or (self.worker.pool.reserve(self.num_blocks) or [])
         self.worker.act(machine.reserve_pull(transfer_id, owner.worker.machine.address, now))
         targets = dict(enumerate(self.blocks))
-        self.worker.act(machine.start_pull(transfer_id, targets, now, num_tokens=NUM_TOKENS))
-        self.worker.act(machine.add_targets(transfer_id, targets, now))
+        self.worker.act(machine.puller.start(transfer_id, targets, now, num_tokens=NUM_TOKENS))
+        self.worker.act(machine.puller.add_targets(transfer_id, targets, now))
 
     def assert_holds(self, sequence: np.ndarray) -> None:
         mine, size = shard_of(sequence, self.layout), self.layout.block_size

@@ -64,9 +64,9 @@ def address_of(transport: Transport, pool: PoolMemory, incarnation: int = 1) -> 
 def real_transport(kind: str) -> Callable[[str], Transport]:
     """nixl or ucxx, or a path between devices over nixl; skips the test where it is not installed."""
     if kind in DEVICE_PATHS:
-        beneath = real_transport("nixl")
+        open_nixl = real_transport("nixl")
         paths = frozenset({DEVICE_PATHS[kind]})
-        return lambda name: DeviceTransport(name, lambda name, _: beneath(name), paths, STAGING_BYTES)
+        return lambda name: DeviceTransport(name, lambda name, _: open_nixl(name), paths, STAGING_BYTES)
     module = pytest.importorskip(f"kv_transfer.transports.{kind}_transport", reason=f"{kind} is not installed")
     return getattr(module, f"{kind.capitalize()}Transport")
 

@@ -135,14 +135,14 @@ class HandOff:
         now = time.monotonic()
         owner, puller = self.owner.machine, self.puller.machine
         self.puller.act(puller.reserve_pull(TRANSFER_ID, owner.address, now))
-        self.puller.act(puller.start_pull(TRANSFER_ID, range(len(self.targets)), now))
-        self.puller.act(puller.add_targets(TRANSFER_ID, dict(enumerate(self.targets)), now))
+        self.puller.act(puller.puller.start(TRANSFER_ID, range(len(self.targets)), now))
+        self.puller.act(puller.puller.add_targets(TRANSFER_ID, dict(enumerate(self.targets)), now))
         self.owner.act(owner.offer(TRANSFER_ID, puller.address, now))
 
     def offer_up_to(self, end: int) -> None:
         blocks, last = list(enumerate(self.sources[:end])), end == NUM_BLOCKS
         first_token = FIRST_TOKEN if last else None
-        self.owner.act(self.owner.machine.add_ready(TRANSFER_ID, blocks, last, first_token, time.monotonic()))
+        self.owner.act(self.owner.machine.owner.add_ready(TRANSFER_ID, blocks, last, first_token, time.monotonic()))
 
     def run(self) -> None:
         self.begin()

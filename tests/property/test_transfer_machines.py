@@ -49,7 +49,6 @@ class Transfer:
     puller: Side
     num_blocks: int
     num_cached: int  # leading blocks in the puller's prefix cache
-    is_open: bool = False  # the offer names no reader, and the pull binds it
     reserved: bool = False
     started: bool = False
     offered: bool = False
@@ -80,15 +79,12 @@ class TwoMachines(RuleBasedStateMachine):
         backwards=st.booleans(),
         order=st.permutations(STEPS),
         late=st.sampled_from([0, 0, 0, 1, 2]),
-        is_open=st.booleans(),
     )
-    def a_request_comes(
-        self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int, is_open: bool
-    ) -> None:
+    def a_request_comes(self, num_blocks: int, num_cached: int, backwards: bool, order: list[str], late: int) -> None:
         """The router calls both sides in any order. The first `late` of the three steps come later."""
         sides = (self.pair.puller, self.pair.owner) if backwards else (self.pair.owner, self.pair.puller)
         transfer_id = len(self.transfers) + 1
-        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks), is_open)
+        transfer = Transfer(transfer_id, *sides, num_blocks, min(num_cached, num_blocks))
         self.transfers[transfer_id] = transfer
         for step in order[late:]:
             getattr(self, step)(transfer)
@@ -102,19 +98,14 @@ class TwoMachines(RuleBasedStateMachine):
         if not transfer.offered:
             transfer.offered = True
             machine = transfer.owner.machine
-            self.pair.do(
-                transfer.owner,
-                machine.offer,
-                transfer.transfer_id,
-                None if transfer.is_open else transfer.puller.address,
-            )
+            self.pair.do(transfer.owner, machine.offer, transfer.transfer_id, transfer.puller.address)
 
     def reserve_pull(self, transfer: Transfer) -> None:
         if not transfer.reserved:
             transfer.reserved = True
             puller, owner = transfer.puller, transfer.owner
             now = self.pair.now(puller)
-            met = puller.machine.reserve_pull(transfer.transfer_id, owner.address, now, transfer.is_open)
+            met = puller.machine.reserve_pull(transfer.transfer_id, owner.address, now)
             self.pair.act(puller, met)
 
     def start_pull(self, transfer: Transfer) -> None:
@@ -125,7 +116,7 @@ class TwoMachines(RuleBasedStateMachine):
         transfer.started = True
         positions = range(transfer.num_cached, transfer.num_blocks)
         machine = transfer.puller.machine
-        self.pair.do(transfer.puller, machine.start_pull, transfer.transfer_id, positions)
+        self.pair.do(transfer.puller, machine.puller.start, transfer.transfer_id, positions)
 
     @precondition(lambda self: self.num_under_way())
     @rule(pick=picks, count=st.integers(1, 6), early=st.booleans())
@@ -145,7 +136,7 @@ class TwoMachines(RuleBasedStateMachine):
             return
         targets = dict(zip(positions, blocks, strict=True))
         transfer.targets |= targets
-        self.pair.do(transfer.puller, transfer.puller.machine.add_targets, transfer.transfer_id, targets)
+        self.pair.do(transfer.puller, transfer.puller.machine.puller.add_targets, transfer.transfer_id, targets)
 
     @precondition(lambda self: self.num_under_way())
     @rule(pick=picks, num_new=st.integers(1, 6), all_again=st.booleans())
@@ -166,7 +157,7 @@ class TwoMachines(RuleBasedStateMachine):
         new = list(enumerate(transfer.sequence))[0 if all_again else start :]
         token = 42 if transfer.last else None
         machine = transfer.owner.machine
-        self.pair.do(transfer.owner, machine.add_ready, transfer.transfer_id, new, transfer.last, token)
+        self.pair.do(transfer.owner, machine.owner.add_ready, transfer.transfer_id, new, transfer.last, token)
         if transfer.last:
             self.end_sequence(transfer)
 
@@ -178,9 +169,9 @@ class TwoMachines(RuleBasedStateMachine):
         if kind == "preempt" and not transfer.last:
             self.end_sequence(transfer)
         elif kind == "cancel":
-            self.pair.do(puller, puller.machine.cancel_pull, transfer.transfer_id, AbortReason.CANCELLED)
+            self.pair.do(puller, puller.machine.puller.cancel, transfer.transfer_id, AbortReason.CANCELLED)
         elif kind == "abort":
-            self.pair.act(owner, owner.machine.abort_offer(transfer.transfer_id, AbortReason.PREFILL_FAILED))
+            self.pair.act(owner, owner.machine.owner.abort(transfer.transfer_id, AbortReason.PREFILL_FAILED))
         elif kind == "break":
             self.pair.event(owner, PeerLost(puller.name))
         elif kind == "sleep":  # the puller's process stops for longer than a lease, and then continues
@@ -284,10 +275,6 @@ class TwoMachines(RuleBasedStateMachine):
                 self.pair.fail_read(side, read_id)
         for transfer in self.transfers.values():
             self.end_sequence(transfer)
-            if transfer.is_open and not transfer.last:  # the call of its prompt ends, by its deadline
-                machine = transfer.owner.machine
-                aborted = machine.abort_offer(transfer.transfer_id, AbortReason.DEADLINE)
-                self.pair.act(transfer.owner, aborted)
         self.take_results()
         for _ in range(3):  # no message arrives
             self.pair.wait(CONFIG.lease_s, deliver=False)
@@ -324,9 +311,7 @@ def walk(seed: int, ended: Counter[str]) -> None:
                             [3, 2, 8, 8, 2, 9, 3, 2, 1, 12])[0]  # fmt: skip
         if kind == "request" and world.num_under_way() < 4:
             late = rng.choice([0, 0, 0, 1, 2])
-            world.a_request_comes(
-                pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late, rng.random() < 0.3
-            )
+            world.a_request_comes(pick(6) + 1, pick(4), rng.random() < 0.5, rng.sample(STEPS, 3), late)
         elif kind == "late" and world.num_under_way():
             world.a_late_step_comes(pick(1000), rng.choice(STEPS))
         elif kind == "targets" and world.num_under_way():

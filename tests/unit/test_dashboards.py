@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 
+from runtime.prometheus.metrics import METRICS, ROUTER_METRICS, Kind, Metric
 from tests.support.observability import BOARDS, rules, targets
 
 HISTOGRAMS = (Kind.HISTOGRAM, Kind.DISTRIBUTION)

@@ -1,6 +1,6 @@
 """A transport for a pool on a device, or for a pool in host memory whose peers have theirs on devices.
 
-It chooses a path for each peer (`core.paths.device_path`) and lets another transport carry notifications and the bytes
+`core.paths.device_path` chooses a path for each peer. An underlying transport carries the notifications, and the bytes
 between hosts:
 
     MAPPED   our device copies from the peer's pool, mapped          mapped_reads.py
@@ -8,9 +8,9 @@ between hosts:
     STAGED   the owner copies into its slots, we read the slots      staged_reads.py, staging_owner.py
     none     both pools are in host memory                           plain_reads.py
 
-The transport beneath registers the slots for staging, or our pool where it is in host memory. Where the pool of a peer
-cannot be mapped (no peer access between two GPUs, another IPC namespace), the next path is taken, with a warning; lane
-and metrics name it. A fleet whose pools are all in host memory does without this class.
+The underlying transport registers the slots for staging, or our pool if the pool is in host memory. Where the pool of a
+peer cannot be mapped (no peer access between two GPUs, another IPC namespace), the next path carries the reads, with a
+warning; lane and metrics name that path. A fleet with all pools in host memory does not need this class.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 from core.errors import MemoryMismatch, TransportError
 from core.handoff import AgentAddress, DevicePath, PoolAccess
 from core.paths import Lane, device_path
 from kv_transfer.device.device_memory import DeviceMemory
 from kv_transfer.protocol.plan import Runs
+from kv_transfer.transports.device.device_reads import DeviceReads
 from kv_transfer.transports.device.mapped_reads import MappedReads
+from kv_transfer.transports.device.plain_reads import PlainReads
 from kv_transfer.transports.device.staged_reads import StagedReads
 from kv_transfer.transports.device.staging_messages import (
     Ask,
     Done,
-    Hello,
+    Keepalive,
     Refused,
     Staged,
     StagingMessage,
@@ -39,11 +42,9 @@ from kv_transfer.transports.device.staging_messages import (
 )
 from kv_transfer.transports.device.staging_owner import StagingOwner
 from kv_transfer.transports.device.staging_ring import StagingRing, slot_layout
-from kv_transfer.transports.device_reads import DeviceReads
 from kv_transfer.transports.host_address import machine_id
-from kv_transfer.transports.plain_reads import PlainReads
 from kv_transfer.transports.process_name import own_process
-from kv_transfer.transports.transport import Notification, PoolMemory, Transport, TransportEvent
+from kv_transfer.transports.transport import Notification, PoolMemory, Transport, TransportEvent, check_runs
 
 LANES = {DevicePath.MAPPED: Lane.CUDA_IPC, DevicePath.STAGED: Lane.STAGED}
 CLOSE_TIMEOUT_S = 0.5  # for reads in flight
@@ -51,50 +52,50 @@ DIRECT_SUFFIX = "/direct"  # of the name of the second transport
 
 logger = logging.getLogger(__name__)
 
-OpenBeneath = Callable[[str, bool], Transport]
+OpenTransport = Callable[[str, bool], Transport]
 
 
 class DeviceTransport:
     def __init__(
-        self, name: str, open_beneath: OpenBeneath, paths: frozenset[DevicePath], staging_bytes: int = 1 << 27
+        self, name: str, open_transport: OpenTransport, paths: frozenset[DevicePath], staging_bytes: int = 1 << 27
     ) -> None:
-        """`open_beneath(name, on_device)` makes a transport, for a pool on a device or in host memory."""
+        """`open_transport(name, on_device)` makes a transport, for a pool on a device or in host memory."""
         self.name = name
         self.busy = False
-        self._open_beneath = open_beneath
+        self._open_transport = open_transport
         self._paths = paths
         self._staging_bytes = staging_bytes
-        self._beneath = open_beneath(name, False)
+        self._underlying = open_transport(name, False)
         self._direct: Transport | None = None
         self._pool: PoolMemory | None = None
         self._access = PoolAccess()
         self._machine = machine_id()
-        self._plain = PlainReads(self._beneath, _as_it_is, shared=True)
+        self._plain = PlainReads(self._underlying, _unchanged, shared=True)
         self._staged: StagedReads | None = None
         self._owner: StagingOwner | None = None
         self._reads_by: dict[DevicePath | None, DeviceReads] = {None: self._plain}
         self._peers: dict[str, tuple[AgentAddress, DevicePath | None]] = {}
         self._read_by: dict[int, DeviceReads] = {}  # by handle
-        self._next_handle = 0
+        self._handles = count()
 
     # ---- our pool
 
     def register(self, pool: PoolMemory) -> None:
         self._pool = pool
         memory, on_device = pool.memory, pool.device is not None
-        if on_device and memory is None:  # no code of ours reaches the device: the transport beneath must
+        if on_device and memory is None:  # only another transport can reach the pool
             self._paths = frozenset({DevicePath.DIRECT})
-        ring = self._register_beneath(pool)
+        ring = self._register_underlying(pool)
         fields: dict[str, object] = {}
         if on_device and memory is not None and DevicePath.MAPPED in self._paths:
             fields |= self._offer_map(memory, pool)
         if on_device and DevicePath.DIRECT in self._paths:
-            self._direct = self._open_beneath(self.name + DIRECT_SUFFIX, True)
+            self._direct = self._open_transport(self.name + DIRECT_SUFFIX, True)
             self._direct.register(pool)
             self._reads_by[DevicePath.DIRECT] = PlainReads(self._direct, _direct_address, shared=False)
             fields["direct_metadata"] = self._direct.metadata()
         if DevicePath.STAGED in self._paths:
-            self._staged = StagedReads(self._beneath, memory, pool, ring, self._send)
+            self._staged = StagedReads(self._underlying, memory, pool, ring, self._send)
             self._reads_by[DevicePath.STAGED] = self._staged
             if memory is not None and ring is not None:
                 self._owner = StagingOwner(memory, pool, ring, self._send)
@@ -103,7 +104,7 @@ class DeviceTransport:
         self._access = replace(PoolAccess(pool.device, self._paths & self._reads_by.keys()), **fields)  # type: ignore[arg-type]
 
     def _offer_map(self, memory: DeviceMemory, pool: PoolMemory) -> dict[str, object]:
-        """Where the driver exports no memory (as under WSL), the other paths remain, if there are any."""
+        """Where the driver exports no memory (as under WSL), the agent has only the other paths, if there are any."""
         try:
             handle = memory.export()
         except TransportError as error:
@@ -114,17 +115,18 @@ class DeviceTransport:
         self._reads_by[DevicePath.MAPPED] = MappedReads(memory, pool)
         return {"map_handle": handle, "process": own_process()}
 
-    def _register_beneath(self, pool: PoolMemory) -> StagingRing | None:
-        """The slots for staging; without staging the smallest ring, since a transport needs a pool to register."""
+    def _register_underlying(self, pool: PoolMemory) -> StagingRing | None:
+        """Register a pool in host memory, or else the slots for staging. Without staging this is the smallest ring,
+        since a transport needs a pool."""
         if pool.device is None:
-            self._beneath.register(pool)
+            self._underlying.register(pool)
             return None
         ring = StagingRing(pool.memory, self._staging_bytes if DevicePath.STAGED in self._paths else 0)
-        self._beneath.register(ring.as_pool())
+        self._underlying.register(ring.as_pool())
         return ring
 
     def metadata(self) -> bytes:
-        return self._beneath.metadata()
+        return self._underlying.metadata()
 
     def access(self) -> PoolAccess:
         return self._access
@@ -138,11 +140,11 @@ class DeviceTransport:
     def connect(self, peer: AgentAddress) -> None:
         self.disconnect(peer.name)
         path = self._path_to(peer, self._access)
-        self._beneath.connect(_address_beneath(peer))
+        self._underlying.connect(_underlying_address(peer))
         try:
             path = self._connect_reads(peer, path)
         except TransportError:
-            self._beneath.disconnect(peer.name)
+            self._underlying.disconnect(peer.name)
             raise
         self._peers[peer.name] = (peer, path)
 
@@ -174,38 +176,29 @@ class DeviceTransport:
         self._reads_by[known[1]].disconnect(peer)
         if self._owner is not None:
             self._owner.forget(peer)
-        self._beneath.disconnect(peer)
+        self._underlying.disconnect(peer)
 
     # ---- reads
 
     def start_read(self, peer: str, runs: Runs) -> int:
-        reads = self._begin(peer, runs)
-        return self._began(reads, lambda handle: reads.start(handle, peer, runs))
+        reads, handle = self._reads_for(peer, runs), next(self._handles)
+        reads.start(handle, peer, runs)
+        self._read_by[handle] = reads
+        return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:
         assert self._pool is not None
-        size = self._pool.layout.block_bytes
-        reads = self._begin(peer, [(s * size, t * size, size) for s, t in zip(sources, targets, strict=True)])
-        return self._began(reads, lambda handle: reads.start_blocks(handle, peer, tuple(sources), tuple(targets)))
+        reads, handle = self._reads_for(peer, self._pool.block_runs(sources, targets)), next(self._handles)
+        reads.start_blocks(handle, peer, tuple(sources), tuple(targets))
+        self._read_by[handle] = reads
+        return handle
 
-    def _begin(self, peer: str, runs: Runs) -> DeviceReads:
+    def _reads_for(self, peer: str, runs: Runs) -> DeviceReads:
         """The way to read from a peer. Raises `TransportError` for runs outside a pool: a device would read them."""
         address, path = self._connected(peer)
         assert self._pool is not None
-        ours = self._pool.num_bytes
-        theirs = address.num_blocks * address.layout.block_bytes + address.probe_bytes
-        for source, target, num_bytes in runs:
-            if not 0 <= source <= theirs - num_bytes:
-                raise TransportError(f"a run is outside the pool of {peer}")
-            if not 0 <= target <= ours - num_bytes:
-                raise TransportError("a run is outside our pool")
+        check_runs(runs, address, self._pool)
         return self._reads_by[path]
-
-    def _began(self, reads: DeviceReads, start: Callable[[int], None]) -> int:
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        start(handle)
-        self._read_by[handle] = reads
-        return handle
 
     def try_complete(self, handle: int) -> bool:
         done = self._read_by[handle].try_complete(handle)
@@ -221,11 +214,11 @@ class DeviceTransport:
 
     def notify(self, peer: str, payload: bytes) -> None:
         self._connected(peer)
-        self._beneath.notify(peer, payload)
+        self._underlying.notify(peer, payload)
 
     def poll(self) -> list[TransportEvent]:
         events: list[TransportEvent] = []
-        for event in self._beneath.poll():
+        for event in self._underlying.poll():
             if isinstance(event, Notification):
                 self._receive(event, events)
             elif self._plain.owns(event.handle):
@@ -241,11 +234,11 @@ class DeviceTransport:
             if not isinstance(event, Notification):
                 del self._read_by[event.handle]
         staging = self._owner is not None and self._owner.busy
-        self.busy = self._beneath.busy or staging or any(reads.busy for reads in self._reads_by.values())
+        self.busy = self._underlying.busy or staging or any(reads.busy for reads in self._reads_by.values())
         return events
 
     def close(self) -> None:
-        """Reads end first: no copy of a device may write into a pool that is gone."""
+        """The reads end first, since no copy of a device may write into a pool that is gone."""
         for peer in list(self._peers):
             self.disconnect(peer)
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
@@ -253,7 +246,7 @@ class DeviceTransport:
             self.poll()
         for reads in self._reads_by.values():
             reads.close()
-        self._beneath.close()
+        self._underlying.close()
         if self._read_by:
             raise TransportError(f"{len(self._read_by)} reads did not end within {CLOSE_TIMEOUT_S} s")
 
@@ -266,7 +259,7 @@ class DeviceTransport:
 
     def _send(self, peer: str, message: StagingMessage) -> None:
         self._connected(peer)
-        self._beneath.notify(peer, encode_staging(message))
+        self._underlying.notify(peer, encode_staging(message))
 
     def _receive(self, event: Notification, events: list[TransportEvent]) -> None:
         try:
@@ -283,16 +276,16 @@ class DeviceTransport:
                 self._owner.on_done(event.peer, slice_id)
             case Staged() | Refused() if self._staged is not None and event.peer in self._peers:
                 self._staged.on_message(event.peer, message)
-            case Ask() | Done() | Staged() | Refused() | Hello():
-                return  # of a peer that is not connected any more, or asked for the wrong thing: it asks in vain
+            case Ask() | Done() | Staged() | Refused() | Keepalive():
+                return  # a Keepalive; or the peer is not connected, or this agent does not stage: no answer
 
 
-def _as_it_is(peer: AgentAddress) -> AgentAddress:
+def _unchanged(peer: AgentAddress) -> AgentAddress:
     return peer
 
 
-def _address_beneath(peer: AgentAddress) -> AgentAddress:
-    """The address that the transport beneath reads: the peer's slots, or its pool where that is in host memory."""
+def _underlying_address(peer: AgentAddress) -> AgentAddress:
+    """The address that the underlying transport reads: the peer's slots, or the peer's pool in host memory."""
     access = peer.access
     if access.device is None or not access.num_slots:
         return peer

@@ -2,10 +2,10 @@
 
     connect --map--> runs become copies between addresses --one kernel--> has_ended --> ReadDone
 
-- A copy in flight cannot be withdrawn: a cancelled read goes on, and ends as broken.
-- A peer's pool is unmapped once no copy from it is in flight.
-- A map outlives the process that exported it, and keeps its GPU's memory. So the death of a peer is looked for, where
-  its process can be seen: reads then break, and the pool is unmapped although nobody has disconnected.
+- No copy in flight can be withdrawn: a cancelled read continues, and ends as broken.
+- A peer's pool is unmapped once no copy from the pool is in flight.
+- A map outlives the process that exported it, and keeps the memory of that process's GPU. So `poll` looks for peers
+  that have died, where their processes are visible. It breaks their reads and unmaps their pools.
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from dataclasses import dataclass
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
 from kv_transfer.device.device_memory import Copy, DeviceMemory
-from kv_transfer.protocol.plan import Runs, runs_of_blocks
-from kv_transfer.transports.device_reads import ReadEnd
+from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.process_name import has_died
-from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone
+from kv_transfer.transports.transport import PoolMemory, ReadEnd, read_end
 
-LOOK_INTERVAL_S = 0.25  # for peers that have died
+LOOK_INTERVAL_S = 0.25  # between two looks for peers that have died
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
-    address: AgentAddress
-    base: int  # of its pool, mapped here
-    gone: str = ""  # why; its pool is unmapped
+class _MappedPool:
+    peer: AgentAddress
+    base: int  # where the pool is mapped here
+    gone: str = ""  # why the peer is gone; its pool is unmapped
 
 
 @dataclass(slots=True)
-class _Read:
-    peer: _Peer
+class _MappedRead:
+    source: _MappedPool
     copy: int
     broken: TransportError | None = None
 
@@ -45,9 +44,9 @@ class MappedReads:
     def __init__(self, memory: DeviceMemory, pool: PoolMemory) -> None:
         self._memory = memory
         self._pool = pool
-        self._peers: dict[str, _Peer] = {}
-        self._leaving: list[_Peer] = []  # to be unmapped once no copy from them is in flight
-        self._reads: dict[int, _Read] = {}
+        self._mapped: dict[str, _MappedPool] = {}  # by the peer's name
+        self._leaving: list[_MappedPool] = []  # to be unmapped once no copy from them is in flight
+        self._reads: dict[int, _MappedRead] = {}
         self._look_at = 0.0
 
     @property
@@ -55,32 +54,31 @@ class MappedReads:
         return bool(self._reads)
 
     def connect(self, peer: AgentAddress) -> None:
-        for known in self._leaving:
-            if known.address.name == peer.name and not known.gone:  # the name holds the incarnation: the same pool
-                self._leaving.remove(known)
-                self._peers[peer.name] = known
+        for left in self._leaving:
+            if left.peer.name == peer.name and not left.gone:  # the name holds the incarnation: the same pool
+                self._leaving.remove(left)
+                self._mapped[peer.name] = left
                 return
-        self._peers[peer.name] = _Peer(peer, self._memory.map(peer.access.map_handle))
+        self._mapped[peer.name] = _MappedPool(peer, self._memory.map(peer.access.map_handle))
 
     def disconnect(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is None or known.gone:
+        mapped = self._mapped.pop(peer, None)
+        if mapped is None or mapped.gone:
             return
-        self._break_reads(known, f"disconnected from {peer}")
-        self._leaving.append(known)
+        self._break_reads(mapped, f"disconnected from {peer}")
+        self._leaving.append(mapped)
         self._unmap_left()
 
     def start(self, handle: int, peer: str, runs: Runs) -> None:
-        known = self._peers[peer]
-        if known.gone:
-            raise PeerDisconnected(f"{peer} is gone: {known.gone}")
-        ours, theirs = self._pool.address, known.base
+        mapped = self._mapped[peer]
+        if mapped.gone:
+            raise PeerDisconnected(f"{peer} is gone: {mapped.gone}")
+        ours, theirs = self._pool.address, mapped.base
         copies = [Copy(theirs + source, ours + target, num_bytes) for source, target, num_bytes in runs]
-        self._reads[handle] = _Read(known, self._memory.start_copies(copies))
+        self._reads[handle] = _MappedRead(mapped, self._memory.start_copies(copies))
 
     def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        pairs = zip(sources, targets, strict=True)
-        self.start(handle, peer, runs_of_blocks(pairs, self._pool.layout.block_bytes))
+        self.start(handle, peer, self._pool.block_runs(sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         read = self._reads[handle]
@@ -101,13 +99,13 @@ class MappedReads:
             if not self._memory.has_ended(read.copy):
                 break  # copies end in the order of their start
             del self._reads[handle]
-            ends.append(ReadDone(handle) if read.broken is None else ReadBroken(handle, read.broken))
+            ends.append(read_end(handle, read.broken))
         if self._leaving and ends:
             self._unmap_left()
         return ends
 
     def close(self) -> None:
-        for peer in list(self._peers):
+        for peer in list(self._mapped):
             self.disconnect(peer)
         self._unmap_left()
 
@@ -118,24 +116,24 @@ class MappedReads:
         if now < self._look_at:
             return
         self._look_at = now + LOOK_INTERVAL_S
-        for name, peer in list(self._peers.items()):
-            if not peer.gone and has_died(peer.address.access.process):
+        for name, mapped in list(self._mapped.items()):
+            if not mapped.gone and has_died(mapped.peer.access.process):
                 logger.info("%s has died; its pool is unmapped", name)
-                peer.gone = "its process has died"
-                self._break_reads(peer, peer.gone)
-                self._leaving.append(peer)
+                mapped.gone = "its process has died"
+                self._break_reads(mapped, mapped.gone)
+                self._leaving.append(mapped)
         self._unmap_left()
 
-    def _break_reads(self, peer: _Peer, why: str) -> None:
+    def _break_reads(self, source: _MappedPool, why: str) -> None:
         for read in self._reads.values():
-            if read.peer is peer and not isinstance(read.broken, PeerDisconnected):
-                read.broken = PeerDisconnected(f"{peer.address.name}: {why}")
+            if read.source is source and not isinstance(read.broken, PeerDisconnected):
+                read.broken = PeerDisconnected(f"{source.peer.name}: {why}")
 
     def _unmap_left(self) -> None:
-        reading = {id(read.peer) for read in self._reads.values()}
-        for peer in [peer for peer in self._leaving if id(peer) not in reading]:
-            self._leaving.remove(peer)
+        reading = {id(read.source) for read in self._reads.values()}
+        for mapped in [mapped for mapped in self._leaving if id(mapped) not in reading]:
+            self._leaving.remove(mapped)
             try:
-                self._memory.unmap(peer.base)
+                self._memory.unmap(mapped.base)
             except TransportError as error:
-                logger.warning("the pool of %s stays mapped: %s", peer.address.name, error)
+                logger.warning("the pool of %s stays mapped: %s", mapped.peer.name, error)

@@ -1,10 +1,11 @@
 """Reads through host memory, where no other path leads to a pool on a device or from one.
 
-    runs --cut--> slices --Ask--> the owner copies a slice into its slot --Staged--> we read it into our slot
+    runs --cut--> slices --Ask--> the owner copies a slice into its slot --Staged--> we read the slot into ours
                                      --Done to the owner--> copied up to our device --all slices--> ReadDone
 
 Where the owner's pool is in host memory, the read needs no Ask. Where our pool is in host memory, the bytes go straight
-into it. As many slices are on their way as our half of the ring has slots, over all reads, oldest read first.
+into our pool. All reads together have at most as many slices in flight as our half of the ring has slots; the oldest
+read comes first.
 
 An owner keeps a slot for LEASE_S after its Staged, which it sent `waited_s` after our Ask arrived. So the slot was ours
 until (our time of the Ask) + waited_s + LEASE_S, and a slice whose read ended later is broken.
@@ -16,16 +17,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
 from kv_transfer.device.device_memory import Copy, DeviceMemory
-from kv_transfer.protocol.plan import Run, Runs, merged, runs_of_blocks
+from kv_transfer.protocol.plan import Run, Runs, merged
 from kv_transfer.transports.device.staging_messages import (
     MAX_RUNS,
     Ask,
     Done,
-    Hello,
+    Keepalive,
     Refused,
     Staged,
     StagingMessage,
@@ -33,61 +35,59 @@ from kv_transfer.transports.device.staging_messages import (
 )
 from kv_transfer.transports.device.staging_owner import LEASE_S
 from kv_transfer.transports.device.staging_ring import SLOTS_PER_HALF, StagingRing
-from kv_transfer.transports.device_reads import ReadEnd
-from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
+from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, ReadEnd, Transport, read_end
 
-HELLO_INTERVAL_S = 0.25  # while an owner has not answered: a message to a dead owner fails
+KEEPALIVE_INTERVAL_S = 0.25  # while an owner has not answered: a message to a dead owner fails
 
 Send = Callable[[str, StagingMessage], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _SlotOwner:
     address: AgentAddress
-    base: int  # of its slots; 0 for a pool in host memory, which is read as it is
-    slot_bytes: int  # the largest slice
-    hello_at: float = 0.0
+    max_slice_bytes: int
+    keepalive_at: float = 0.0  # when the next one may go out
 
 
 @dataclass(slots=True, eq=False)
-class _Read:
+class _StagedRead:
     handle: int
-    peer: _Peer
-    waiting: deque[list[Run]]  # slices that have not begun
-    slices: set[int] = field(default_factory=set)  # that have begun and not ended
+    owner: _SlotOwner
+    waiting: deque[list[Run]]  # slices that have not started
+    slices: set[int] = field(default_factory=set)  # numbers of the slices in flight
     broken: TransportError | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Slice:
-    """On its way: asked for, or read (`reading`), or copied up (`copying`)."""
+class _StagedSlice:
+    """A slice in flight: asked for, then read (`reading`), then copied up (`copying`)."""
 
     number: int
-    read: _Read
+    read: _StagedRead
     runs: list[Run]
     slot: int | None  # of ours; None where our pool is in host memory
     asked_at: float
     trusted_until: float = 0.0
-    reading: int | None = None  # handle of the transport beneath
+    reading: int | None = None  # handle of the transport
     copying: int | None = None  # handle of the device
 
 
 class StagedReads:
     def __init__(
-        self, beneath: Transport, memory: DeviceMemory | None, pool: PoolMemory, ring: StagingRing | None, send: Send
+        self, transport: Transport, memory: DeviceMemory | None, pool: PoolMemory, ring: StagingRing | None, send: Send
     ) -> None:
-        """`beneath` has registered the ring, or without a ring the pool, and reads into it; its owner passes the ends
+        """`transport` has registered the ring, or without a ring the pool, and reads into it. Its user passes the ends
         of our reads to `on_end`."""
-        self._beneath = beneath
+        self._transport = transport
         self._memory = memory
         self._pool = pool
         self._ring = ring
         self._send = send
-        self._peers: dict[str, _Peer] = {}
-        self._reads: dict[int, _Read] = {}  # oldest first
-        self._slices: dict[int, _Slice] = {}
-        self._slice_of: dict[int, _Slice] = {}  # by the handle beneath
-        self._next_slice = 0
+        self._owners: dict[str, _SlotOwner] = {}  # by name
+        self._reads: dict[int, _StagedRead] = {}  # oldest first
+        self._slices: dict[int, _StagedSlice] = {}  # in flight, by number
+        self._slice_of: dict[int, _StagedSlice] = {}  # by handle of the transport
+        self._numbers = count()
 
     @property
     def busy(self) -> bool:
@@ -99,24 +99,23 @@ class StagedReads:
         sizes += [self._ring.slot_bytes] if self._ring is not None else []
         if not sizes or min(sizes) < 1:
             raise TransportError(f"{peer.name} names no staging slots")
-        self._peers[peer.name] = _Peer(peer, access.staging_base, min(sizes))
+        self._owners[peer.name] = _SlotOwner(peer, min(sizes))
 
     def disconnect(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
-            self._lose(known, PeerDisconnected(f"disconnected from {peer}"))
+        owner = self._owners.pop(peer, None)
+        if owner is not None:
+            self._break_reads(owner, PeerDisconnected(f"disconnected from {peer}"))
 
     def start(self, handle: int, peer: str, runs: Runs) -> None:
-        known = self._peers[peer]
-        self._reads[handle] = read = _Read(handle, known, deque(_slices(runs, known.slot_bytes)))
-        self._begin_slices()
+        owner = self._owners[peer]
+        self._reads[handle] = read = _StagedRead(handle, owner, deque(_slices(runs, owner.max_slice_bytes)))
+        self._start_slices()
         if read.broken is not None and not read.slices:
             del self._reads[handle]
             raise read.broken
 
     def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        pairs = zip(sources, targets, strict=True)
-        self.start(handle, peer, runs_of_blocks(pairs, self._pool.layout.block_bytes))
+        self.start(handle, peer, self._pool.block_runs(sources, targets))
 
     def try_complete(self, handle: int) -> bool:
         assert handle in self._reads
@@ -133,17 +132,15 @@ class StagedReads:
             assert part.copying is not None
             if self._memory.has_ended(part.copying):
                 self._end(part)
-        self._greet()
-        self._begin_slices()
+        self._send_keepalives()
+        self._start_slices()
         ended = [read for read in self._reads.values() if not read.slices and (read.broken or not read.waiting)]
         for read in ended:
             del self._reads[read.handle]
-        return [
-            ReadDone(read.handle) if read.broken is None else ReadBroken(read.handle, read.broken) for read in ended
-        ]
+        return [read_end(read.handle, read.broken) for read in ended]
 
     def close(self) -> None:
-        for peer in list(self._peers):
+        for peer in list(self._owners):
             self.disconnect(peer)
 
     # ---- from the owner
@@ -152,34 +149,31 @@ class StagedReads:
         part = self._slices.get(message.slice_id)
         if (
             part is None
-            or part.read.peer.address.name != sender
+            or part.read.owner.address.name != sender
             or part.reading is not None
             or part.copying is not None
         ):
             if part is None and isinstance(message, Staged):
-                self._try_send(sender, Done(message.slice_id))  # given up meanwhile: the slot is free
+                self._try_send(sender, Done(message.slice_id))  # the read was given up: the slot is free
             return
         if isinstance(message, Refused):
             self._fail(part, TransportError(f"{sender} refused to stage: {message.detail}"))
             return
-        peer = part.read.peer
-        if message.slot >= peer.address.access.num_slots or message.waited_s < 0:
+        access = part.read.owner.address.access
+        if message.slot >= access.num_slots or message.waited_s < 0:
             self._fail(part, TransportError(f"{sender} staged in slot {message.slot}, which it does not have"))
             return
         part.trusted_until = part.asked_at + message.waited_s + LEASE_S
-        source = message.slot * peer.address.access.slot_bytes
+        source = message.slot * access.slot_bytes
         self._start_read(part, packed([(target, size) for _, target, size in part.runs], source))
 
-    # ---- from the transport beneath
-
-    def owns(self, beneath: int) -> bool:
-        return beneath in self._slice_of
+    # ---- from the transport
 
     def on_end(self, event: ReadEnd) -> None:
         part = self._slice_of.pop(event.handle)
         part.reading = None
         if part.trusted_until:
-            self._try_send(part.read.peer.address.name, Done(part.number))
+            self._try_send(part.read.owner.address.name, Done(part.number))
         if isinstance(event, ReadBroken):
             self._fail(part, event.error)
         elif part.trusted_until and time.monotonic() >= part.trusted_until:
@@ -191,33 +185,32 @@ class StagedReads:
 
     # ---- inside
 
-    def _begin_slices(self) -> None:
-        """Begin slices of the oldest reads while there are slots."""
+    def _start_slices(self) -> None:
+        """Start slices of the oldest reads while there are slots."""
         for read in list(self._reads.values()):
             while read.waiting and read.broken is None:
                 if self._ring is None and len(self._slices) >= SLOTS_PER_HALF:
                     return
                 if self._ring is not None and not self._ring.for_reads:
                     return
-                self._begin(read, read.waiting.popleft())
+                self._start_slice(read, read.waiting.popleft())
 
-    def _begin(self, read: _Read, runs: list[Run]) -> None:
+    def _start_slice(self, read: _StagedRead, runs: list[Run]) -> None:
         slot = None if self._ring is None else self._ring.for_reads.popleft()
-        part = _Slice(self._next_slice, read, runs, slot, time.monotonic())
-        self._next_slice += 1
+        part = _StagedSlice(next(self._numbers), read, runs, slot, time.monotonic())
         self._slices[part.number] = part
         read.slices.add(part.number)
-        if read.peer.address.access.device is None:
+        if read.owner.address.access.device is None:
             self._start_read(part, [(target, source, size) for source, target, size in runs])
             return
         try:
-            self._send(read.peer.address.name, Ask(part.number, tuple((source, size) for source, _, size in runs)))
+            self._send(read.owner.address.name, Ask(part.number, tuple((source, size) for source, _, size in runs)))
         except TransportError as error:
             self._fail(part, error)
 
-    def _start_read(self, part: _Slice, sources: Sequence[tuple[int, int, int]]) -> None:
-        """`sources`: (first byte in our pool, first byte in what the owner has registered, bytes), in order."""
-        peer = part.read.peer.address.name
+    def _start_read(self, part: _StagedSlice, sources: Sequence[tuple[int, int, int]]) -> None:
+        """`sources`: (first byte in our pool, first byte in the memory that the owner has registered, bytes) each."""
+        peer = part.read.owner.address.name
         if part.slot is None:
             runs: Runs = [(source, target, size) for target, source, size in sources]
         else:
@@ -226,17 +219,17 @@ class StagedReads:
             placed = packed(sizes, part.slot * self._ring.slot_bytes)
             runs = merged(placed)
         try:
-            part.reading = self._beneath.start_read(peer, runs)
+            part.reading = self._transport.start_read(peer, runs)
         except TransportError as error:
             if part.trusted_until:
                 self._try_send(peer, Done(part.number))
             self._fail(part, error)
             return
         self._slice_of[part.reading] = part
-        if self._beneath.try_complete(part.reading):
+        if self._transport.try_complete(part.reading):
             self.on_end(ReadDone(part.reading))
 
-    def _copy_up(self, part: _Slice) -> None:
+    def _copy_up(self, part: _StagedSlice) -> None:
         assert self._ring is not None
         assert self._memory is not None
         assert part.slot is not None
@@ -247,48 +240,48 @@ class StagedReads:
         except TransportError as error:
             self._fail(part, error)
 
-    def _greet(self) -> None:
-        """Send a Hello to owners that have not answered for a while."""
+    def _send_keepalives(self) -> None:
+        """Send a Keepalive to each owner that has left an Ask unanswered for KEEPALIVE_INTERVAL_S."""
         now = time.monotonic()
         silent = {
-            part.read.peer
+            part.read.owner
             for part in self._slices.values()
-            if part.reading is None and part.copying is None and now >= part.asked_at + HELLO_INTERVAL_S
+            if part.reading is None and part.copying is None and now >= part.asked_at + KEEPALIVE_INTERVAL_S
         }
-        for peer in silent:
-            if now < peer.hello_at:
+        for owner in silent:
+            if now < owner.keepalive_at:
                 continue
-            peer.hello_at = now + HELLO_INTERVAL_S
+            owner.keepalive_at = now + KEEPALIVE_INTERVAL_S
             try:
-                self._send(peer.address.name, Hello())
+                self._send(owner.address.name, Keepalive())
             except TransportError as error:
-                self._lose(peer, error)
+                self._break_reads(owner, error)
 
-    def _lose(self, peer: _Peer, error: TransportError) -> None:
-        for read in [read for read in self._reads.values() if read.peer is peer]:
+    def _break_reads(self, owner: _SlotOwner, error: TransportError) -> None:
+        for read in [read for read in self._reads.values() if read.owner is owner]:
             self._break(read, error)
 
-    def _fail(self, part: _Slice, error: TransportError) -> None:
-        """The slice is not on its way any more."""
+    def _fail(self, part: _StagedSlice, error: TransportError) -> None:
+        """End a slice that nothing reads or copies any more, and break its read."""
         self._end(part)
         if isinstance(error, PeerDisconnected):
-            self._lose(part.read.peer, error)
+            self._break_reads(part.read.owner, error)
         self._break(part.read, error)
 
-    def _break(self, read: _Read, error: TransportError) -> None:
+    def _break(self, read: _StagedRead, error: TransportError) -> None:
         if read.broken is None or isinstance(error, PeerDisconnected):
             read.broken = error
         read.waiting.clear()
         for number in list(read.slices):
             part = self._slices[number]
             if part.reading is not None:
-                self._beneath.cancel(part.reading)
+                self._transport.cancel(part.reading)
             elif part.copying is None:
-                self._try_send(read.peer.address.name, Done(number))
+                self._try_send(read.owner.address.name, Done(number))
                 self._end(part)
 
-    def _end(self, part: _Slice) -> None:
-        """Nothing writes into its targets or its slot any more."""
+    def _end(self, part: _StagedSlice) -> None:
+        """Forget a slice and free its slot. Nothing writes into its targets or its slot any more."""
         if self._slices.pop(part.number, None) is None:
             return
         part.read.slices.discard(part.number)
@@ -297,7 +290,7 @@ class StagedReads:
             self._ring.for_reads.append(part.slot)
 
     def _try_send(self, peer: str, message: StagingMessage) -> None:
-        """A lost Done costs a slot its lease."""
+        """Send a message that may get lost: without a Done, the owner keeps the slot until its lease ends."""
         try:
             self._send(peer, message)
         except TransportError:

@@ -4,8 +4,8 @@
     reader <--Staged: they are in this slot | Refused-------- owner
     reader --Done: the slot is free-------------------------> owner
 
-They travel as notifications of the transport beneath. MAGIC marks them: no message of the hand-off begins with these
-bytes. Numbers are little-endian.
+The messages are notifications of the underlying transport. MAGIC marks them: no message of the hand-off begins with
+these bytes. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_DETAIL = 500
 
 _HEADER = struct.Struct("<BQ")  # kind, slice id
 _STAGED = struct.Struct("<Id")  # slot, seconds
-_ASK, _STAGED_KIND, _REFUSED, _DONE, _HELLO = range(5)
+_ASK, _STAGED_KIND, _REFUSED, _DONE, _KEEPALIVE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     slice_id: int  # unique among all slices of the reader
-    runs: tuple[tuple[int, int], ...]  # (first byte from block 0 of the owner's pool, bytes), to be packed one by one
+    runs: tuple[tuple[int, int], ...]  # (first byte from block 0 of the owner's pool, bytes), packed in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The reader needs the slice no more, or has given up."""
+    """The reader has read the slice, or has given up."""
 
     slice_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Without content: sending it shows whether the owner is gone."""
+class Keepalive:
+    """Has no content: the attempt to send it shows whether the owner is gone."""
 
     slice_id: int = 0
 
 
-StagingMessage = Ask | Staged | Refused | Done | Hello
+StagingMessage = Ask | Staged | Refused | Done | Keepalive
 
 
 def encode_staging(message: StagingMessage) -> bytes:
@@ -74,8 +74,8 @@ def encode_staging(message: StagingMessage) -> bytes:
             return _head(_REFUSED, slice_id) + detail[:MAX_DETAIL].encode()
         case Done(slice_id):
             return _head(_DONE, slice_id)
-        case Hello(slice_id):
-            return _head(_HELLO, slice_id)
+        case Keepalive(slice_id):
+            return _head(_KEEPALIVE, slice_id)
 
 
 def decode_staging(payload: bytes) -> StagingMessage | None:
@@ -91,8 +91,8 @@ def decode_staging(payload: bytes) -> StagingMessage | None:
             return Staged(slice_id, *_STAGED.unpack(body))
         if kind == _REFUSED:
             return Refused(slice_id, body[:MAX_DETAIL].decode(errors="replace"))
-        if kind in (_DONE, _HELLO) and not body:
-            return Done(slice_id) if kind == _DONE else Hello(slice_id)
+        if kind in (_DONE, _KEEPALIVE) and not body:
+            return Done(slice_id) if kind == _DONE else Keepalive(slice_id)
     except struct.error as error:
         raise TransportError(f"malformed staging message: {error}") from error
     raise TransportError(f"malformed staging message of kind {kind}, {len(body)} bytes")

@@ -3,8 +3,9 @@
     Ask --slot free--> copying --Staged--> readable --Done, or end of the slot's lease--> free
         `-- queue, bounded for each reader
 
-A reader that died or lost its connection may still read a slot. So a readable slot is freed by its reader's Done or
-after LEASE_S, and by nothing else. The reader counts that time from its Ask, and trusts no read that ended later.
+A reader that died or lost its connection may still read a slot. So only the reader's Done and the end of LEASE_S free a
+readable slot. The reader counts LEASE_S from its Ask (kv_transfer/transports/device/staged_reads.py), and trusts no
+read that ended later.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ Send = Callable[[str, StagingMessage], None]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _QueuedAsk:
     reader: str
     ask: Ask
     at: float
 
 
 @dataclass(slots=True)
-class _Slot:
+class _UsedSlot:
     number: int
-    asked: _Asked
+    asked: _QueuedAsk
     copy: int | None  # handle of the copy in flight
     lease_until: float = 0.0
-    unwanted: bool = False  # the reader is done with it before the copy has ended
+    is_done: bool = False  # the reader's Done came before the end of the copy
 
 
 class StagingOwner:
@@ -51,8 +52,8 @@ class StagingOwner:
         self._pool = pool
         self._ring = ring
         self._send = send
-        self._waiting: deque[_Asked] = deque()  # oldest first
-        self._slots: dict[tuple[str, int], _Slot] = {}  # by reader and slice
+        self._waiting: deque[_QueuedAsk] = deque()  # oldest first
+        self._slots: dict[tuple[str, int], _UsedSlot] = {}  # by reader and slice
         self._num_asked: Counter[str] = Counter()  # by reader
 
     @property
@@ -66,7 +67,7 @@ class StagingOwner:
             self._try_send(reader, Refused(ask.slice_id, refusal))
             return
         self._num_asked[reader] += 1
-        self._waiting.append(_Asked(reader, ask, now))
+        self._waiting.append(_QueuedAsk(reader, ask, now))
         self._start_copies()
 
     def on_done(self, reader: str, slice_id: int) -> None:
@@ -74,12 +75,12 @@ class StagingOwner:
         if slot is None:
             self._drop_waiting(lambda asked: (asked.reader, asked.ask.slice_id) == (reader, slice_id))
         elif slot.copy is not None:
-            slot.unwanted = True
+            slot.is_done = True
         else:
             self._free(slot)
 
     def forget(self, reader: str) -> None:
-        """The connection to a reader is gone."""
+        """Drop the queued Asks of a reader whose connection is gone."""
         self._drop_waiting(lambda asked: asked.reader == reader)
 
     def poll(self, now: float) -> None:
@@ -108,23 +109,23 @@ class StagingOwner:
             asked = self._waiting.popleft()
             number = self._ring.for_readers.popleft()
             places = packed(asked.ask.runs, self._ring.address(number))
-            slot = _Slot(number, asked, None)
+            slot = _UsedSlot(number, asked, None)
             self._slots[asked.reader, asked.ask.slice_id] = slot
             slot.copy = self._memory.start_copies([Copy(self._pool.address + at, to, size) for at, to, size in places])
 
-    def _end_copy(self, slot: _Slot, now: float) -> None:
+    def _end_copy(self, slot: _UsedSlot, now: float) -> None:
         asked = slot.asked
         staged = Staged(asked.ask.slice_id, slot.number, now - asked.at)
-        if slot.unwanted or not self._try_send(asked.reader, staged):
+        if slot.is_done or not self._try_send(asked.reader, staged):
             self._free(slot)
         slot.lease_until = now + LEASE_S
 
-    def _free(self, slot: _Slot) -> None:
+    def _free(self, slot: _UsedSlot) -> None:
         self._ring.for_readers.append(slot.number)
         del self._slots[slot.asked.reader, slot.asked.ask.slice_id]
         self._count_down(slot.asked.reader)
 
-    def _drop_waiting(self, drops: Callable[[_Asked], bool]) -> None:
+    def _drop_waiting(self, drops: Callable[[_QueuedAsk], bool]) -> None:
         for asked in [asked for asked in self._waiting if drops(asked)]:
             self._waiting.remove(asked)
             self._count_down(asked.reader)

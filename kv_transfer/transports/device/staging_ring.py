@@ -1,7 +1,7 @@
 """The pinned host memory of one agent, in equal slots: one half for readers of our pool, one half for our own reads.
 
-The halves are apart, since otherwise two agents that read from each other could wait for each other: each would hold
-slots for its reads and have none left for the other's.
+With common slots, two agents that read from each other could deadlock: the reads of each agent would fill its own
+slots, and neither agent would have a slot for the other's reads.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _ROW_BYTES = KVLayout("staging", "float32", 1, 1, 16, 1).block_bytes
 
 
 def slot_layout(slot_bytes: int) -> KVLayout:
-    """A layout whose blocks are as large as slots: the transport beneath knows pools of blocks only."""
+    """A layout whose blocks are as large as slots, since a transport registers pools of blocks."""
     return KVLayout("staging", "float32", 1, 1, 16, slot_bytes // _ROW_BYTES)
 
 
 class StagingRing:
     def __init__(self, memory: DeviceMemory | None, num_bytes: int) -> None:
-        """Without a device's memory, plain host memory."""
+        """`memory` allocates pinned memory; None: plain host memory."""
         self.slot_bytes = max(PAGESIZE, num_bytes // (2 * SLOTS_PER_HALF) // PAGESIZE * PAGESIZE)
         self.num_slots = 2 * SLOTS_PER_HALF
         size = self.slot_bytes * self.num_slots

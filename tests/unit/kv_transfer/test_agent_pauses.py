@@ -1,4 +1,4 @@
-"""How the agent's thread divides its time: round after round while something moves, then longer and longer pauses."""
+"""The pauses of the agent's thread: none while bytes or messages move, then longer and longer ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_transfer.transports.transport import PoolMemory, TransportEvent
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=1, num_kv_heads=1, block_size=4, head_dim=4)
 CONFIG = TransferConfig(idle_poll_interval_s=0.02, active_poll_interval_s=0.001)
-ROUND_S = 0.00002  # what each look at the transport takes here
+ROUND_S = 0.00002  # of one poll, in this test
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Wire:
-    """A transport on which things happen when the test has said so: at the times in `busy_at`, one round each."""
+    """A transport that is busy at the times in `busy_at`, for one poll each."""
 
     def __init__(self, clock: Clock, busy_at: tuple[float, ...] = ()) -> None:
         self.clock, self.busy_at = clock, list(busy_at)
@@ -45,7 +45,7 @@ class Wire:
 
 
 class Wake:
-    """Stands for the agent's bell. Waiting takes no time but the clock's; `commands_at`: when somebody rings."""
+    """Replaces the agent's event `_wake`: a wait moves the clock. `commands_at`: when the event is set."""
 
     def __init__(self, clock: Clock, commands_at: tuple[float, ...] = ()) -> None:
         self.clock, self.commands_at = clock, list(commands_at)
@@ -53,9 +53,9 @@ class Wake:
 
     def wait(self, timeout: float) -> bool:
         self.pauses.append((self.clock.now, timeout))
-        rung = bool(self.commands_at) and self.commands_at[0] <= self.clock.now + timeout
-        self.clock.now = max(self.clock.now, self.commands_at.pop(0)) if rung else self.clock.now + timeout
-        return rung
+        is_set = bool(self.commands_at) and self.commands_at[0] <= self.clock.now + timeout
+        self.clock.now = max(self.clock.now, self.commands_at.pop(0)) if is_set else self.clock.now + timeout
+        return is_set
 
     def clear(self) -> None:
         pass
@@ -71,8 +71,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def pump(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: bool = False) -> None:
-    """The agent's thread at work for so long; nothing here waits."""
+def run_agent(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: bool = False) -> None:
+    """Run the loop of the agent's thread for `seconds` of the clock."""
     buffer = bytearray(4 * LAYOUT.block_bytes)
     pool = PoolMemory(0, 4, LAYOUT, memoryview(buffer))
     agent = TransferAgent(CONFIG, AgentIdentity("w", 1), pool, lambda _: cast(Any, wire), lambda _: None)
@@ -85,12 +85,12 @@ def pump(clock: Clock, wire: Wire, wake: Wake, seconds: float, *, active: bool =
         return poll()
 
     wire.poll = poll_until_the_end  # type: ignore[method-assign]
-    agent._pump(cast(Any, wire))
+    agent._run_until_closed(cast(Any, wire))
 
 
 def test_it_does_not_sleep_at_once(clock: Clock) -> None:
     begun, wire, wake = clock.now, Wire(clock), Wake(clock)
-    pump(clock, wire, wake, seconds=SPIN_S)
+    run_agent(clock, wire, wake, seconds=SPIN_S)
     assert len(wire.polled_at) >= SPIN_S / ROUND_S - 1
     assert all(when >= begun + SPIN_S for when, _ in wake.pauses)
 
@@ -98,7 +98,7 @@ def test_it_does_not_sleep_at_once(clock: Clock) -> None:
 @pytest.mark.parametrize("active", [True, False])
 def test_pauses_grow_with_the_quiet_and_no_further_than_the_config_says(clock: Clock, active: bool) -> None:
     begun, wire, wake = clock.now, Wire(clock), Wake(clock)
-    pump(clock, wire, wake, seconds=1.0, active=active)
+    run_agent(clock, wire, wake, seconds=1.0, active=active)
     longest = CONFIG.active_poll_interval_s if active else CONFIG.idle_poll_interval_s
     lengths = [length for _, length in wake.pauses]
     assert lengths[0] == FIRST_PAUSE_S
@@ -111,7 +111,7 @@ def test_pauses_grow_with_the_quiet_and_no_further_than_the_config_says(clock: C
 def test_whatever_moves_ends_the_pauses_for_a_while(clock: Clock) -> None:
     moved_at = clock.now + 0.5
     wire, wake = Wire(clock, busy_at=(moved_at,)), Wake(clock)
-    pump(clock, wire, wake, seconds=0.6)
+    run_agent(clock, wire, wake, seconds=0.6)
     seen_at = next(when for when in wire.polled_at if when >= moved_at)
     assert seen_at - moved_at <= CONFIG.idle_poll_interval_s + ROUND_S
     after = [when for when, _ in wake.pauses if when > seen_at]
@@ -120,12 +120,12 @@ def test_whatever_moves_ends_the_pauses_for_a_while(clock: Clock) -> None:
 
 
 def test_a_command_ends_the_pauses_for_a_while(clock: Clock) -> None:
-    rung_at = clock.now + 0.5
-    wire, wake = Wire(clock), Wake(clock, commands_at=(rung_at,))
-    pump(clock, wire, wake, seconds=0.6)
-    assert next(when for when in wire.polled_at if when > rung_at) == pytest.approx(rung_at + ROUND_S)
-    when, length = next(pause for pause in wake.pauses if pause[0] > rung_at)
-    assert when - rung_at >= SPIN_S
+    command_at = clock.now + 0.5
+    wire, wake = Wire(clock), Wake(clock, commands_at=(command_at,))
+    run_agent(clock, wire, wake, seconds=0.6)
+    assert next(when for when in wire.polled_at if when > command_at) == pytest.approx(command_at + ROUND_S)
+    when, length = next(pause for pause in wake.pauses if pause[0] > command_at)
+    assert when - command_at >= SPIN_S
     assert length == FIRST_PAUSE_S
 
 

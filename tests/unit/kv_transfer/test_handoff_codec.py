@@ -12,8 +12,6 @@ from core.handoff import (
     PROTOCOL_VERSION,
     Abort,
     AbortReason,
-    AgentAddress,
-    Bind,
     HandoffMessage,
     Heartbeat,
     HeartbeatEntry,
@@ -37,7 +35,6 @@ digests = st.just(0) | st.integers(0, 2**64 - 1)
 offered = st.lists(st.tuples(numbers, u32, digests), max_size=20).map(OfferedBlocks.of)
 
 LAYOUT = KVLayout(model="m", dtype="float32", num_layers=2, num_kv_heads=2, block_size=4, head_dim=8)
-READER = AgentAddress("decode-0.07", 7, b"how to reach it", 4096, 32, LAYOUT, 20.0)
 
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Want, ids, u64, u64, st.integers(0, 2**64 - 1), positions),
@@ -47,7 +44,6 @@ messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(Release, ids, u64, u64, st.none() | reasons),
     st.builds(Abort, ids, u64, u64, reasons, st.text(max_size=50)),
     st.builds(Ping, u64, u64, st.none() | u64),
-    st.builds(Bind, ids, st.just(READER.incarnation), u64, st.just(READER)),
 )
 
 

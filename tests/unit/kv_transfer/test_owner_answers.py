@@ -1,4 +1,4 @@
-"""The answers of an owner to messages about offers that are aborted, ended, forgotten or of another reader."""
+"""The owner's half: READYs, their sizes, and answers about offers that are aborted, ended or of another reader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ import pytest
 
 from core.config import TransferConfig
 from core.errors import LayoutMismatch
-from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, OwnerState, Ready, Release, Want
-from kv_transfer.protocol.events import Connect, MessageReceived
+from core.handoff import (
+    Abort,
+    AbortReason,
+    DevicePath,
+    Heartbeat,
+    HeartbeatEntry,
+    OwnerState,
+    PoolAccess,
+    Ready,
+    Release,
+    Want,
+)
+from core.scheduling.block_pool import BlockPool
+from kv_transfer.protocol import owner
+from kv_transfer.protocol.events import ComputeDigests, Connect, MessageReceived, PeerLost
+from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_freed
-from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair
+from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
+from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 
 def offer(pair: Pair, transfer_id: int) -> None:
@@ -20,7 +34,7 @@ def offer(pair: Pair, transfer_id: int) -> None:
 
 
 def end_offer(pair: Pair, transfer_id: int) -> None:
-    pair.act(pair.owner, pair.owner.machine.abort_offer(transfer_id, AbortReason.PREFILL_FAILED))
+    pair.act(pair.owner, pair.owner.machine.owner.abort(transfer_id, AbortReason.PREFILL_FAILED))
 
 
 def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
@@ -31,7 +45,7 @@ def ask(pair: Pair, transfer_id: int, counter: int) -> list[object]:
     return [mail.message for mail in pair.lose_mail()]
 
 
-def test_who_wants_an_offer_that_is_aborted_already_is_told_again() -> None:
+def test_a_want_for_an_aborted_offer_is_answered_with_the_abort_again() -> None:
     pair = Pair()
     pair.offer([0], last=False)
     assert isinstance(ask(pair, ID, 1)[0], Ready)
@@ -42,18 +56,7 @@ def test_who_wants_an_offer_that_is_aborted_already_is_told_again() -> None:
     assert answer.reason is AbortReason.PREFILL_FAILED
 
 
-def test_an_offer_that_was_aborted_ends_as_such_when_the_puller_lets_go() -> None:
-    pair = Pair()
-    pair.offer([0], last=False)
-    pair.pull([0, 1])
-    pair.run()
-    pair.abort_offer()
-    pair.run()
-    assert_freed(pair, OwnerState.ABORTED, AbortReason.PREFILL_FAILED)
-    assert pair.owner.machine.counters.offers["aborted"] == 1
-
-
-def test_ends_are_remembered_for_those_that_ask_late_and_the_oldest_is_forgotten_first() -> None:
+def test_a_want_for_an_ended_offer_is_answered_until_the_table_forgets_the_oldest_end() -> None:
     pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
     pair.do(pair.puller, pair.puller.machine.reserve_pull, 9, pair.owner.address)
     pair.wait(CONFIG.heartbeat_s)  # the owner has met the puller
@@ -68,14 +71,14 @@ def test_ends_are_remembered_for_those_that_ask_late_and_the_oldest_is_forgotten
     assert pair.owner.machine.counters.dropped[Drop.LATE] == 2
 
 
-def test_an_abort_of_what_was_never_offered_is_counted_and_kept_for_nothing() -> None:
+def test_an_abort_for_an_unknown_offer_is_counted_and_not_kept() -> None:
     pair = Pair()
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
     assert pair.owner.machine.counters.dropped[Drop.UNKNOWN_TRANSFER] == 1
     assert pair.owner.machine.next_deadline() is None
 
 
-def test_a_puller_that_aborts_ends_an_offer_it_cannot_have_read_and_keeps_one_it_may_be_reading() -> None:
+def test_an_abort_of_the_puller_ends_an_offer_at_once_only_if_no_block_was_announced() -> None:
     pair = Pair()
     pair.offer([0], last=False)
     pair.event(pair.owner, MessageReceived("puller", Abort(ID, 22, 1, AbortReason.CANCELLED)))
@@ -89,13 +92,60 @@ def test_a_puller_that_aborts_ends_an_offer_it_cannot_have_read_and_keeps_one_it
     assert_freed(pair, OwnerState.ABORTED, AbortReason.CANCELLED)
 
 
-def test_a_reader_of_another_layout_is_refused_and_not_even_connected_to() -> None:
+def test_an_agent_with_another_layout_is_refused_by_both_sides_and_not_connected_to() -> None:
     pair = Pair()
-    other = replace(pair.puller.address, layout=replace(LAYOUT, model="another"))
+    other = replace(LAYOUT, block_size=8, model="n")  # a block size that is twice ours can be translated
     with pytest.raises(LayoutMismatch):
-        pair.owner.machine.offer(ID, other, 0.0)
+        pair.owner.machine.offer(ID, replace(pair.puller.address, layout=other), 0.0)
+    with pytest.raises(LayoutMismatch) as refused:
+        pair.puller.machine.reserve_pull(ID, replace(pair.owner.address, layout=other), 0.0)
+    assert refused.value.differences == {"model": ("m", "n")}
     offer(pair, ID)
+    pair.reserve_pull()
     assert pair.owner.links == [Connect(pair.puller.address)]
+    assert pair.puller.links == [Connect(pair.owner.address)]
+
+
+def test_a_lost_puller_ends_its_own_offers_alone_and_at_once_if_it_cannot_have_read() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    other = replace(pair.puller.address, name="other", incarnation=33)
+    pair.do(pair.owner, pair.owner.machine.offer, ID + 1, other)
+    pair.event(pair.owner, PeerLost("puller"))
+    ended = pair.offer_result()
+    assert (ended.transfer_id, ended.state, ended.reason) == (ID, OwnerState.ABORTED, AbortReason.PEER_LOST)
+    assert pair.num_leases() == 0
+
+
+@pytest.mark.parametrize(
+    ("verify", "device", "pieces", "computed", "sizes"),
+    [
+        (True, None, 1, True, [2, 7]),
+        (False, None, 1, False, [9]),
+        (True, None, 2, False, [2, 8, 9]),  # the agent hashes pieces when it sends their READY
+        (True, 0, 1, True, [2, 7]),
+        (True, 0, 2, False, [19]),
+    ],
+)
+def test_blocks_are_hashed_ahead_if_whole_and_announced_in_growing_readys_if_hashed(
+    verify: bool, device: int | None, pieces: int, computed: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 2 * LAYOUT.block_bytes)
+    access = PoolAccess(device, frozenset({DevicePath.MAPPED}))
+    pool = BlockPool(10)
+    here = replace(address("owner", 11), access=access)
+    machine = TransferMachine(replace(CONFIG, verify_digests=verify), pool, here)
+    layout = replace(LAYOUT, block_size=LAYOUT.block_size // pieces)
+    machine.offer(ID, replace(address("puller", 22, layout=layout), access=access), 0.0)
+    blocks = pool.allocate(10)
+    assert blocks is not None
+    actions = machine.owner.add_ready(ID, list(enumerate(blocks)), True, 42, 0.0)
+    assert actions == ([ComputeDigests(tuple(blocks))] if computed else [])
+    want = Want(ID, 22, 1, layout.fingerprint(), tuple(range(1, 10 * pieces)))  # the puller has the first piece
+    sent = [send.message.blocks for send in machine.handle(MessageReceived("puller", want), 0.0)]  # type: ignore[union-attr]
+    assert [len(offered) for offered in sent] == sizes
+    announced = [(piece, block) for offered in sent for piece, block, _ in offered]
+    assert announced == [(piece, blocks[piece // pieces]) for piece in want.positions]
 
 
 def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
@@ -114,7 +164,7 @@ def test_a_heartbeat_renews_no_lease_of_another_reader() -> None:
     assert (ended.transfer_id, ended.state) == (ID, OwnerState.EXPIRED)
 
 
-def test_a_ready_that_is_still_on_its_way_is_not_repeated() -> None:
+def test_a_ready_that_was_just_sent_is_not_repeated() -> None:
     pair = Pair()
     pair.offer([0, 1])
     pair.reserve_pull()
@@ -127,5 +177,45 @@ def test_a_ready_that_is_still_on_its_way_is_not_repeated() -> None:
     assert pair.owner.machine.counters.num_ready_repeated == 0
     for mail in on_its_way:
         pair.deliver(mail)
+    pair.run()
+    assert_completed(pair)
+
+
+def test_an_aborted_offer_keeps_its_blocks_and_takes_no_more_until_the_puller_has_stopped_reading() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.deliver_all()
+    pair.abort_offer()
+    pair.deliver_all()
+    pair.add_ready([1], last=True)
+    assert pair.num_leases() == 1
+    assert not pair.owner.results
+    pair.end_read(pair.puller, 0)
+    assert_failed(pair, AbortReason.PREFILL_FAILED)
+    pair.deliver_all()
+    assert_freed(pair, OwnerState.ABORTED, AbortReason.PREFILL_FAILED)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "digests", "expected"),
+    [
+        (3500, True, [64, 256, 1024, 2048, 108]),
+        (320, True, [64, 256]),
+        (2048, False, [2048]),
+        (2049, False, [2048, 1]),
+    ],
+)
+def test_many_blocks_are_announced_in_messages_that_grow_for_digests_and_are_bounded(
+    num_blocks: int, digests: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "FIRST_READY_BYTES", 64 * LAYOUT.block_bytes)
+    pair = Pair(TransferConfig(max_blocks_per_read=256, verify_digests=digests), digests, num_blocks=3500)
+    pair.offer(list(range(num_blocks)))
+    pair.pull(list(range(num_blocks)))
+    while any(isinstance(mail.message, Want) for mail in pair.mail):
+        pair.deliver(pair.mail.pop(0))
+    sizes = [len(mail.message.blocks) for mail in pair.mail if isinstance(mail.message, Ready)]
+    assert sizes == expected
     pair.run()
     assert_completed(pair)

@@ -1,4 +1,4 @@
-"""Paths to peers, from the reader's machine: the test is its agent, its peer and its clock."""
+"""Paths to peers: the machine of a reader. The test acts as its agent, its peer and its clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reader:
         self.actions += actions
 
     def of(self, kind: type[A]) -> list[A]:
-        """What it has decided of this kind since the last look; the rest stays."""
+        """Take the actions of this kind since the last call."""
         found = [action for action in self.actions if isinstance(action, kind)]
         self.actions = [action for action in self.actions if not isinstance(action, kind)]
         return found
@@ -71,17 +71,17 @@ class Reader:
         self.post(PeerJoined(peer, is_owner))
 
     def hand_off(self, bytes_per_s: float, num_blocks: int = 8) -> None:
-        """A hand-off of `num_blocks` from the owner whose read runs at that speed."""
+        """Hand `num_blocks` off from the owner; the read runs at `bytes_per_s`."""
         self.num_hand_offs += 1
         ticket, owner, blocks = self.num_hand_offs, agent("owner"), tuple(range(num_blocks))
         targets = self.machine_pool.reserve(num_blocks)
         assert targets is not None
         self.take(self.machine.reserve_pull(ticket, owner, self.now))
-        self.take(self.machine.start_pull(ticket, range(num_blocks), self.now))
-        self.take(self.machine.add_targets(ticket, dict(enumerate(targets)), self.now))
+        self.take(self.machine.puller.start(ticket, range(num_blocks), self.now))
+        self.take(self.machine.puller.add_targets(ticket, dict(enumerate(targets)), self.now))
         (want,) = [send.message for send in self.of(SendMessage) if isinstance(send.message, Want)]
         offered = OfferedBlocks(blocks, blocks, (0,) * num_blocks)
-        self.hear(Ready(ticket, 7, 10_000 + ticket, want.counter, 0, offered, last=True, first_token_id=1))
+        self.receive(Ready(ticket, 7, 10_000 + ticket, want.counter, 0, offered, last=True, first_token_id=1))
         (read,) = self.of(StartRead)
         self.post(ReadFinished(read.read_id, (), num_blocks * BIG.block_bytes / bytes_per_s))
         self.machine_pool.cancel_reservation(targets)
@@ -89,20 +89,20 @@ class Reader:
     def pings(self) -> list[Ping]:
         return [send.message for send in self.of(SendMessage) if isinstance(send.message, Ping)]
 
-    def hear(self, message: HandoffMessage, sender: str = "owner") -> None:
+    def receive(self, message: HandoffMessage, sender: str = "owner") -> None:
         self.post(MessageReceived(sender, message))
 
     def answer(self, after_s: float = 0.0002) -> None:
         (ping,) = self.pings()
         self.now += after_s
-        self.hear(Ping(7, 1000 + ping.counter, ack=ping.counter))
+        self.receive(Ping(7, 1000 + ping.counter, ack=ping.counter))
 
     def answer_all(self) -> None:
         for _ in range(NUM_PINGS):
             self.answer()
 
     def probe_at(self, bytes_per_s: float, seen: Lane = Lane.UNKNOWN) -> list[int]:
-        """Every probe runs at that speed; returns their sizes."""
+        """Run every probe at `bytes_per_s`. Returns the sizes of the probes."""
         sizes = []
         while probes := self.of(ProbePath):
             (probe,) = probes
@@ -327,7 +327,7 @@ def test_the_worker_that_is_read_from_connects_and_answers_and_measures_nothing(
     owner = Reader()
     owner.join(agent("peer"), is_owner=False)
     assert owner.of(Connect) == [Connect(agent("peer"))]
-    owner.hear(Ping(7, 1, None), sender="peer")
+    owner.receive(Ping(7, 1, None), sender="peer")
     assert [ping.ack for ping in owner.pings()] == [1]
     assert owner.machine.next_deadline() is None
     assert owner.machine.paths == ()
@@ -335,7 +335,7 @@ def test_the_worker_that_is_read_from_connects_and_answers_and_measures_nothing(
 
 def test_a_ping_of_an_unknown_peer_is_not_answered() -> None:
     owner = Reader()
-    owner.hear(Ping(7, 1, None), sender="not announced yet")
+    owner.receive(Ping(7, 1, None), sender="not announced yet")
     assert not owner.actions
     assert not owner.machine.counters.dropped
 

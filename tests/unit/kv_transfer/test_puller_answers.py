@@ -1,4 +1,4 @@
-"""A puller's reactions to its owner's messages and silence; its requests and its counters."""
+"""The puller's half: its WANTs, targets, reads and counters, and what ends a pull."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from core.block_hash import FullBlock
 from core.config import TransferConfig
 from core.errors import TransferFailed
-from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, Ready, Want
-from core.scheduling.block_pool import BlockPool
+from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, OwnerState, PullerState, Ready, Want
+from core.scheduling.block_pool import BlockPool, Column
 from kv_transfer.protocol import puller
 from kv_transfer.protocol.events import (
     MessageReceived,
     PeerLost,
     PullCompleted,
     PullFailed,
+    PullGivenUp,
     SendMessage,
     StartRead,
     TargetsNeeded,
 )
 from kv_transfer.protocol.machine import TransferMachine
 from kv_transfer.protocol.peers import Drop
-from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed
+from tests.unit.kv_transfer.transfer_ends import assert_completed, assert_failed, assert_freed
 from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, LAYOUT, Pair, address
 
 
@@ -33,7 +35,7 @@ def known_to_its_owner() -> Pair:
     return pair
 
 
-def test_a_reserved_pull_that_its_owner_never_hears_of_is_given_up_after_half_a_lease() -> None:
+def test_a_reserved_pull_that_its_owner_does_not_know_fails_after_half_a_lease() -> None:
     pair = known_to_its_owner()
     pair.reserve_pull()
     pair.wait(CONFIG.lease_s / 2)
@@ -42,7 +44,7 @@ def test_a_reserved_pull_that_its_owner_never_hears_of_is_given_up_after_half_a_
     assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
 
 
-def test_an_owner_that_has_forgotten_the_transfer_is_not_waited_for() -> None:
+def test_a_pull_fails_at_once_if_its_owner_has_forgotten_the_transfer() -> None:
     pair = Pair(TransferConfig(lease_s=12.0, max_transfers=1))
     pair.offer([0], last=False)
     pair.pull([0, 1])
@@ -51,7 +53,7 @@ def test_an_owner_that_has_forgotten_the_transfer_is_not_waited_for() -> None:
     pair.event(pair.owner, PeerLost("puller", died=True))
     for other in (1, 2):
         pair.do(pair.owner, pair.owner.machine.offer, other, pair.puller.address)
-        pair.act(pair.owner, pair.owner.machine.abort_offer(other, AbortReason.CANCELLED))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(other, AbortReason.CANCELLED))
     pair.lose_mail()
     pair.wait(CONFIG.heartbeat_s)
     assert_failed(pair, AbortReason.UNKNOWN_TRANSFER)
@@ -67,13 +69,13 @@ def test_a_pull_without_reads_ends_at_once_when_its_owner_is_lost() -> None:
     assert failed.detail == "connection reset"
 
 
-def test_an_owner_that_gives_no_detail_is_named_as_the_one_who_ended_it() -> None:
+def test_a_pull_that_its_owner_aborts_has_the_owners_detail_or_names_the_owner() -> None:
     for detail, said in (("", "the owner ended it"), ("no room", "no room")):
         pair = Pair()
         pair.offer([0], last=False)
         pair.pull([0, 1])
         pair.run()
-        pair.act(pair.owner, pair.owner.machine.abort_offer(ID, AbortReason.OVERLOADED))
+        pair.act(pair.owner, pair.owner.machine.owner.abort(ID, AbortReason.OVERLOADED))
         (mail,) = pair.lose_mail()
         assert isinstance(mail.message, Abort)
         pair.deliver(replace(mail, message=replace(mail.message, detail=detail)))
@@ -82,7 +84,7 @@ def test_an_owner_that_gives_no_detail_is_named_as_the_one_who_ended_it() -> Non
         assert failed.detail == said
 
 
-def test_an_answer_that_comes_twice_counts_once_and_the_first_word_of_an_owner_may_be_one() -> None:
+def test_a_doubled_answer_to_a_heartbeat_counts_once() -> None:
     pair = known_to_its_owner()
     pair.lose_mail()
     pair.reserve_pull()
@@ -95,7 +97,7 @@ def test_an_answer_that_comes_twice_counts_once_and_the_first_word_of_an_owner_m
     assert pair.puller.machine.counters.dropped[Drop.OLD] == 1
 
 
-def test_a_last_ready_that_is_repeated_does_not_make_the_transfer_look_shorter() -> None:
+def test_a_repeated_last_ready_does_not_shorten_the_exposed_time() -> None:
     pair = Pair()
     pair.offer([0])
     pair.pull([0])
@@ -115,12 +117,20 @@ def test_a_last_ready_that_is_repeated_does_not_make_the_transfer_look_shorter()
     assert_completed(pair)
 
 
-def test_bytes_are_counted_as_they_are_read() -> None:
+def test_reads_are_counted_and_timed() -> None:
     pair = Pair()
     pair.offer([0, 1, 2])
     pair.pull([0, 1, 2])
+    pair.deliver_all()
+    pair.time += 2.0
     pair.run()
-    assert pair.puller.machine.counters.num_bytes_read == 3 * LAYOUT.block_bytes
+    counters, result = pair.puller.machine.counters, pair.pull_result()
+    assert (counters.num_bytes_read, counters.num_reads) == (3 * LAYOUT.block_bytes, 1)
+    assert (counters.read_seconds, counters.pulls["complete"]) == (pair.read_seconds, 1)
+    assert isinstance(result, PullCompleted)
+    stats = result.stats
+    assert (stats.num_blocks, stats.num_bytes, stats.num_reads) == (3, 3 * LAYOUT.block_bytes, 1)
+    assert (stats.read_s, stats.total_s, stats.exposed_s) == (pair.read_seconds, 2.0, 2.0)
 
 
 def test_a_want_may_list_as_many_blocks_as_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,42 +142,177 @@ def test_a_want_may_list_as_many_blocks_as_a_message_holds(monkeypatch: pytest.M
     assert_completed(pair)
 
 
-def test_of_an_owner_with_smaller_blocks_those_pieces_are_pulled_that_the_sequence_fills() -> None:
+def test_from_an_owner_with_smaller_blocks_the_puller_wants_the_pieces_that_the_sequence_fills() -> None:
     pool = BlockPool(8)
     ours = address("puller", 22, num_blocks=8, layout=replace(LAYOUT, block_size=2 * LAYOUT.block_size))
     machine = TransferMachine(CONFIG, pool, ours)
     machine.reserve_pull(ID, address("owner", 11), 0.0)
     targets = pool.reserve(2)
     assert targets is not None
-    num_tokens = 2 * LAYOUT.block_size + 1
-    actions = machine.start_pull(ID, range(2), 0.0, num_tokens)
+    num_tokens = 4 * LAYOUT.block_size + 1
+    actions = machine.puller.start(ID, (1, 2), 0.0, num_tokens)  # the puller has position 0
     (want,) = [action.message for action in actions if isinstance(action, SendMessage)]
     assert isinstance(want, Want)
-    assert want.positions == (0, 1, 2), "the fourth would lie behind the end"
+    assert want.positions == (2, 3, 4), "the sixth piece would lie behind the end"
     blocks = OfferedBlocks.of((position, 20 + position, 0) for position in want.positions)
-    needed = machine.handle(MessageReceived("owner", Ready(ID, 11, 1, want.counter, 0, blocks, True, 42)), 0.0)
-    assert needed == [TargetsNeeded(ID, (0, 1))]
-    (read,) = machine.add_targets(ID, dict(enumerate(targets)), 0.0)
-    assert isinstance(read, StartRead)
-    assert (read.sources, read.targets) == ((20, 21, 22), (targets[0], targets[0], targets[1]))
-    assert read.pieces == (0, 1, 2)
+    first = Ready(ID, 11, 1, want.counter, 0, blocks.cut(0, 1), False)
+    assert machine.handle(MessageReceived("owner", first), 0.0) == [TargetsNeeded(ID, (1,))]
+    others = Ready(ID, 11, 2, want.counter, 0, blocks, True, 42)
+    assert machine.handle(MessageReceived("owner", others), 0.0) == [TargetsNeeded(ID, (2,))], "each position once"
+    reads = machine.puller.add_targets(ID, dict(enumerate(targets, 1)), 0.0)
+    moved = [(r.pieces, r.sources, r.targets) for r in reads if isinstance(r, StartRead)]
+    assert moved == [((2,), (22,), (targets[0],)), ((3, 4), (23, 24), (targets[0], targets[1]))]
 
 
-def test_of_an_owner_with_blocks_like_ours_whole_blocks_are_read() -> None:
+def test_a_position_that_has_its_target_already_is_not_asked_for() -> None:
+    pair = wanting(2)
+    pair.add_targets(pair.puller.targets([0]))
+    pair.add_ready([0, 1], last=True)
+    pair.deliver_all()
+    assert pair.puller.needed == {ID: [1]}
+
+
+def test_a_lost_owner_fails_its_own_pulls_alone_and_each_owner_gets_its_own_heartbeats() -> None:
+    pair = Pair()
+    pair.reserve_pull()
+    pair.time += 1.0
+    other = replace(pair.owner.address, name="other", incarnation=33)
+    pair.do(pair.puller, pair.puller.machine.reserve_pull, ID + 1, other)
+    pair.wait(CONFIG.heartbeat_s - 0.5, deliver=False)
+    assert [mail.receiver for mail in pair.lose_mail()] == ["owner"]
+    pair.event(pair.puller, PeerLost("other"))
+    assert [result.transfer_id for result in pair.puller.results] == [ID + 1]
+
+
+def test_an_answer_to_a_heartbeat_before_the_pull_does_not_end_the_pull() -> None:
+    pair = known_to_its_owner()
+    pair.do(pair.puller, pair.puller.machine.reserve_pull, 1, pair.owner.address)
+    pair.wait(CONFIG.heartbeat_s, deliver=False)
+    pair.deliver(pair.mail.pop())
+    (late,) = pair.lose_mail()
+    pair.offer([0], last=False)
+    pair.pull([0, 1])
+    pair.run()
+    pair.wait(CONFIG.heartbeat_s, deliver=False)
+    pair.deliver(late)
+    assert pair.puller.pull_state(ID) is PullerState.WANTING
+
+
+def test_blocks_whose_owner_sends_no_digests_are_accepted() -> None:
     pair = Pair()
     pair.offer([0, 1])
     pair.pull([0, 1])
-    pair.deliver_all()
-    (read,) = pair.puller.reads.values()
-    assert read.pieces == ()
+    pair.deliver(pair.mail.pop(0))
+    (ready,) = pair.lose_mail()
+    assert isinstance(ready.message, Ready)
+    blocks = replace(ready.message.blocks, digests=(0, 0))
+    pair.deliver(replace(ready, message=replace(ready.message, blocks=blocks)))
+    pair.run()
+    assert_completed(pair)
 
 
-def test_ends_are_remembered_so_that_no_id_is_pulled_twice_and_the_oldest_is_forgotten_first() -> None:
+def test_no_id_is_pulled_twice_until_the_table_forgets_the_oldest_end() -> None:
     pair = Pair(TransferConfig(max_transfers=2, lease_s=12.0))
     for transfer_id in (1, 2, 3):
         pair.do(pair.puller, pair.puller.machine.reserve_pull, transfer_id, pair.owner.address)
-        pair.do(pair.puller, pair.puller.machine.cancel_pull, transfer_id, AbortReason.CANCELLED)
+        pair.do(pair.puller, pair.puller.machine.puller.cancel, transfer_id, AbortReason.CANCELLED)
     for transfer_id in (2, 3):
         with pytest.raises(TransferFailed, match="pulled before"):
             pair.puller.machine.reserve_pull(transfer_id, pair.owner.address, 1000.0)
     pair.do(pair.puller, pair.puller.machine.reserve_pull, 1, pair.owner.address)
+
+
+def wanting(num_positions: int) -> Pair:
+    """A pull without a target, whose WANT has arrived."""
+    pair = Pair()
+    pair.offer([], last=False)
+    pair.reserve_pull()
+    pair.do(pair.puller, pair.puller.machine.puller.start, ID, range(num_positions))
+    pair.deliver_all()
+    return pair
+
+
+def test_an_announcement_asks_for_targets_and_nothing_is_read_without() -> None:
+    pair = wanting(4)
+    assert pair.puller.needed == {}
+    pair.add_ready([0, 1], last=False)
+    pair.deliver_all()
+    assert pair.puller.needed == {ID: [0, 1]}
+    assert not pair.puller.reads
+    assert pair.puller.pull_state(ID) is PullerState.WANTING
+    assert pair.puller.pool.ledger()[Column.INCOMING] == 0
+
+
+def test_a_pull_that_lacks_targets_keeps_its_lease_and_tells_the_owner() -> None:
+    pair = wanting(2)
+    pair.add_ready([0, 1], last=True)
+    pair.deliver_all()
+    assert pair.owner.machine.starved_offers() == []
+    pair.wait(5 * CONFIG.lease_s)
+    assert pair.num_leases() == 2
+    assert pair.owner.machine.starved_offers() == [ID]
+    pair.add_targets(pair.puller.targets([0, 1]))
+    pair.wait(CONFIG.lease_s / 2)
+    assert pair.owner.machine.starved_offers() == []
+    pair.run()
+    assert_completed(pair)
+
+
+def test_a_read_that_times_out_gives_the_pull_up_at_once_and_keeps_the_targets_until_its_end() -> None:
+    pair = Pair()
+    pair.offer(list(range(8)))
+    targets = pair.pull(list(range(8)))
+    pair.deliver_all()
+    pair.time_out_read(pair.puller, 0)
+    pair.time_out_read(pair.puller, 1)
+    assert pair.puller.given_up == [PullGivenUp(ID, AbortReason.READ_FAILED, "no end in time")]
+    pair.wait(3 * CONFIG.lease_s)
+    assert not pair.puller.results
+    assert {pair.puller.pool.column_of(block) for block in targets.values()} == {Column.INCOMING}
+    assert pair.num_leases() == 0, "it has renewed the lease no more, so the owner ended it"
+    pair.end_read(pair.puller, 0)
+    pair.fail_read(pair.puller, 1)
+    assert_failed(pair, AbortReason.READ_FAILED)
+
+
+def test_a_block_with_a_wrong_digest_is_read_again() -> None:
+    pair = Pair()
+    blocks = dict(pair.offer([0, 1, 2]))
+    pair.pull([0, 1, 2])
+    pair.deliver_all()
+    pair.owner.content[blocks[1]] = -1  # as if a byte had flipped on the way
+    pair.end_read(pair.puller, 0)
+    (again,) = pair.puller.reads.values()
+    assert [source for source, _ in again.pairs] == [blocks[1]]
+    pair.owner.content[blocks[1]] = 101
+    pair.run()
+    assert_completed(pair)
+    result = pair.pull_result()
+    assert isinstance(result, PullCompleted)
+    assert result.stats.num_blocks_reread == 1
+
+
+def test_a_digest_that_stays_wrong_fails_the_pull() -> None:
+    pair = Pair()
+    blocks = dict(pair.offer([0, 1, 2]))
+    assert pair.owner.pool.register(blocks[1], FullBlock(5, b""), "") is not None
+    pair.pull([0, 1, 2])
+    pair.deliver_all()
+    pair.owner.content[blocks[1]] = -1
+    pair.run()
+    assert_failed(pair, AbortReason.DIGEST_MISMATCH)
+    assert pair.puller.machine.counters.num_digest_mismatches == CONFIG.max_read_attempts
+    assert_freed(pair, OwnerState.RELEASED, AbortReason.DIGEST_MISMATCH)
+    assert pair.owner.pool.registered_hashes() == [], "the prefix cache serves the corrupt block"
+
+
+def test_reads_are_bounded_in_size_and_number_and_sorted_by_source() -> None:
+    pair = Pair()
+    pair.offer(list(range(20)))
+    pair.pull(list(range(20)))
+    pair.deliver_all()
+    reads = list(pair.puller.reads.values())
+    assert [len(read.pairs) for read in reads] == [CONFIG.max_blocks_per_read] * CONFIG.max_reads_in_flight
+    assert all(list(read.pairs) == sorted(read.pairs) for read in reads)
+    expected_s = 4 * LAYOUT.block_bytes / CONFIG.min_bytes_per_s + CONFIG.read_grace_s
+    assert reads[0].timeout_s == pytest.approx(expected_s)

@@ -1,4 +1,4 @@
-"""A read is cut into slices; each pair gets the digest of what landed, and the end comes once."""
+"""A read is cut into slices, each pair gets the digest of the bytes that arrived, and the read ends once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAN = TransferPlan(LAYOUT, LAYOUT)
 
 
 class Copier:
-    """A transport of which only the reads are used: it copies at once, or when told to."""
+    """A transport for reads alone. It copies at the start of a read, or when the test calls `copy`."""
 
     name, busy = "copier", False
 
@@ -120,7 +120,7 @@ def test_slices_that_land_later_in_any_order_are_bounded_in_number() -> None:
         handle = max(copier.waiting)  # the youngest first
         copier.copy(handle)
         del copier.waiting[handle]
-        ended.append(reads.landed(copier, handle))
+        ended.append(reads.on_done(copier, handle))
     assert len(copier.sizes) == 30
     last = ended[-1]
     assert last is not None
@@ -131,10 +131,10 @@ def test_a_slice_that_breaks_ends_the_read_only_when_none_is_in_flight() -> None
     copier = Copier(at_once=False)
     reads = reads_into(copier)
     assert reads.start(copier, start_of(3 * PER_SLICE), PLAN, 1.0) is None
-    assert reads.broke(copier, 1, PeerDisconnected("gone")) is None
+    assert reads.on_broken(copier, 1, PeerDisconnected("gone")) is None
     assert sorted(copier.cancelled) == [0, 2]
-    assert reads.landed(copier, 0) is None
-    read = reads.broke(copier, 2, TransportError("cancelled"))
+    assert reads.on_done(copier, 0) is None
+    read = reads.on_broken(copier, 2, TransportError("cancelled"))
     assert read is not None
     assert read.peer_is_gone
     assert read.result(0.5) == ReadFailed(7, AbortReason.PEER_LOST, "gone")
@@ -146,8 +146,8 @@ def test_a_slice_that_cannot_start_cancels_those_before_it() -> None:
     reads = reads_into(copier)
     assert reads.start(copier, start_of(4 * PER_SLICE), PLAN, 1.0) is None
     assert sorted(copier.cancelled) == [0, 1]
-    assert reads.broke(copier, 0, TransportError("cancelled")) is None
-    read = reads.broke(copier, 1, TransportError("cancelled"))
+    assert reads.on_broken(copier, 0, TransportError("cancelled")) is None
+    read = reads.on_broken(copier, 1, TransportError("cancelled"))
     assert read is not None
     assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "told to")
 
@@ -161,6 +161,6 @@ def test_a_late_read_is_cancelled_once_and_says_how_long_it_took() -> None:
     assert [late.timed_out for late in reads.time_out(copier, 5.0)] == ["a read did not end within 1.0 s"]
     assert not reads.time_out(copier, 6.0)
     assert copier.cancelled == [0]
-    read = reads.broke(copier, 0, TransportError("cancelled"))
+    read = reads.on_broken(copier, 0, TransportError("cancelled"))
     assert read is not None
     assert read.result(0.5) == ReadFailed(7, AbortReason.READ_FAILED, "a read did not end within 1.0 s")

@@ -11,7 +11,7 @@ from kv_transfer.transports.device.staging_messages import (
     MAGIC,
     Ask,
     Done,
-    Hello,
+    Keepalive,
     Refused,
     Staged,
     StagingMessage,
@@ -146,7 +146,7 @@ def test_one_reader_cannot_fill_the_queue() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Ask(5, ((0, 7), (1 << 40, 2))), Staged(1 << 60, 15, 0.25), Refused(0, "no"), Done(9), Hello()]
+    "message", [Ask(5, ((0, 7), (1 << 40, 2))), Staged(1 << 60, 15, 0.25), Refused(0, "no"), Done(9), Keepalive()]
 )
 def test_messages_arrive_as_they_were_sent(message: StagingMessage) -> None:
     assert decode_staging(encode_staging(message)) == message

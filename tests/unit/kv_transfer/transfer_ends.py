@@ -23,3 +23,4 @@ def assert_completed(pair: Pair) -> None:
     assert isinstance(pair.pull_result(), PullCompleted)
     pair.deliver_all()
     assert_freed(pair, OwnerState.RELEASED, None)
+    assert all(side.machine.next_deadline() is None for side in pair.sides.values())

@@ -71,10 +71,10 @@ class Side:
         return self.machine.address
 
     def offer_state(self, transfer_id: TransferId) -> OwnerState:
-        return self.machine._owner.offers[transfer_id].state
+        return self.machine.owner.offers[transfer_id].state
 
     def pull_state(self, transfer_id: TransferId) -> PullerState:
-        return self.machine._puller.pulls[transfer_id].state
+        return self.machine.puller.pulls[transfer_id].state
 
     def computed_blocks(self, positions: list[int]) -> list[tuple[int, int]]:
         """Blocks of a sequence that has been prefilled: (position, block), each holding 100 + position."""
@@ -116,37 +116,37 @@ class Pair:
     def event(self, side: Side, event: TransferEvent) -> None:
         self.do(side, side.machine.handle, event)
 
-    def offer(self, positions: list[int], last: bool = True, is_open: bool = False) -> list[tuple[int, int]]:
-        self.do(self.owner, self.owner.machine.offer, ID, None if is_open else self.puller.address)
+    def offer(self, positions: list[int], last: bool = True) -> list[tuple[int, int]]:
+        self.do(self.owner, self.owner.machine.offer, ID, self.puller.address)
         return self.add_ready(positions, last)
 
     def add_ready(self, positions: list[int], last: bool) -> list[tuple[int, int]]:
         blocks = self.owner.computed_blocks(positions)
-        self.do(self.owner, self.owner.machine.add_ready, ID, blocks, last, 42 if last else None)
+        self.do(self.owner, self.owner.machine.owner.add_ready, ID, blocks, last, 42 if last else None)
         return blocks
 
-    def reserve_pull(self, binds: bool = False) -> None:
+    def reserve_pull(self) -> None:
         machine = self.puller.machine
-        self.act(self.puller, machine.reserve_pull(ID, self.owner.address, self.now(self.puller), binds))
+        self.act(self.puller, machine.reserve_pull(ID, self.owner.address, self.now(self.puller)))
 
-    def pull(self, positions: list[int], binds: bool = False) -> dict[int, int]:
-        self.reserve_pull(binds)
+    def pull(self, positions: list[int]) -> dict[int, int]:
+        self.reserve_pull()
         return self.start_pull(positions)
 
     def start_pull(self, positions: list[int]) -> dict[int, int]:
         targets = self.puller.targets(positions)
-        self.do(self.puller, self.puller.machine.start_pull, ID, targets)
+        self.do(self.puller, self.puller.machine.puller.start, ID, targets)
         self.add_targets(targets)
         return targets
 
     def add_targets(self, targets: dict[int, int]) -> None:
-        self.do(self.puller, self.puller.machine.add_targets, ID, targets)
+        self.do(self.puller, self.puller.machine.puller.add_targets, ID, targets)
 
     def cancel_pull(self) -> None:
-        self.do(self.puller, self.puller.machine.cancel_pull, ID, AbortReason.CANCELLED)
+        self.do(self.puller, self.puller.machine.puller.cancel, ID, AbortReason.CANCELLED)
 
     def abort_offer(self) -> None:
-        self.act(self.owner, self.owner.machine.abort_offer(ID, AbortReason.PREFILL_FAILED))
+        self.act(self.owner, self.owner.machine.owner.abort(ID, AbortReason.PREFILL_FAILED))
 
     def deliver(self, mail: Mail) -> None:
         self.event(self.sides[mail.receiver], MessageReceived(mail.sender, mail.message))

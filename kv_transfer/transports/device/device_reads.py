@@ -1,4 +1,4 @@
-"""The interface of a way to read from peers, of which a DeviceTransport has several."""
+"""The interface of a way to read from peers. A DeviceTransport has one for each path."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Protocol
 
 from core.handoff import AgentAddress
 from kv_transfer.protocol.plan import Runs
-from kv_transfer.transports.transport import ReadBroken, ReadDone
-
-ReadEnd = ReadDone | ReadBroken
+from kv_transfer.transports.transport import ReadEnd
 
 
 class DeviceReads(Protocol):
@@ -20,10 +18,10 @@ class DeviceReads(Protocol):
         """Reads from the peer break."""
 
     def start(self, handle: int, peer: str, runs: Runs) -> None:
-        """The runs lie in both pools, and the peer is connected."""
+        """Start a read. The peer is connected, and the caller has checked the runs (`check_runs`)."""
 
     def start_blocks(self, handle: int, peer: str, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
-        """`start`, of whole blocks that are equally large in both pools."""
+        """`start` for whole blocks, equally large in both pools."""
 
     def try_complete(self, handle: int) -> bool: ...
 

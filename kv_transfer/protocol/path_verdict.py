@@ -1,0 +1,44 @@
+"""The lane of a path, the speed that its hardware promises, and the verdict on a measured path.
+
+The expected speed follows from the `Location` of both agents: on one machine the speed of a copy in memory, between
+machines the speed of the slower link.
+"""
+
+from __future__ import annotations
+
+from core.handoff import Location
+from core.paths import Lane, PathState, PathStatus
+
+
+def lane_of(seen: Lane, ours: Location, theirs: Location) -> Lane:
+    """The lane of a path. `seen` is what the transport names, or TCP or RDMA if a network device counted the bytes,
+    else UNKNOWN.
+
+    Bytes between two agents of one machine that no device counted moved through memory.
+    """
+    if seen is not Lane.UNKNOWN or ours.machine != theirs.machine:
+        return seen
+    return Lane.CUDA_IPC if ours.on_gpu and theirs.on_gpu else Lane.SHARED_MEMORY
+
+
+def expected_bytes_per_s(ours: Location, theirs: Location, configured: float) -> float:
+    """`configured` if it is not 0, else the speed of the hardware; 0 = not known."""
+    if configured:
+        return configured
+    if ours.machine == theirs.machine:
+        if (ours.on_gpu or theirs.on_gpu) and not (ours.gpu and ours.gpu == theirs.gpu):
+            return 0.0  # NVLink or PCIe, of an unknown generation
+        return min(ours.memory_bytes_per_s, theirs.memory_bytes_per_s)
+    return min(ours.link_bytes_per_s, theirs.link_bytes_per_s)
+
+
+def judge(status: PathStatus, ours: Location, theirs: Location, slow_share: float) -> PathState:
+    """The state of a measured path: FINE, SLOW or FALLBACK."""
+    on_one_machine, between_gpus = ours.machine == theirs.machine, ours.on_gpu and theirs.on_gpu
+    if status.lane is Lane.TCP and (on_one_machine or between_gpus):
+        return PathState.FALLBACK
+    if status.lane is Lane.STAGED and on_one_machine and between_gpus:
+        return PathState.FALLBACK
+    if status.bytes_per_s and status.bytes_per_s < slow_share * status.expected_bytes_per_s:
+        return PathState.SLOW
+    return PathState.FINE
