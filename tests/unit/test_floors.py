@@ -51,8 +51,8 @@ def small_house(root: Path) -> None:
     for package in [*PACKAGES, "kv_transfer/transports", "engine/cpu", "engine/gpu"]:
         (root / package).mkdir()
         (root / package / "__init__.py").touch()
-    for name in ("api", "client", "credentials", "errors", "prompts", "results", "retries", "streams", "tracing"):
-        (root / "tandem_client" / f"{name}.py").touch()
+    for module in (ROOT / "tandem_client").glob("*.py"):
+        (root / "tandem_client" / module.name).touch()
     (root / "engine/backend.py").write_text("import engine.cpu\n")
     (root / "engine/factory.py").write_text("import engine.gpu\n")
     shutil.copy(ROOT / "pyproject.toml", root)

@@ -33,12 +33,9 @@ class Hands:
     def now(self) -> float:
         return self.time
 
-    def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.time += seconds
-
-    async def sleep_async(self, seconds: float) -> None:
-        self.sleep(seconds)
 
     def draw(self) -> float:
         return self.chance
