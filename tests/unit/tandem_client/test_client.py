@@ -16,8 +16,9 @@ import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull
 from runtime.rpc.grpc_server import abort
-from tandem_client import AsyncClient, CallFailed, Client, GenerateRequest
+from tandem_client import AsyncClient, CallFailed, Client
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs.inference_pb2 import GenerateRequest
 
 ROOT = Path(__file__).parents[3]
 NOBODY = "127.0.0.1:9"
@@ -133,9 +134,9 @@ def test_a_program_with_a_package_named_protos_can_import_the_client(tmp_path: P
     (tmp_path / "protos/__init__.py").write_text("mine = True\n")
     program = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "import protos, tandem_client\n"
+        "import protos, tandem_client.prompts\n"
         "assert protos.mine\n"
-        "print(tandem_client.GenerateRequest(text='hello').text)\n"
+        "print(tandem_client.prompts.build_request('hello', {}).text)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("hello\n", "")

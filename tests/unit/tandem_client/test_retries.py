@@ -14,9 +14,10 @@ import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull, TandemError
 from runtime.rpc.grpc_server import abort
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, GenerateRequest, RetryPolicy
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, RetryPolicy
 from tandem_client.retries import HINT_SPREAD
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tandem_client.stubs.inference_pb2 import GenerateRequest
 
 DEFAULT = RetryPolicy()
 RETRYABLE = CallFailed(grpc.StatusCode.UNAVAILABLE, "gone", retryable=True)
