@@ -27,8 +27,9 @@ from simulator.calibration import (
 from simulator.cost_model import RDMA_400G, LinkCost
 from simulator.costs import Costs, write_costs
 from simulator.replay_config import ReplayConfig
-from tandem_client import AsyncClient, GetFleetResponse
+from tandem_client import AsyncClient
 from tandem_client.stubs import worker_pb2
+from tandem_client.stubs.cluster_pb2 import GetFleetResponse
 
 LIGHT_LOAD = 0.3  # of the busier pool, while requests are measured
 DEFAULT_STEP_TOKENS = 8192  # of a GPU that is known from public points only

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import grpc
 
@@ -47,15 +49,15 @@ class Credentials:
             own.append((AUTHORIZATION, f"Bearer {self.api_key}"))
         return [*given, *own]
 
-    def for_channel(self) -> grpc.ChannelCredentials | None:
-        """None: the channel has no TLS."""
+    def open_channel(self, library: ModuleType, address: str) -> Any:
+        """A channel of `library`, which is `grpc` or `grpc.aio`. With no certificate it has no TLS."""
+        options: list[tuple[str, int | str]] = list(CHANNEL_OPTIONS)
+        if self.server_name:
+            options.append(("grpc.ssl_target_name_override", self.server_name))
         if not self.cert and not self.ca:
-            return None
-        return grpc.ssl_channel_credentials(self.ca or None, self.key or None, self.cert or None)
-
-    def options(self) -> list[tuple[str, int | str]]:
-        names = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
-        return [*CHANNEL_OPTIONS, *names]
+            return library.insecure_channel(address, options=options)
+        tls = grpc.ssl_channel_credentials(self.ca or None, self.key or None, self.cert or None)
+        return library.secure_channel(address, tls, options=options)
 
 
 OPEN = Credentials()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import cast
 
 import grpc
@@ -33,36 +33,17 @@ def call_failed(error: grpc.RpcError, address: str, timeout_s: float, streaming:
     """The `CallFailed` behind a gRPC error. `streaming`: the router had answered part of the call."""
     code, details = error.code(), error.details() or ""
     trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
-    if RETRYABLE_KEY in trailers:
-        return failure_of(code, details, trailers)
-    return _without_answer(code, details, address, timeout_s, streaming)
-
-
-def failure_of(code: grpc.StatusCode, message: str, trailers: Mapping[str, str]) -> CallFailed:
-    """The refusal or failure that a router reports."""
+    if RETRYABLE_KEY not in trailers:  # gRPC made the status, not a router
+        message, retryable = _explained(code, details, address, timeout_s, streaming)
+        return CallFailed(code, message, retryable=retryable)
     retry_after_ms = trailers.get(RETRY_AFTER_KEY)
     return CallFailed(
         code,
-        message or code.name,
+        details or code.name,
         trailers.get(FIELD_KEY, ""),
-        trailers.get(RETRYABLE_KEY) == "true",
+        trailers[RETRYABLE_KEY] == "true",
         float(retry_after_ms) / 1e3 if retry_after_ms is not None else None,
     )
-
-
-def deadline_exceeded(address: str, timeout_s: float) -> CallFailed:
-    return _without_answer(grpc.StatusCode.DEADLINE_EXCEEDED, "", address, timeout_s, streaming=False)
-
-
-def went_away(address: str) -> CallFailed:
-    """A router died, or ended the stream of a call that it had begun to answer."""
-    return _without_answer(grpc.StatusCode.UNAVAILABLE, "", address, timeout_s=0.0, streaming=True)
-
-
-def _without_answer(code: grpc.StatusCode, details: str, address: str, timeout_s: float, streaming: bool) -> CallFailed:
-    """For a status that gRPC made, not a router."""
-    message, retryable = _explained(code, details, address, timeout_s, streaming)
-    return CallFailed(code, message, retryable=retryable)
 
 
 def _explained(

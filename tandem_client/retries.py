@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -55,9 +55,8 @@ class Clock(Protocol):
     def now(self) -> float:
         """Seconds, never going back."""
 
-    def sleep(self, seconds: float) -> None: ...
-
-    async def sleep_async(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """The clock of a `Client` blocks here and never suspends."""
 
     def draw(self) -> float:
         """A random number in [0, 1)."""
@@ -67,10 +66,7 @@ class SystemClock:
     def now(self) -> float:
         return time.monotonic()
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    async def sleep_async(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     def draw(self) -> float:
@@ -106,42 +102,16 @@ class Retrying:
     def __init__(self, policy: RetryPolicy, clock: Clock = SYSTEM_CLOCK) -> None:
         self._policy, self._clock = policy, clock
 
-    def answer(self, attempt: Callable[[float], T], timeout_s: float) -> T:
-        attempts = _Attempts(self._policy, self._clock, timeout_s)
-        while True:
-            try:
-                return attempt(attempts.left_s)
-            except CallFailed as error:
-                pause_s = attempts.pause_after(error)
-            self._clock.sleep(pause_s)
-
-    async def answer_async(self, attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
+    async def answer(self, attempt: Callable[[float], Awaitable[T]], timeout_s: float) -> T:
         attempts = _Attempts(self._policy, self._clock, timeout_s)
         while True:
             try:
                 return await attempt(attempts.left_s)
             except CallFailed as error:
                 pause_s = attempts.pause_after(error)
-            await self._clock.sleep_async(pause_s)
+            await self._clock.sleep(pause_s)
 
-    def stream(
-        self, attempt: Callable[[float], Generator[T, None, None]], timeout_s: float
-    ) -> Generator[T, None, None]:
-        attempts = _Attempts(self._policy, self._clock, timeout_s)
-        while True:
-            streaming = False
-            try:
-                for response in attempt(attempts.left_s):
-                    streaming = True
-                    yield response
-                return
-            except CallFailed as error:
-                if streaming:
-                    raise
-                pause_s = attempts.pause_after(error)
-            self._clock.sleep(pause_s)
-
-    async def stream_async(
+    async def stream(
         self, attempt: Callable[[float], AsyncGenerator[T, None]], timeout_s: float
     ) -> AsyncGenerator[T, None]:
         attempts = _Attempts(self._policy, self._clock, timeout_s)
@@ -157,4 +127,4 @@ class Retrying:
                 if streaming:
                     raise
                 pause_s = attempts.pause_after(error)
-            await self._clock.sleep_async(pause_s)
+            await self._clock.sleep(pause_s)

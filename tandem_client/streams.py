@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 
+from tandem_client.blocking import finish
 from tandem_client.results import Collector, Completion, Piece
 from tandem_client.stubs import inference_pb2
 
 
-class Stream:
-    """`for piece in stream`. Leave it early by `close()`, or use it in `with`: the request ends on every worker."""
-
-    def __init__(self, responses: Generator[inference_pb2.GenerateResponse, None, None]) -> None:
-        self._responses = responses
-        self._collector = Collector()
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Piece:
-        """Raises `CallFailed`."""
-        for response in self._responses:
-            piece = self._collector.take(response)
-            if piece is not None:
-                return piece
-        raise StopIteration
-
-    @property
-    def result(self) -> Completion:
-        return _ended(self._collector)
-
-    def close(self) -> None:
-        self._responses.close()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 class AsyncStream:
-    """`async for piece in stream`. Leave it early by `await aclose()`, or use it in `async with`."""
+    """`async for piece in stream`. Leave it early by `await aclose()`, or use it in `async with`: the request then ends
+    on all workers."""
 
     def __init__(self, responses: AsyncGenerator[inference_pb2.GenerateResponse, None]) -> None:
         self._responses = responses
@@ -63,7 +31,10 @@ class AsyncStream:
 
     @property
     def result(self) -> Completion:
-        return _ended(self._collector)
+        """Raises `ValueError` before the last piece."""
+        if self._collector.completion is None:
+            raise ValueError("the answer has not ended: read all pieces first")
+        return self._collector.completion
 
     async def aclose(self) -> None:
         await self._responses.aclose()
@@ -77,7 +48,34 @@ class AsyncStream:
         await self.aclose()
 
 
-def _ended(collector: Collector) -> Completion:
-    if collector.completion is None:
-        raise ValueError("the answer has not ended: read all pieces first")
-    return collector.completion
+class Stream:
+    """`for piece in stream`. Leave it early by `close()`, or use it in `with`: the request then ends on all workers."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        """Raises `CallFailed`."""
+        try:
+            return finish(self._stream.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    @property
+    def result(self) -> Completion:
+        """Raises `ValueError` before the last piece."""
+        return self._stream.result
+
+    def close(self) -> None:
+        finish(self._stream.aclose())
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -64,7 +64,8 @@ class HttpStream:
 def receive_all(streams: list[HttpStream], probe: list[Connection], seconds: float) -> None:
     """Receive on all streams and on the probe for `seconds`."""
     selector = selectors.DefaultSelector()
-    for reader in (*streams, *probe):
+    readers: list[HttpStream | Connection] = [*streams, *probe]
+    for reader in readers:
         selector.register(reader.socket, selectors.EVENT_READ, reader)
     end = time.monotonic() + seconds
     try:
@@ -101,7 +102,8 @@ def http_ages(
     receive_all(streams, probe, seconds / 2)
     arrivals.times.clear()
     receive_all(streams, probe, seconds)
-    for reader in (*streams, *stalled, *probe):
+    readers: list[HttpStream | Connection] = [*streams, *stalled, *probe]
+    for reader in readers:
         reader.close()
     return ages_of(arrivals.times, counter)
 
@@ -134,10 +136,11 @@ def first_tokens_s(
     streams = [HttpStream(port, model, load.ENDLESS, arrivals) for _ in range(num_streams)]
     counter = Counter(load.tokens_of_response)
     direct = Connection(router, counter.take)
+    readers: list[HttpStream | Connection] = [*streams, direct]
     receive_all(streams, [direct], WARM_UP_S)
     found: dict[bool, list[float]] = {True: [], False: []}
     with contextlib.closing(selectors.DefaultSelector()) as selector:
-        for reader in (*streams, direct):
+        for reader in readers:
             selector.register(reader.socket, selectors.EVENT_READ, reader)
         for _ in range(num_requests):
             for through in found:
@@ -159,6 +162,6 @@ def first_tokens_s(
                 while not through and not direct.ended:
                     direct.receive()
                 direct.ended.clear()
-    for reader in (*streams, direct):
+    for reader in readers:
         reader.close()
     return statistics.median(found[True]), statistics.median(found[False])

@@ -16,9 +16,10 @@ import grpc.aio
 import pytest
 
 from runtime.rpc import grpc_server
-from tandem_client import AsyncClient, CallFailed, GenerateRequest, StopConditions
+from tandem_client import AsyncClient, CallFailed
 from tandem_client.credentials import CHANNEL_OPTIONS
 from tandem_client.stubs import cluster_pb2, inference_pb2_grpc
+from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions
 from tests.support.deployment import Deployment, another_router, deploy, machine_of, transfers
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.steps import slow_down

@@ -18,7 +18,8 @@ from tests.support.waiting import until
 
 CLIENT = """
 import sys
-from tandem_client import Client, GenerateRequest, StopConditions, TokenIds
+from tandem_client import Client
+from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions, TokenIds
 
 request = GenerateRequest(token_ids=TokenIds(ids=range(1, 71)), stop=StopConditions(max_tokens=1000, ignore_eos=True))
 with Client(sys.argv[1]) as client:

@@ -17,7 +17,8 @@ import pytest_asyncio
 from cli import compose
 from core.handoff import PullerState
 from kv_transfer.transports.memory_transport import MemoryFabric
-from tandem_client import AsyncClient, CallFailed, GenerateRequest, SamplingParams, StopConditions, TokenIds
+from tandem_client import AsyncClient, CallFailed
+from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.deployment import Deployment, busy_blocks, deploy, machine_of, transfers
 from tests.support.faults import LEASE_S, Stream, expected, fault_config, prompt_of, serves_on
 from tests.support.ports import kept_port

@@ -17,8 +17,9 @@ import pytest
 import pytest_asyncio
 
 from cli.credentials import client_of, find_credentials
-from tandem_client import AsyncClient, CallFailed, GenerateRequest, SamplingParams, StopConditions, TokenIds
+from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import worker_pb2
+from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions, TokenIds
 from tests.support.command import PATIENCE_S, Served, serving, tandem
 from tests.support.faults import Prompt, expected, prompt_of
 

@@ -16,15 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core.config import ApiKeyConfig, SecurityConfig, TelemetryConfig
 from runtime.rpc.api_keys import hash_of
-from tandem_client import (
-    NO_RETRY,
-    AsyncClient,
-    CallFailed,
-    Credentials,
-    GenerateRequest,
-    SamplingParams,
-    StopConditions,
-)
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
+from tandem_client.stubs.inference_pb2 import GenerateRequest, SamplingParams, StopConditions
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.waiting import until
 

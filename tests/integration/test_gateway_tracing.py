@@ -12,7 +12,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from core.config import TelemetryConfig
 from gateway.fleets import Fleets
-from tandem_client import AsyncClient, GenerateRequest, StopConditions
+from tandem_client import AsyncClient
+from tandem_client.stubs.inference_pb2 import GenerateRequest, StopConditions
 from tests.support.deployment import deploy, tiny_config
 from tests.support.gateway import serving_gateway
 

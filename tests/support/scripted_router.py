@@ -16,7 +16,22 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from core.errors import TandemError
+from runtime.rpc.grpc_server import abort
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+
+# An error of a router, or a status with its trailers.
+Failure = TandemError | tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
+
+
+async def fail(context: Any, failures: list[Failure]) -> None:
+    """End the call by the first of `failures`, if there is one."""
+    if not failures:
+        return
+    failure = failures.pop(0)
+    if isinstance(failure, TandemError):
+        await abort(context, failure)
+    await context.abort(*failure)
 
 
 @dataclass
@@ -25,16 +40,15 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
     address: str = ""
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)  # of each Generate call
-    failures: list[tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)  # each ends one call before its texts
+    late_failures: list[Failure] = field(default_factory=list)  # each ends one call after its texts
     num_cancelled: int = 0
     hold: asyncio.Event | None = None  # if set, calls wait for it after the texts
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        if self.failures:
-            code, message, trailers = self.failures.pop(0)
-            await context.abort(code, message, trailers)
+        await fail(context, self.failures)
         try:
             for index, text in enumerate(self.texts):
                 for choice in range(request.n or 1):
@@ -42,9 +56,10 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
                     yield inference_pb2.GenerateResponse(tokens=chunk)
             if self.hold is not None:
                 await self.hold.wait()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit if the call ends during a write
             self.num_cancelled += 1
             raise
+        await fail(context, self.late_failures)
         for choice in range(request.n or 1):
             usage = inference_pb2.Usage(prompt_tokens=7, completion_tokens=len(self.texts), cached_tokens=3)
             promise = inference_pb2.Promise(ttft_ms=12.5, tpot_ms=3.0, path=inference_pb2.REQUEST_PATH_DISAGGREGATED)
@@ -60,7 +75,8 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
             )
             yield inference_pb2.GenerateResponse(finished=finished)
 
-    async def GetModel(self, _: Any, __: Any) -> inference_pb2.GetModelResponse:
+    async def GetModel(self, _: Any, context: Any) -> inference_pb2.GetModelResponse:
+        await fail(context, self.failures)
         return inference_pb2.GetModelResponse(
             name="scripted", vocab_size=1000, context_length=4096, eos_token_ids=[2], has_chat_template=True,
             tool_format="hermes", can_decode=True,

@@ -12,7 +12,7 @@ from core.config import ModelConfig, ModelRuleConfig
 from core.errors import WorkerUnavailable
 from gateway import fleets as fleets_module
 from gateway.fleets import Fleets, ModelUnknown
-from tandem_client import GetModelResponse
+from tandem_client.stubs.inference_pb2 import GetModelResponse
 from tests.support.waiting import until
 
 MODELS = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router="away:2", aliases=("heavy",)))

@@ -13,8 +13,7 @@ from gateway.formats.completion import CompletionAnswer, CompletionChunks
 from gateway.formats.outputs import AnswerHead, CompletionLogprobs, chat_logprobs, token_text
 from gateway.formats.responses import ResponseAnswer, ResponseEvents
 from gateway.formats.usage import UsageSum
-from tandem_client import Finished, FinishReason
-from tandem_client.stubs.inference_pb2 import Logprob, TokenChunk, TokenLogprobs, Usage
+from tandem_client.stubs.inference_pb2 import Finished, FinishReason, Logprob, TokenChunk, TokenLogprobs, Usage
 
 HEAD = AnswerHead("id-1", 'a "model"', 123, frozenset({2}), ("END",))
 TEXTS = ["Grüße \u2028", '"quoted" \\ \n', "\x00", ""]

@@ -1,4 +1,4 @@
-"""Both clients answer, and make every failure one `CallFailed` that says what to do."""
+"""A call ends with its answer or with one `CallFailed` that says what to do."""
 
 from __future__ import annotations
 
@@ -7,125 +7,102 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 import pytest_asyncio
 
 from core.errors import InvalidRequest, QueueFull
-from runtime.rpc.grpc_server import abort
-from tandem_client import AsyncClient, CallFailed, Client, GenerateRequest
-from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, Credentials
+from tests.support.scripted_router import ScriptedRouter, scripted_router
 
 ROOT = Path(__file__).parents[3]
 NOBODY = "127.0.0.1:9"
 
 
-class Router(inference_pb2_grpc.InferenceServicer):
-    """Echoes the prompt in two messages; some prompts make it fail."""
-
-    async def Generate(self, request: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        if request.text == "no words":
-            await abort(context, InvalidRequest("text", "is empty"))
-        if request.text == "too many":
-            await abort(context, QueueFull("the queue is full", retry_after_s=2.5))
-        await context.write(inference_pb2.GenerateResponse(tokens=inference_pb2.TokenChunk(text=request.text)))
-        if request.text == "vanish":
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as gRPC itself: no trailers
-        await context.write(inference_pb2.GenerateResponse(finished=inference_pb2.Finished()))
-
-    async def GetModel(self, _: Any, __: Any) -> inference_pb2.GetModelResponse:
-        return inference_pb2.GetModelResponse(name="echo")
-
-
 @pytest_asyncio.fixture
-async def address() -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(Router(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(0)
+async def router() -> AsyncIterator[ScriptedRouter]:
+    async with scripted_router(["a", "bc"]) as router:
+        yield router
 
 
-class Asker:
-    """The same questions to either client."""
-
-    def __init__(self, kind: str, address: str) -> None:
-        self._kind, self._address = kind, address
-
-    async def ask(self, text: str) -> tuple[str, bool]:
-        """(text, whether the last message came). Raises what the client raises."""
-        request = GenerateRequest(text=text)
-        if self._kind == "sync":
-            return await asyncio.to_thread(self._ask_in_a_thread, request)
-        async with AsyncClient(self._address) as client:
-            responses = [response async for response in client.generate(request, timeout_s=10.0)]
-        return "".join(r.tokens.text for r in responses), responses[-1].HasField("finished")
-
-    def _ask_in_a_thread(self, request: GenerateRequest) -> tuple[str, bool]:
-        with Client(self._address) as client:
-            responses = list(client.generate(request, timeout_s=10.0))
-        return "".join(r.tokens.text for r in responses), responses[-1].HasField("finished")
-
-    async def model(self) -> str:
-        if self._kind == "sync":
-            with Client(self._address) as client:
-                return (await asyncio.to_thread(client.model)).name
-        async with AsyncClient(self._address) as client:
-            return (await client.model()).name
+async def ask(address: str) -> str:
+    async with AsyncClient(address, retry=NO_RETRY) as client:
+        return (await client.complete("hello", timeout_s=10.0)).text
 
 
-@pytest.fixture(params=["sync", "async"])
-def asker(request: pytest.FixtureRequest, address: str) -> Asker:
-    return Asker(request.param, address)
+async def test_a_stream_gives_pieces_and_then_its_result(router: ScriptedRouter) -> None:
+    async with AsyncClient(router.address) as client:
+        stream = client.stream("hello")
+        with pytest.raises(ValueError, match="has not ended"):
+            _ = stream.result
+        assert [piece.text async for piece in stream] == ["a", "bc"]
+        assert stream.result.text == "abc"
+    assert router.requests[0].text == "hello"
 
 
-async def test_an_answer_streams_to_its_last_message(asker: Asker) -> None:
-    assert await asker.ask("hello") == ("hello", True)
-    assert await asker.model() == "echo"
+async def test_leaving_a_stream_early_cancels_the_request(router: ScriptedRouter) -> None:
+    router.hold = asyncio.Event()
+    async with AsyncClient(router.address) as client, asyncio.timeout(10.0):
+        async with client.stream("hello") as stream:
+            assert (await anext(stream)).text == "a"
+        while not router.num_cancelled:
+            await asyncio.sleep(0.01)
 
 
-async def test_a_refusal_names_the_field_and_is_not_retryable(asker: Asker) -> None:
+async def test_a_refusal_names_the_field_and_is_not_retryable(router: ScriptedRouter) -> None:
+    router.failures = [InvalidRequest("text", "is empty")]
     with pytest.raises(CallFailed, match="text: is empty") as failed:
-        await asker.ask("no words")
+        await ask(router.address)
     assert failed.value.code is grpc.StatusCode.INVALID_ARGUMENT
     assert (failed.value.field, failed.value.retryable, failed.value.retry_after_s) == ("text", False, None)
 
 
-async def test_a_full_queue_says_when_to_come_back(asker: Asker) -> None:
+async def test_a_full_queue_says_when_to_come_back(router: ScriptedRouter) -> None:
+    router.failures = [QueueFull("the queue is full", retry_after_s=2.5)]
     with pytest.raises(CallFailed, match="the queue is full") as failed:
-        await asker.ask("too many")
+        await ask(router.address)
     assert (failed.value.retryable, failed.value.retry_after_s) == (True, 2.5)
 
 
-async def test_a_router_that_goes_away_in_the_middle_is_told_from_one_that_was_never_there(asker: Asker) -> None:
+async def test_a_router_that_goes_away_in_the_middle_is_told_from_one_that_was_never_there(
+    router: ScriptedRouter,
+) -> None:
+    router.late_failures = [(grpc.StatusCode.UNAVAILABLE, "Socket closed", ())]  # as gRPC itself: no trailers
     with pytest.raises(CallFailed, match="went away in the middle of the answer; send the request again") as failed:
-        await asker.ask("vanish")
+        await ask(router.address)
     assert failed.value.retryable
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
-async def test_an_address_where_nobody_listens_says_how_to_start_a_router(kind: str) -> None:
+async def test_an_address_where_nobody_listens_says_how_to_start_a_router() -> None:
     with pytest.raises(CallFailed, match=f"no router at {NOBODY}; start one with `tandem serve`"):
-        await Asker(kind, NOBODY).ask("hello")
+        await ask(NOBODY)
 
 
 @pytest.mark.parametrize("target", ["ipv4:{nobody},{router}", "ipv4:{router},{nobody}", "dns:///{router}"])
-@pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_an_address_that_lists_several_routers_reaches_the_one_that_serves(
-    kind: str, target: str, address: str
+    target: str, router: ScriptedRouter
 ) -> None:
-    assert await Asker(kind, target.format(nobody=NOBODY, router=address)).ask("hello") == ("hello", True)
+    assert await ask(target.format(nobody=NOBODY, router=router.address)) == "abc"
 
 
-@pytest.mark.parametrize("client", [Client, AsyncClient])
 @pytest.mark.parametrize("address", ["", "foo", "foo:", ":50051", "host:port"])
-def test_an_address_without_host_or_port_is_refused_as_such(client: type[Client | AsyncClient], address: str) -> None:
+def test_an_address_without_host_or_port_is_refused_as_such(address: str) -> None:
     with pytest.raises(CallFailed, match=r"^router: must be host:port, is "):
-        client(address)
+        AsyncClient(address)
+
+
+async def test_the_key_of_the_credentials_goes_with_every_call_that_has_no_key_of_its_own(
+    router: ScriptedRouter,
+) -> None:
+    credentials = Credentials(token="the-token-of-the-cluster", api_key="tk-1")
+    async with AsyncClient(router.address, credentials) as client:
+        await client.complete("hello")
+        await client.complete("hello", metadata=[("authorization", "Bearer tk-2"), ("x-name", "value")])
+    assert [headers["authorization"] for headers in router.metadata] == ["Bearer tk-1", "Bearer tk-2"]
+    assert router.metadata[1]["x-name"] == "value"
+    assert all("tandem-cluster-token" not in headers for headers in router.metadata)
+    assert "tk-1" not in repr(credentials)
 
 
 def test_a_program_with_a_package_named_protos_can_import_the_client(tmp_path: Path) -> None:
@@ -133,9 +110,9 @@ def test_a_program_with_a_package_named_protos_can_import_the_client(tmp_path: P
     (tmp_path / "protos/__init__.py").write_text("mine = True\n")
     program = (
         f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-        "import protos, tandem_client\n"
-        "assert protos.mine\n"
-        "print(tandem_client.GenerateRequest(text='hello').text)\n"
+        "import protos\n"
+        "from tandem_client import AsyncClient, Client\n"
+        "print(protos.mine)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("hello\n", "")
+    assert (done.stdout, done.stderr) == ("True\n", "")

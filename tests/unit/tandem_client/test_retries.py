@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 import pytest_asyncio
 
-from core.errors import InvalidRequest, QueueFull, TandemError
-from runtime.rpc.grpc_server import abort
-from tandem_client import NO_RETRY, AsyncClient, CallFailed, Client, GenerateRequest, RetryPolicy
+from core.errors import InvalidRequest, QueueFull
+from tandem_client import NO_RETRY, AsyncClient, CallFailed, RetryPolicy
 from tandem_client.retries import HINT_SPREAD
-from tandem_client.stubs import inference_pb2, inference_pb2_grpc
+from tests.support.scripted_router import ScriptedRouter, scripted_router
 
 DEFAULT = RetryPolicy()
 RETRYABLE = CallFailed(grpc.StatusCode.UNAVAILABLE, "gone", retryable=True)
 
 
 @dataclass
-class Hands:
+class FakeClock:
     """A clock that a sleep moves, and a die that always shows `chance`."""
 
     chance: float = 0.0
@@ -33,132 +30,67 @@ class Hands:
     def now(self) -> float:
         return self.time
 
-    def sleep(self, seconds: float) -> None:
+    async def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.time += seconds
-
-    async def sleep_async(self, seconds: float) -> None:
-        self.sleep(seconds)
 
     def draw(self) -> float:
         return self.chance
 
 
-@dataclass
-class Flaky(inference_pb2_grpc.InferenceServicer):
-    """Fails with each of `errors` in turn, then answers. An error in `late` comes after the first token."""
-
-    errors: list[TandemError] = field(default_factory=list)
-    late: bool = False
-    num_calls: int = 0
-    keys: list[str] = field(default_factory=list)
-
-    async def Generate(self, request: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self.num_calls += 1
-        self.keys += [str(value) for name, value in context.invocation_metadata() or () if name == "authorization"]
-        if self.errors and not self.late:
-            await abort(context, self.errors.pop(0))
-        token = inference_pb2.TokenChunk(text=request.text, token_ids=[7])
-        await context.write(inference_pb2.GenerateResponse(tokens=token))
-        if self.errors:
-            await abort(context, self.errors.pop(0))
-        finished = inference_pb2.Finished(finish_reason=inference_pb2.FINISH_REASON_STOP)
-        await context.write(inference_pb2.GenerateResponse(finished=finished))
-
-    async def GetModel(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> inference_pb2.GetModelResponse:
-        self.num_calls += 1
-        if self.errors:
-            await abort(context, self.errors.pop(0))
-        return inference_pb2.GetModelResponse(name="flaky")
-
-
-@pytest.fixture
-def router() -> Flaky:
-    return Flaky()
-
-
 @pytest_asyncio.fixture
-async def address(router: Flaky) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(0)
+async def router() -> AsyncIterator[ScriptedRouter]:
+    async with scripted_router(["hello"]) as router:
+        yield router
 
 
-Ask = Callable[..., Any]
+async def ask(router: ScriptedRouter, policy: RetryPolicy = DEFAULT) -> tuple[CallFailed | str, list[float], int]:
+    """(the text or the failure of one completion, the pauses, the number of attempts)."""
+    clock = FakeClock()
+    router.requests.clear()
+    async with AsyncClient(router.address, retry=policy, clock=clock) as client:
+        try:
+            found: CallFailed | str = (await client.complete("hello", timeout_s=20.0)).text
+        except CallFailed as error:
+            found = error
+    return found, clock.slept, len(router.requests)
 
 
-@pytest.fixture(params=["sync", "async"])
-def ask(request: pytest.FixtureRequest, address: str) -> Ask:
-    """`await ask(hands, policy)`: the text of one completion, by either client."""
-
-    async def answer(hands: Hands, policy: RetryPolicy = DEFAULT, timeout_s: float = 20.0) -> str:
-        if request.param == "sync":
-
-            def blocking() -> str:
-                with Client(address, retry=policy, clock=hands) as client:
-                    return client.complete("hello", timeout_s=timeout_s).text
-
-            return await asyncio.to_thread(blocking)
-        async with AsyncClient(address, retry=policy, clock=hands) as client:
-            return (await client.complete("hello", timeout_s=timeout_s)).text
-
-    return answer
+async def test_a_retryable_failure_is_tried_again_until_it_answers(router: ScriptedRouter) -> None:
+    router.failures = [QueueFull("full", retry_after_s=0.5), QueueFull("full", retry_after_s=3.0)]
+    assert await ask(router) == ("hello", [0.5, 3.0], 3)
 
 
-async def test_a_retryable_failure_is_tried_again_until_it_answers(ask: Ask, router: Flaky) -> None:
-    router.errors = [QueueFull("full", retry_after_s=0.5), QueueFull("full", retry_after_s=3.0)]
-    hands = Hands()
-    assert await ask(hands) == "hello"
-    assert (hands.slept, router.num_calls) == ([0.5, 3.0], 3)
+async def test_calls_that_stream_nothing_are_tried_again_too(router: ScriptedRouter) -> None:
+    router.failures, clock = [QueueFull("full")], FakeClock()
+    async with AsyncClient(router.address, clock=clock) as client:
+        assert (await client.model()).name == "scripted"
+    assert clock.slept == [1.0]
 
 
-async def test_a_fault_of_the_caller_is_not_tried_again(ask: Ask, router: Flaky) -> None:
-    router.errors = [InvalidRequest("text", "is empty")]
-    hands = Hands()
-    with pytest.raises(CallFailed, match="text: is empty"):
-        await ask(hands)
-    assert (hands.slept, router.num_calls) == ([], 1)
+@pytest.mark.parametrize(
+    ("failures", "late_failures"),
+    [
+        pytest.param([InvalidRequest("text", "is empty")], [], id="a fault of the caller"),
+        pytest.param([QueueFull("full", retry_after_s=30.0)], [], id="a hint beyond the deadline"),
+        pytest.param([], [QueueFull("full")], id="after the first token"),
+    ],
+)
+async def test_other_failures_end_the_call_at_once(
+    failures: list[Any], late_failures: list[Any], router: ScriptedRouter
+) -> None:
+    router.failures, router.late_failures = failures, late_failures
+    found, pauses, num_attempts = await ask(router)
+    assert isinstance(found, CallFailed)
+    assert (pauses, num_attempts) == ([], 1)
 
 
-async def test_nothing_is_tried_again_after_the_first_token(ask: Ask, router: Flaky) -> None:
-    router.errors, router.late = [QueueFull("the worker is gone")], True
-    hands = Hands()
-    with pytest.raises(CallFailed, match="the worker is gone"):
-        await ask(hands)
-    assert (hands.slept, router.num_calls) == ([], 1)
-
-
-async def test_a_hint_beyond_the_deadline_ends_the_call_at_once(ask: Ask, router: Flaky) -> None:
-    router.errors = [QueueFull("full", retry_after_s=30.0)]
-    hands = Hands()
-    with pytest.raises(CallFailed, match="full"):
-        await ask(hands, timeout_s=20.0)
-    assert (hands.slept, router.num_calls) == ([], 1)
-
-
-async def test_attempts_end_at_their_limit(ask: Ask, router: Flaky) -> None:
-    router.errors = [QueueFull("full", retry_after_s=0.1) for _ in range(9)]
-    with pytest.raises(CallFailed, match="full"):
-        await ask(Hands(), RetryPolicy(max_attempts=3))
-    assert router.num_calls == 3
-    with pytest.raises(CallFailed, match="full"):
-        await ask(Hands(), NO_RETRY)
-    assert router.num_calls == 4
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-async def test_other_calls_of_clients_are_tried_again_too(blocking: bool, address: str, router: Flaky) -> None:
-    router.errors, hands = [QueueFull("full")], Hands()
-    if blocking:
-        with Client(address, clock=hands) as client:
-            assert (await asyncio.to_thread(client.model)).name == "flaky"
-    else:
-        async with AsyncClient(address, clock=hands) as client:
-            assert (await client.model()).name == "flaky"
-    assert hands.slept == [1.0]
+@pytest.mark.parametrize(("policy", "num_attempts"), [(RetryPolicy(max_attempts=3), 3), (NO_RETRY, 1)])
+async def test_attempts_end_at_their_limit(policy: RetryPolicy, num_attempts: int, router: ScriptedRouter) -> None:
+    router.failures = [QueueFull("full", retry_after_s=0.1) for _ in range(9)]
+    found, _, num_calls = await ask(router, policy)
+    assert isinstance(found, CallFailed)
+    assert num_calls == num_attempts
 
 
 def test_pauses_double_up_to_a_limit_and_half_of_each_is_random() -> None:
