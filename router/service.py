@@ -13,12 +13,12 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, HttpFront, Scale
 from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
+from router.local_calls import LocalCalls
 from router.operations.cluster_servicer import ClusterServicer
 from router.routing.policy import Policy
 from router.serving.bounded_pool import BoundedPool
 from router.serving.callers import Callers
 from router.serving.inference_servicer import InferenceServicer
-from router.serving.local_calls import LocalCalls
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import GrpcServer
