@@ -41,7 +41,7 @@ class About:
 
 
 SECTIONS = {
-    "rates": About(20, "rates of the device; decode attention over both layouts of the pool"),
+    "rates": About(40, "rates of the device; decode attention over both layouts of the pool"),
     "kernels": About(
         70,
         "operators against their references, in a pool poisoned with NaN; sampling against numpy; graphs against "
