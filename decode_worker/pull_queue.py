@@ -26,14 +26,15 @@ keeps out what does not fit into the whole pool.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from core.handoff import TransferId
 from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Rank, Sequence
+from core.scheduling.sequence import Rank, Sequence, by_rank
 
 MAX_STALL_S = 1.0  # without a step, a pull or a queued sequence waits this long before it takes blocks of lower ranks
 
@@ -176,9 +177,9 @@ class PullQueue:
 
     def _what_decides(self) -> object:
         """Equal results mean that another pass of `give_blocks` would give nothing."""
-        scheduler = self._scheduler
-        first = scheduler.waiting[0].rank if scheduler.waiting else None
-        return self._num_changes, self._pool.num_changes, self._num_free, first
+        waiting = self._scheduler.waiting
+        first = waiting[0].rank if waiting else None
+        return self._num_changes, self._pool.num_changes, self._num_free, first, len(waiting)
 
     @property
     def _num_free(self) -> int:
@@ -187,8 +188,19 @@ class PullQueue:
         return self._pool.num_available - num_growing
 
     def _is_behind_a_prompt(self, pull: PulledPrompt) -> bool:
-        """A waiting sequence of higher rank gets its first blocks before."""
-        return any(first.rank < _rank(pull) and not first.block_table for first in self._scheduler.waiting[:1])
+        """Waiting sequences of higher rank get their blocks before, if the pool has too few for them and the pull."""
+        scheduler, block_size = self._scheduler, self._scheduler.block_size
+        older = scheduler.waiting[: bisect_left(scheduler.waiting, _rank(pull), key=by_rank)]
+        waiting = [sequence for sequence in older if not sequence.block_table]
+        if not waiting:
+            return False
+        half_computed = [s for s in scheduler.queues.prefilling.values() if s.rank < _rank(pull)]
+        needed = pull.num_missing
+        for sequence in chain(half_computed, waiting):
+            needed += -(-sequence.num_tokens // block_size) - len(sequence.block_table)
+            if needed > self._num_free:
+                return True
+        return False
 
     def _admit(self, pull: PulledPrompt) -> bool:
         """Hold the cached prefix if there is room for all other blocks now. Nothing is promised to the pull."""

@@ -66,7 +66,7 @@ class TokenStream:
         self._clear()
         self._room = 0
         self.end(self._too_slow())
-        if self._write_limit is not None:
+        if self._write_limit is not None and not self._write_limit.expired():
             self._write_limit.reschedule(asyncio.get_running_loop().time())
 
     def _too_slow(self) -> WorkerUnavailable:

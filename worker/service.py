@@ -109,7 +109,9 @@ class WorkerService:
         self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
-        self._tasks.append(asyncio.create_task(self._feed.run(), name="reports"))
+        reporting = asyncio.create_task(self._feed.run(), name="reports")
+        reporting.add_done_callback(self._on_reports_ended)
+        self._tasks.append(reporting)
         address = await self._server.start()
         logger.info("%s serves on %s", parts.worker_id, address)
         return Endpoint(parts.worker_id, address, self._role)
@@ -210,6 +212,11 @@ class WorkerService:
     def _fail_threadsafe(self, error: BaseException) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_fatal, error)
+
+    def _on_reports_ended(self, task: asyncio.Task[None]) -> None:
+        """A worker without reports looks lost to its routers, but would go on with its calls."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fatal(error)
 
     def _on_fatal(self, error: BaseException) -> None:
         """A part has failed: end every call, so that routers use other workers, and report the failure to the host."""
