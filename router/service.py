@@ -15,10 +15,10 @@ from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
 from router.operations.cluster_servicer import ClusterServicer
 from router.routing.policy import Policy
-from router.serving.bounded_pool import BoundedPool
 from router.serving.callers import Callers
 from router.serving.inference_servicer import InferenceServicer
 from router.serving.local_calls import LocalCalls
+from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import GrpcServer
@@ -74,7 +74,7 @@ class RouterService:
         self._shell: RouterShell | None = None
         self._inference: InferenceServicer | None = None
         self._cluster: ClusterServicer | None = None
-        self._validation = BoundedPool(config.max_queued)
+        self._validation = ValidationThreads(config.max_queued)
 
     async def start(self) -> Endpoint:
         tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)

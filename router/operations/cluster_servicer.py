@@ -13,8 +13,8 @@ from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
 from router.serving import validation
-from router.serving.bounded_pool import BoundedPool
 from router.serving.callers import Callers
+from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import CallContext, abort, remaining_s
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
@@ -34,7 +34,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         config: RouterConfig,
         tokenizer: ModelTokenizer,
         shell: RouterShell,
-        validation_pool: BoundedPool,
+        validation_pool: ValidationThreads,
         scale: Scale | None,
         callers: Callers,
     ) -> None:

@@ -10,11 +10,11 @@ from core.config import RouterConfig
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.request import MAX_SEED
 from router.serving import validation
-from router.serving.bounded_pool import BoundedPool
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
 from router.serving.callers import Callers
 from router.serving.choice_stream import ChoiceStream
+from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
@@ -30,7 +30,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         config: RouterConfig,
         tokenizer: ModelTokenizer,
         shell: RouterShell,
-        validation_pool: BoundedPool,
+        validation_pool: ValidationThreads,
         callers: Callers,
     ) -> None:
         self._config = config
