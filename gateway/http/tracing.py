@@ -3,7 +3,7 @@
     client --traceparent--> gateway.request --traceparent--> tandem.request (router)
                             `--> traceresponse and x-tandem-trace-id in the answer
 
-`FrontDoor` puts the traceparent of this span in place of the client's, so whatever passes the header on to a router
+`HttpMiddleware` puts the traceparent of this span in place of the client's, so whatever passes the header on to a router
 passes on the right one. Every answer to a POST also gets a request id.
 """
 

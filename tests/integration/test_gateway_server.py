@@ -17,7 +17,7 @@ from cli.remote_router import RemoteRouter
 from core.config import GatewayConfig, ModelConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
-from gateway.http import front_door
+from gateway.http import middleware
 from gateway.http.http_protocol import MAX_HEAD_BYTES
 from tandem_client import Credentials
 from tests.support.certificates import Authority
@@ -100,7 +100,7 @@ async def test_a_gateway_starts_before_its_router_and_finds_it_later(monkeypatch
 async def test_a_body_over_the_limit_is_refused_before_it_is_read(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_door, "LINGER_S", 0.5)
+    monkeypatch.setattr(middleware, "LINGER_S", 0.5)
     async with client_of(Fleets([deployment.router.calls]), GatewayConfig(max_body_bytes=1000)) as client:
 
         async def chunks() -> AsyncIterator[bytes]:

@@ -33,7 +33,7 @@ class BodyRefused(Exception):
         self.status, self.code = status, code
 
 
-class FrontDoor:
+class HttpMiddleware:
     def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics, tracer: Tracer) -> None:
         self._app, self._metrics, self._tracer = app, metrics, tracer
         self._max_body_bytes = config.max_body_bytes
