@@ -12,8 +12,8 @@ from core.request import MAX_SEED
 from router.serving import validation
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
-from router.serving.callers import Callers
 from router.serving.choice_stream import ChoiceStream
+from router.serving.tenant_admission import TenantAdmission
 from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
@@ -31,13 +31,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tokenizer: ModelTokenizer,
         shell: RouterShell,
         validation_pool: ValidationThreads,
-        callers: Callers,
+        tenants: TenantAdmission,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
-        self._callers = callers
+        self._tenants = tenants
 
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
@@ -51,7 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
         try:
-            with self._callers.admit(request, writer.invocation_metadata() or (), self._shell.now()):
+            with self._tenants.admit(request, writer.invocation_metadata() or (), self._shell.now()):
                 await self._generate(request, writer)
         except (KeyLimitReached, Unauthenticated) as error:
             self._shell.count_refusal(error)
