@@ -59,8 +59,8 @@ class Call:
         """
         if self.guardrail is None:
             return self._generate(sink)
-        guarded = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
-        return guarded.check_all(self._generate(guarded))
+        checked = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
+        return checked.check_all(self._generate(checked))
 
     async def _generate(self, sink: Sink) -> None:
         if len(self.requests) == 1:
