@@ -98,8 +98,8 @@ class DecodeGraphs:
             return self._compute(inputs, self._max_context)
 
         if self._queue.device.type != "cuda":
-            graph = CpuGraph(compute)
-            self._graphs[bucket] = graph, graph.result, inputs
+            cpu_graph = CpuGraph(compute)
+            self._graphs[bucket] = cpu_graph, cpu_graph.result, inputs
             return
         with self._queue.computing():
             compute()  # compiles kernels and allocates the workspaces of cuBLAS, which a capture must not do
