@@ -87,7 +87,7 @@ DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
 
 
 @dataclass(slots=True)
-class _Call:
+class _OpenCall:
     sequence: Sequence
     pull: PullStats | None = None
 
@@ -100,7 +100,7 @@ class DecodeMachine:
     transfers: TransferMachine
     max_pulls_waiting: int
     pulls: PullQueue = field(init=False)
-    _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
+    _calls: dict[str, _OpenCall] = field(default_factory=dict)  # open calls, by request id
 
     def __post_init__(self) -> None:
         self.pulls = PullQueue(self.core.scheduler, self.core.pool)
@@ -179,7 +179,7 @@ class DecodeMachine:
         except TandemError:
             self.core.undo_admit(sequence)
             raise
-        self._calls[sequence.sequence_id] = _Call(sequence)
+        self._calls[sequence.sequence_id] = _OpenCall(sequence)
         return actions
 
     def _take_in(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:

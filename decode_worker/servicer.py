@@ -47,7 +47,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _DecodeCall:
     number: int  # SequenceRequest.call
     stream: TokenStream
     end: asyncio.Future[DecodeDone | TandemError]
@@ -61,7 +61,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
     def __init__(self, default_timeout_s: float) -> None:
         self._default_timeout_s = default_timeout_s
-        self._calls: dict[str, _Call] = {}  # open Decode calls, by request id
+        self._calls: dict[str, _DecodeCall] = {}  # open Decode calls, by request id
         self._streams: dict[int, TokenStream] = {}  # open StreamTokens calls, by stream id
 
     def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
@@ -112,7 +112,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         if stream is None:
             raise TokenStreamEnded(f"no token stream {wire.stream_id} is open")
         deadline = self._driver.now() + remaining_s(context, self._default_timeout_s)
-        call = _Call(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
+        call = _DecodeCall(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         try:
             self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence)))
