@@ -175,14 +175,14 @@ class DecodeMachine:
             raise WorkerUnavailable("this decode worker is draining")
         sequence = self.core.admit(event.request, event.deadline, now, call=event.call)
         try:
-            actions = self._take_in(sequence, event, now)
+            actions = self._enqueue(sequence, event, now)
         except TandemError:
             self.core.undo_admit(sequence)
             raise
         self._calls[sequence.sequence_id] = _OpenCall(sequence)
         return actions
 
-    def _take_in(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
+    def _enqueue(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
         if event.source is None:
             self.core.scheduler.add(sequence)
             return []

@@ -180,7 +180,7 @@ class Oracle:
             case RequestCancelled():
                 return expected.cancelled
             case DeadlineExceeded():
-                return now >= expected.deadline and client.in_a_hurry
+                return now >= expected.deadline and client.may_time_out
             case InvalidRequest():
                 return client.oversized
             case QueueFull():
