@@ -1,8 +1,8 @@
 """How long a prompt of 32,000 tokens holds up the router's event loop: `python -m benchmarks.tokenizing`, 20 seconds.
 
 A task on the loop sleeps for 1 ms at a time, as a stream does between two tokens. Meanwhile the loop parses a message
-with a long prompt and validates it in `ValidationThreads`, with the tokenizer of SmolLM2. A gap is the time between two turns
-of the task, and the figure is the longest one, beside the longest one without a prompt.
+with a long prompt and validates it in `ValidationThreads`, with the tokenizer of SmolLM2. A gap is the time between two
+turns of the task, and the figure is the longest one, beside the longest one without a prompt.
 """
 
 from __future__ import annotations

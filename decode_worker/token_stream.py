@@ -24,7 +24,7 @@ MAX_WRITE_S = 10.0
 Write = Callable[[worker_pb2.StepTokens], Awaitable[None]]
 
 
-class TokenStream:
+class TokenStreamWriter:
     """One StreamTokens call of a router. Use it on one event loop."""
 
     def __init__(self, router_id: str) -> None:
