@@ -404,7 +404,7 @@ class ApiKeyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ServedModelConfig:
     """A model behind the gateway, `[[models]]`. Without any, the gateway serves the model of its own fleet."""
 
     name: str = ""  # as clients name the model
@@ -420,7 +420,7 @@ class ModelRuleConfig:
     """A name that stands for one of several models, `[[model_rules]]`. The first that matches decides."""
 
     name: str = ""  # as clients name the model, e.g. "auto"
-    model: str = ""  # ModelConfig.name
+    model: str = ""  # ServedModelConfig.name
     max_prompt_chars: int = 0  # matches prompts of at most this length; 0 = of any length
     tag: str = ""  # matches requests with the header `x-tandem-tag: <tag>`; empty = all
 
@@ -443,7 +443,7 @@ class TandemConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     api_keys: tuple[ApiKeyConfig, ...] = ()
-    models: tuple[ModelConfig, ...] = ()
+    models: tuple[ServedModelConfig, ...] = ()
     model_rules: tuple[ModelRuleConfig, ...] = ()
 
     def __post_init__(self) -> None:
@@ -482,7 +482,7 @@ class TandemConfig:
 
 
 # Arrays of tables -> the class of their entries.
-ARRAYS: dict[str, type] = {"api_keys": ApiKeyConfig, "models": ModelConfig, "model_rules": ModelRuleConfig}
+ARRAYS: dict[str, type] = {"api_keys": ApiKeyConfig, "models": ServedModelConfig, "model_rules": ModelRuleConfig}
 
 
 def from_mapping(tables: Mapping[str, object]) -> TandemConfig:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from core.config import ModelConfig, ModelRuleConfig
+from core.config import ModelRuleConfig, ServedModelConfig
 from core.errors import TandemError, WorkerUnavailable
 from gateway.router_calls import RouterCalls
 from tandem_client.stubs.inference_pb2 import GetModelResponse
@@ -133,7 +133,7 @@ class Fleets:
     def __init__(
         self,
         routers: Sequence[RouterCalls],
-        models: Sequence[ModelConfig] = (),
+        models: Sequence[ServedModelConfig] = (),
         rules: Sequence[ModelRuleConfig] = (),
         connect: Connect | None = None,
     ) -> None:

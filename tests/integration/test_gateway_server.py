@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from cli.remote_router import RemoteRouter
-from core.config import GatewayConfig, ModelConfig
+from core.config import GatewayConfig, ServedModelConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
 from gateway.http import middleware
@@ -180,7 +180,7 @@ async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.2)
-    models = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router=NOWHERE))
+    models = (ServedModelConfig("small", aliases=("fast",)), ServedModelConfig("big", router=NOWHERE))
     async with client_of(Fleets([deployment.router.calls], models, connect=connect)) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(model["id"], model["root"]) for model in listed] == [
