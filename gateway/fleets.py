@@ -1,8 +1,8 @@
 """The fleets behind the gateway: a model name -> a router of a fleet that serves it.
 
 Without `[[models]]` there is one fleet, and it serves its model under the router's name for it. With `[[models]]`, each
-model names the fleet that serves it; aliases and rules choose among the models. A fleet that is away takes only its own
-models with it.
+model names the fleet that serves it; aliases and rules choose among the models. While a fleet is
+away, only its own models are away.
 
 The gateway asks every router for its model once a second, so it knows a restarted router soon.
 """
@@ -43,7 +43,7 @@ class ListedModel:
     """A name that clients may use."""
 
     name: str
-    model: str  # the model that the name stands for; empty if a rule decides
+    model: str  # the model of this name; empty if a rule decides
     info: GetModelResponse | None  # None as long as the fleet has never answered, and for a rule
 
 

@@ -225,11 +225,11 @@ def _first_above(
     MASS_BITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The order of the first token, from the likeliest down, with which the sum exceeds `target`.
+    """Returns, as int64, the order of the first token from the likeliest down at which the sum exceeds `target`.
 
-    No token that counts is below the float `floor`. -> int64
+    `floor`: a float; tokens with a lower value add nothing to the sum.
     """
-    # By halves. Both ends move on to a token at once, so the steps are few where the tokens are few.
+    # Bisection. Both ends move to the order of a token, so few tokens need few steps.
     low = key_of(floor).to(tl.int64) << ID_BITS
     high = (key_of(top).to(tl.int64) + 1) << ID_BITS
     while high - low > 1:
@@ -372,5 +372,5 @@ def _draw(
         MASS_BITS,
         TILE,
     )
-    # A row of NaN has no order. Its token is wrong, but an id.
+    # A row of NaN has no order: the token is clamped to a valid id, so the store stays in bounds.
     tl.store(ids + row, tl.minimum(id_in(drawn, ID_BITS), vocab_size - 1))

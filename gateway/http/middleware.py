@@ -2,7 +2,7 @@
 
 The body is read before a route runs. A body over the limit is refused as soon as its length, or the part that has
 arrived, exceeds the limit. Then the connection closes. Many clients read no answer before they have sent the whole
-body, and a close would take the answer from them. So the rest is received and dropped for at most `LINGER_S`.
+body, and an early close would discard the answer. So the middleware receives and drops the rest for at most `LINGER_S`.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class WorkerLink:
                     logger.error("worker %s and this router have different cluster tokens", self.endpoint.service_id)
                 if self._failures >= 2:
                     self._report_loss(str(cause))
-            except Exception as error:  # a bug, too: the next snapshot may not meet it
+            except Exception as error:  # a bug, too: the next snapshot may avoid it
                 if str(error) != self._join_error:
                     trace = None if isinstance(error, TandemError) else error
                     logger.error("worker %s cannot join: %s", self.endpoint.service_id, error, exc_info=trace)
