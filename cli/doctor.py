@@ -131,7 +131,7 @@ def transports() -> Iterator[Finding]:
 def transport(config: TransferConfig) -> Finding:
     try:
         path = probe(config)
-    except (TandemError, ImportError) as error:
+    except (TandemError, ImportError, OSError) as error:
         fix = "reinstall the transport with `make setup`; in a container allow ptrace (`--cap-add SYS_PTRACE`)"
         return Finding(config.transport, Health.FAIL, str(error), fix)
     fix = "if this machine is idle, share /dev/shm and allow ptrace (`--cap-add SYS_PTRACE`)"
