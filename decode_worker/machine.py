@@ -290,7 +290,7 @@ class DecodeMachine:
         timeline, record, sequence = self.core.timelines[request_id], self.core.records[request_id], call.sequence
         self.core.enter(request_id, Stage.FINISHED, now)
         kv_block_seconds = self.core.held_blocks.read(request_id, now)
-        self.core.dismiss(request_id)
+        self.core.forget_request(request_id)
         num_cached, block_size = sequence.num_cached_tokens, self.core.scheduler.block_size
         return DecodeDone(
             request_id,
@@ -320,7 +320,7 @@ class DecodeMachine:
 
     def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:
         del self._calls[request_id]
-        self.core.dismiss(request_id)
+        self.core.forget_request(request_id)
         return [DecodeFailed(request_id, error)]
 
     def check(self) -> None:

@@ -83,7 +83,7 @@ class PullQueue:
         self.blocked_rank: Rank | None = None  # of the first pull that the pool cannot serve
         self._lacking: list[PulledPrompt] = []  # those that lack blocks, in rank order
         self._num_changes = 0  # of `_lacking`
-        self._decided_on: object = None  # what `give_blocks` saw at the end of its last pass
+        self._last_inputs: object = None  # what `give_blocks` saw at the end of its last pass
         self._stalled_since: float | None = None
 
     @property
@@ -150,7 +150,7 @@ class PullQueue:
 
         The caller may call any other method between two results.
         """
-        if self._lacking and self._decided_on == self._what_decides():
+        if self._lacking and self._last_inputs == self._inputs():
             return
         self.blocked_rank = None
         for pull in list(self._lacking):
@@ -172,9 +172,9 @@ class PullQueue:
             if is_blocked:
                 self.blocked_rank = _rank(pull)
                 break
-        self._decided_on = self._what_decides()
+        self._last_inputs = self._inputs()
 
-    def _what_decides(self) -> object:
+    def _inputs(self) -> object:
         """Equal results mean that another pass of `give_blocks` would give nothing."""
         scheduler = self._scheduler
         first = scheduler.waiting[0].rank if scheduler.waiting else None

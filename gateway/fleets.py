@@ -22,7 +22,7 @@ from gateway.router_calls import RouterCalls
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
-ASK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.2  # of a router that is away
 READY_TIMEOUT_S = 2.0
 
@@ -78,10 +78,10 @@ class RouterLink:
         except TandemError as error:
             self.fault = str(error)
 
-    async def keep_asking(self) -> None:
+    async def poll_model(self) -> None:
         while True:
             await self.ask()
-            await asyncio.sleep(RETRY_INTERVAL_S if self.fault else ASK_INTERVAL_S)
+            await asyncio.sleep(RETRY_INTERVAL_S if self.fault else POLL_INTERVAL_S)
 
 
 class Fleet:
@@ -160,7 +160,7 @@ class Fleets:
         """Connect, and wait at most `OPEN_TIMEOUT_S` for a router of each fleet. A missing fleet may come later."""
         for link in self._links():
             await link.router.open()
-            self._tasks.append(asyncio.create_task(link.keep_asking()))
+            self._tasks.append(asyncio.create_task(link.poll_model()))
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_TIMEOUT_S):

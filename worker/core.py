@@ -153,7 +153,7 @@ class WorkerCore:
         self._note_call(request.request_id, call)
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
 
-    def dismiss(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
         self.records.pop(request_id, None)
@@ -179,7 +179,7 @@ class WorkerCore:
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
         self.scheduler.abort(sequence.sequence_id)
-        self.dismiss(sequence.sequence_id)
+        self.forget_request(sequence.sequence_id)
 
     def next_step(self, now: float, admit_before: Rank | None = None) -> list[RunStep]:
         """Start a step if there is something to compute, and if it is time for one. `admit_before`: see the scheduler.

@@ -85,8 +85,8 @@ class StepCostFit:
         row += [measured * measured, 1.0]
         self._bins[key] = row if sums is None else [DECAY * known + new for known, new in zip(sums, row, strict=True)]
         self._num_steps += 1
-        has_news = self._num_steps <= EARLY_STEPS or sums is None or self._num_surprises != 0
-        if has_news or self._num_steps % STEPS_PER_SOLUTION == 0:
+        must_solve = self._num_steps <= EARLY_STEPS or sums is None or self._num_surprises != 0
+        if must_solve or self._num_steps % STEPS_PER_SOLUTION == 0:
             self._solve()
 
     def _limited(self, seconds: float, predicted: float) -> float:

@@ -65,7 +65,7 @@ async def opened(
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets_module, "OPEN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(fleets_module, "RETRY_INTERVAL_S", 0.01)
-    monkeypatch.setattr(fleets_module, "ASK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(fleets_module, "POLL_INTERVAL_S", 0.01)
 
 
 async def test_without_models_the_name_is_that_of_the_router() -> None:
