@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from cli.findings import Finding, Health, Version, judge, version_of
+from cli.findings import Finding, Health, Version, judge, judge_installed, version_of
 from cli.gpu_facts import Gpu, GpuFacts
 from core.config import TransferConfig
 from core.errors import ConfigError
@@ -88,11 +88,8 @@ def _software(gpu: Gpu, version: Version) -> Iterator[Finding]:
     fix = f"install driver {wanted} or newer, or torch for an older CUDA"
     yield judge(enough, "CUDA", f"driver {gpu.driver}, CUDA {cuda} of torch {torch}", fix, Health.FAIL)
     nixl = f"nixl-cu{cuda}"
-    found, fix = (
-        version_of(nixl, version),
-        f"run `pip install {nixl}`: nixl of another CUDA does not find its libraries",
-    )
-    yield judge(bool(found), nixl, found or "not installed", fix)
+    fix = f"run `pip install {nixl}`: nixl of another CUDA does not find its libraries"
+    yield judge_installed(nixl, fix, Health.WARN, version)
 
 
 def _compiler() -> Finding:
