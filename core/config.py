@@ -417,7 +417,7 @@ class ServedModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelRuleConfig:
-    """A name that stands for one of several models, `[[model_rules]]`. The first that matches decides."""
+    """A name that chooses one of several models, `[[model_rules]]`. The first that matches decides."""
 
     name: str = ""  # as clients name the model, e.g. "auto"
     model: str = ""  # ServedModelConfig.name
