@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 PACKAGES := core protos runtime model_files text engine kv_transfer worker router prefill_worker decode_worker fleet tandem_client gateway simulator cli
 .DEFAULT_GOAL := help
 
-.PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-metrics bench-peers bench-quantization gpu-docs clients phoenix screenshots soak explore protos clean
+.PHONY: help setup tools check test test-main test-kernels demo bench bench-transfer bench-dataplane bench-routers bench-policies bench-goodput bench-engine bench-gateway bench-peers bench-quantization gpu-docs clients phoenix screenshots soak explore protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -55,9 +55,6 @@ bench-transfer: setup  ## Measure the hand-off beside process_vm_readv and ucx_p
 bench-dataplane: setup  ## Measure the path of a token beside bare grpc.aio and Dynamo's frontend (12 minutes)
 	$(BIN)/tandem pull
 	$(BIN)/python -m benchmarks.dataplane
-
-bench-metrics: setup  ## Measure what a decode step of 64 streams spends on metrics (1 minute)
-	$(BIN)/python -m benchmarks.metrics_cost
 
 bench-routers: setup  ## Compare 2 and 4 routers with one on a trace, in virtual time: make bench-routers TRACE=f
 	$(BIN)/python -m benchmarks.routers $(if $(TRACE),--trace $(TRACE))

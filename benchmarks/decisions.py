@@ -47,8 +47,8 @@ from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer
 from runtime.rpc.security import OPEN, WORKER_RULES
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
-from worker.changes import ChangeTracker
 from worker.reports import ReportFeed
+from worker.view import ChangeTracker
 
 ROLES = (ServiceRole.PREFILL, ServiceRole.DECODE)
 NUM_WORKERS = 64  # of each role

@@ -33,8 +33,9 @@ from runtime.named_function import load_function
 from runtime.rpc.security import load_credentials
 from worker.core import WorkerCore
 from worker.executor import StepExecutor, pinned
-from worker.service import BuildParts, WorkerMachine, WorkerParts, WorkerService
+from worker.service import BuildParts, WorkerParts, WorkerService
 from worker.step_stats import StepStats
+from worker.view import WorkerMachine
 from worker.warm_up import warm_up
 
 # With `transport = "memory"`, workers in one process (tests) reach each other's pools through this fabric.

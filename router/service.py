@@ -13,10 +13,10 @@ from core.lifecycle import ServiceRole
 from core.service import Endpoint, FleetRouter, HttpFront, Scale
 from protos import kserve_pb2_grpc
 from router.kserve.kserve_servicer import KserveServicer
+from router.local_calls import LocalCalls
 from router.operations.cluster_servicer import ClusterServicer
 from router.routing.policy import Policy
 from router.serving.inference_servicer import InferenceServicer
-from router.serving.local_calls import LocalCalls
 from router.serving.tenant_admission import TenantAdmission
 from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell

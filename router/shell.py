@@ -17,7 +17,7 @@ from router.links.worker_link import WorkerLink
 from router.operations.decision_timer import DecisionTimer
 from router.operations.fleet_metrics import readings
 from router.operations.request_metrics import RequestMetrics
-from router.operations.request_ring import EndedChoice, RequestRing
+from router.operations.request_ring import RequestRing
 from router.operations.request_spans import spans_of
 from router.requests import events
 from router.requests.events import RouterAction, RouterEvent
@@ -25,6 +25,7 @@ from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
 from router.routing.policy import Policy
 from router.serving.choice_stream import ChoiceStream
+from router.serving.ended_choice import EndedChoice
 from runtime.driver import Driver
 from runtime.prometheus.metrics import Metric
 from runtime.prometheus.metrics_page import Metrics

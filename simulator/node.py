@@ -35,8 +35,8 @@ from simulator.machine_timer import MachineTimer
 from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
-from worker.changes import ChangeTracker
 from worker.core import DrainRequested, Planned, RunStep, StepFailed, StepFinished, WorkerCore
+from worker.view import WorkerMachineView
 
 MAX_PULLS_WAITING = 32
 PROBE_BYTES = 1 << 20
@@ -76,7 +76,6 @@ class WorkerNode:
         self._offset = world.random.uniform(0.0, 1000.0)
         self._inbox: list[Any] | None = None  # while stopped
         self._changed = False
-        self._tracker = ChangeTracker()
         self._steps: deque[StepPlan] = deque()  # in flight, oldest first
         self._step_failed = False  # the newest step failed or was dropped
         self.pool = BlockPool(spec.num_blocks)
@@ -88,6 +87,7 @@ class WorkerNode:
             name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, PROBE_BYTES, location
         )
         self.machine = self._build_machine()
+        self.view = WorkerMachineView(self.machine)
         self._timer = MachineTimer(world, self.machine, self._on_tick, self._offset)
         world.after(spec.report_interval_s, self._report_changes)
         world.after(spec.idle_report_interval_s, self._report_idle)
@@ -295,13 +295,14 @@ class WorkerNode:
     def snapshot(self) -> events.WorkerJoined:
         """The first message of a report stream, with all changes so far."""
         self._publish()
-        cached = tuple(self.pool.registered_hashes())
-        load, paths = self.machine.load(), self.machine.transfers.paths
-        return events.WorkerJoined(self.spec.worker_id, self.spec.role, self.address, cached, load, paths)
+        view = self.view
+        return events.WorkerJoined(
+            self.spec.worker_id, self.spec.role, self.address, view.cached_blocks, view.load, view.paths
+        )
 
     def _publish(self, *, unchanged: bool = False) -> None:
         """Send what has changed; without changes, an empty report if `unchanged`."""
-        changes = self._tracker.take(self.machine.load(), self.pool.drain_events(), self.machine.transfers.paths)
+        changes = self.view.take_changes(self.view.load)
         if self.subscriber is not None and (changes is not None or unchanged):
             self.subscriber(events.WorkerReported(self.spec.worker_id, changes or WorkerChanges()))
 

@@ -46,8 +46,8 @@ from simulator.machine_timer import TIMER_LATENESS_S, MachineTimer
 from simulator.memory import Memory
 from simulator.stream import Stream
 from simulator.world import SimulationError, World
-from worker.changes import ChangeTracker
 from worker.core import RunStep, StepFinished, WorkerCore
+from worker.view import WorkerMachineView
 
 OUTPUT_TOKEN = SampledToken(2**32 - 1)  # in no prompt of a trace
 
@@ -134,6 +134,7 @@ class ReplayWorker:
         self.agent.link, self.agent.block_bytes = spec.link, spec.layout.block_bytes
         self.address = AgentAddress(name, 1, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s)
         self.machine = self._build_machine()
+        self.view = WorkerMachineView(self.machine)
         self.busy_s = 0.0  # time in steps
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
         self._ends: list[float] = []  # of the step that is being computed, and of those that may be handled with it
@@ -145,7 +146,6 @@ class ReplayWorker:
         self._noise = random.Random(f"steps of {spec.worker_id}, {world.seed}")
         self._subscribers: list[Caller] = []
         self._changed = False
-        self._tracker = ChangeTracker()
         self._next_report_at = 0.0
         world.after(spec.worker.idle_report_interval_s, self._report_idle)
 
@@ -334,9 +334,10 @@ class ReplayWorker:
     def subscribe(self, subscriber: Caller) -> None:
         """Send the snapshot now, and every report from now on."""
         self._publish()
-        blocks, load, paths = tuple(self.pool.registered_hashes()), self.machine.load(), self.machine.transfers.paths
-        joined = events.WorkerJoined(self.worker_id, self.spec.role, self.address, blocks, load, paths)
-        subscriber.stream.send(joined)
+        view = self.view
+        subscriber.stream.send(
+            events.WorkerJoined(self.worker_id, self.spec.role, self.address, view.cached_blocks, view.load, view.paths)
+        )
         self._subscribers.append(subscriber)
 
     def _mark_changed(self, now: float) -> None:
@@ -358,7 +359,7 @@ class ReplayWorker:
         self._catch_up()
         self._changed = False
         self._next_report_at = self._world.now + self.spec.worker.report_interval_s
-        changes = self._tracker.take(self.machine.load(), self.pool.drain_events(), self.machine.transfers.paths)
+        changes = self.view.take_changes(self.view.load)
         if changes is not None or unchanged:
             report = events.WorkerReported(self.worker_id, changes or WorkerChanges())
             for subscriber in self._subscribers:

@@ -18,21 +18,19 @@ from typing import Any, Protocol
 from core.config import WorkerConfig
 from core.errors import DeviceLost, TandemError, WorkerUnavailable
 from core.lifecycle import ServiceRole
-from core.scheduling.ledger import Claim, count_once
 from core.scheduling.worker_load import WorkerChanges, WorkerLoad
 from core.service import Endpoint
 from core.step import StepOutput
 from kv_transfer.agent import TransferAgent
-from kv_transfer.protocol.machine import TransferMachine
 from protos import codec, report_codec
 from runtime.driver import Driver
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, GrpcServer, cancel_and_wait
 from runtime.rpc.security import OPEN, WORKER_RULES, Credentials
 from tandem_client.stubs import worker_pb2, worker_pb2_grpc
-from worker.changes import ChangeTracker
-from worker.core import DrainRequested, RunStep, StepFailed, StepFinished, WorkerCore
+from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
 from worker.reports import ReportFeed
+from worker.view import WorkerMachine, WorkerMachineView
 
 STOP_TIMEOUT_S = 5.0
 # Failed steps in a row that end the worker. One may be the fault of a request. A worker that fails every step has no
@@ -40,29 +38,6 @@ STOP_TIMEOUT_S = 5.0
 MAX_FAILED_STEPS = 3
 
 logger = logging.getLogger(__name__)
-
-
-class WorkerMachine(Protocol):
-    """prefill_worker.machine.PrefillMachine or decode_worker.machine.DecodeMachine"""
-
-    core: WorkerCore
-    transfers: TransferMachine
-
-    def handle(self, event: Any, now: float) -> list[Any]: ...
-
-    def next_deadline(self) -> float | None: ...
-
-    def check(self) -> None: ...
-
-    def load(self) -> WorkerLoad: ...
-
-    def claims(self) -> list[Claim]: ...
-
-    @property
-    def idle(self) -> bool: ...
-
-    @property
-    def transfers_alive(self) -> bool: ...
 
 
 class Servicer(Protocol):
@@ -116,17 +91,18 @@ class WorkerService:
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._parts: WorkerParts | None = None
+        self._view: WorkerMachineView
         self._for_agent: list[Any] = []
         self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
         self._stopping = False
         self._num_failed_steps = 0  # in a row, without an error that is sorted; for the executor's thread
-        self._tracker = ChangeTracker()
 
     async def start(self) -> Endpoint:
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
+        self._view = WorkerMachineView(parts.machine)
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, parts.worker_id)
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
@@ -149,7 +125,7 @@ class WorkerService:
         await self._server.set_serving(False)
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._parts.machine.idle:
+                while not self._view.is_idle:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
@@ -194,8 +170,8 @@ class WorkerService:
     def _after_event(self) -> None:
         assert self._parts is not None
         actions, self._for_agent = self._for_agent, []
-        self._parts.agent.perform(actions, self._parts.machine.transfers_alive)
-        if self._parts.machine.idle:
+        self._parts.agent.perform(actions, self._view.transfers_alive)
+        if self._view.is_idle:
             self._idle.set()
         self._feed.mark_changed()
 
@@ -214,21 +190,18 @@ class WorkerService:
 
     def _watch_step(self) -> None:
         """Check the oldest step when it is overdue. One timer serves all steps: thousands of timers would cost time."""
-        assert self._parts is not None
-        overdue_at = self._parts.machine.core.step_started_at + self._config.step_timeout_s
-        self._step_watch = self._loop.call_at(overdue_at, self._check_step)
+        started_at = self._view.step_started_at
+        if started_at is not None:
+            self._step_watch = self._loop.call_at(started_at + self._config.step_timeout_s, self._check_step)
 
     def _check_step(self) -> None:
-        assert self._parts is not None
         self._step_watch = None
-        core = self._parts.machine.core
-        if not core.scheduler.num_steps_in_flight:
-            return
-        if self._loop.time() < core.step_started_at + self._config.step_timeout_s:
+        started_at = self._view.step_started_at
+        if started_at is None or self._loop.time() < started_at + self._config.step_timeout_s:
             self._watch_step()
-        else:
-            limit = f"{self._config.step_timeout_s:g} s (step_timeout_s)"
-            self._on_fatal(TandemError(f"a step has run for more than {limit} and is considered to hang"))
+            return
+        limit = f"{self._config.step_timeout_s:g} s (step_timeout_s)"
+        self._on_fatal(TandemError(f"a step has run for more than {limit} and is considered to hang"))
 
     def _post_threadsafe(self, event: Any) -> None:
         if self._driver is not None:  # before `start` has created the driver, no peer has our address
@@ -252,34 +225,27 @@ class WorkerService:
     def _snapshot(self) -> worker_pb2.WorkerReport:
         parts = self._parts
         assert parts is not None
-        snapshot = worker_pb2.WorkerSnapshot(
-            worker_id=parts.worker_id,
-            role=codec.ROLE_TO_WIRE[self._role],
-            agent=codec.encode_agent(parts.agent.address),
-            cached_blocks=parts.machine.core.pool.registered_hashes(),
-        )
-        report = report_codec.encode_changes(WorkerChanges(self._load(), paths=parts.machine.transfers.paths))
-        report.snapshot.CopyFrom(snapshot)
+        report = report_codec.encode_changes(WorkerChanges(self._load(), paths=self._view.paths))
+        report.snapshot.worker_id = parts.worker_id
+        report.snapshot.role = codec.ROLE_TO_WIRE[self._role]
+        report.snapshot.agent.CopyFrom(codec.encode_agent(parts.agent.address))
+        report.snapshot.cached_blocks.extend(self._view.cached_blocks)
         return report
 
     def _changes(self) -> worker_pb2.WorkerReport | None:
-        assert self._parts is not None
-        machine = self._parts.machine
-        events = machine.core.pool.drain_events()
-        changes = self._tracker.take(self._load(), events, machine.transfers.paths)
+        changes = self._view.take_changes(self._load())
         return None if changes is None else report_codec.encode_changes(changes)
 
     def _load(self) -> WorkerLoad:
         assert self._parts is not None
-        return replace(self._parts.machine.load(), num_malformed_messages=self._parts.agent.num_malformed)
+        return replace(self._view.load, num_malformed_messages=self._parts.agent.num_malformed)
 
     def _holders(self) -> worker_pb2.DescribeLedgerResponse:
         assert self._parts is not None
-        machine, now = self._parts.machine, self._loop.time()
         return worker_pb2.DescribeLedgerResponse(
             worker_id=self._parts.worker_id,
-            ledger=codec.encode_ledger(machine.core.pool.ledger()),
-            holders=map(codec.encode_holder, count_once(machine.claims(), machine.core.pool, now)),
+            ledger=codec.encode_ledger(self._view.ledger),
+            holders=map(codec.encode_holder, self._view.holders(self._loop.time())),
         )
 
 

@@ -101,9 +101,6 @@ def statistics_of(host: ServiceHost) -> dict[str, float]:
 
 
 async def serve() -> None:
-    import gc
-
-    gc.set_threshold(int(os.environ.get("GCT", "700")), 10, 10)
     role = Role(**json.loads(sys.stdin.readline()))
     if role.core is not None:
         os.sched_setaffinity(0, {role.core})

@@ -43,6 +43,7 @@ from worker.core import WorkerCore
 
 NEVER = float("inf")
 MAX_OUTPUT = 1024
+SCHEDULER = SchedulerConfig(slo_itl_ms=60_000.0)  # a limit of steps would keep the prompts of a full batch apart
 READ_BYTES = 1 << 29  # far more than any cache
 MATRIX = 2048
 FLOOR_TRIES = 5
@@ -166,7 +167,7 @@ class Worker:
 
     def _empty_core(self) -> WorkerCore:
         pool = BlockPool(self._runner.num_blocks)
-        scheduler = Scheduler(SchedulerConfig(), pool, self._runner.layout.block_size, frozenset())
+        scheduler = Scheduler(SCHEDULER, pool, self._runner.layout.block_size, frozenset())
         return WorkerCore(scheduler, pool, plans_ahead=False)
 
     def _request(self, num_tokens: int, max_tokens: int) -> Request:
@@ -249,7 +250,7 @@ async def serve(engine: EngineConfig, core: int, answers: TextIO) -> None:
 
     placement = Placement(ordinal=0, host="", address="", num_threads=1, scale=None, cores=(core,))
     host = ServiceHost()
-    factory = functools.partial(build_decode_worker, TandemConfig(engine=engine))
+    factory = functools.partial(build_decode_worker, TandemConfig(engine=engine, scheduler=SCHEDULER))
     endpoint = await host.start(pickle.dumps(factory), placement)
     if isinstance(endpoint, StartFault):
         sys.exit(endpoint.reason)

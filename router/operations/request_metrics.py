@@ -9,8 +9,8 @@ from core.errors import DeadlineExceeded, RequestCancelled, TandemError
 from core.lifecycle import ServiceRole, Stage
 from router.operations.request_spans import PROVIDER
 from router.requests.events import Fail, Finish, Outcome
-from router.serving.choice_stream import ChoiceStream, phase_timings
-from router.serving.receipt import receipt_of
+from router.serving.choice_stream import ChoiceStream
+from router.serving.receipt import phase_timings, receipt_of
 from runtime.prometheus.metric_series import Buckets
 from runtime.prometheus.metrics import MAX_TENANTS, OTHER_TENANTS, REQUEST, Metric, length_class
 from runtime.prometheus.metrics_page import Metrics

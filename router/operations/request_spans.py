@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from core.lifecycle import Stage
-from router.operations.request_ring import EndedChoice
 from router.requests.events import Attempt, Outcome, WorkerStage
 from router.routing.policy import Candidate
+from router.serving.ended_choice import EndedChoice
 from runtime.tracing.span_names import Attribute, SpanName
 from runtime.tracing.telemetry import AttributeValue, SpanRecord
 

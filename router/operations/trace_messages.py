@@ -8,10 +8,11 @@ from operator import attrgetter
 from core.errors import ErrorCode, InvalidRequest, TandemError
 from core.lifecycle import Stage
 from protos import codec
-from router.operations.request_ring import CAPACITY, EndedChoice, RequestRing
+from router.operations.request_ring import CAPACITY, RequestRing
 from router.operations.request_spans import num_attempts, spans_of
 from router.routing.policy import Candidate
-from router.serving.choice_stream import phase_timings
+from router.serving.ended_choice import EndedChoice
+from router.serving.receipt import phase_timings
 from runtime.tracing.telemetry import AttributeValue
 from tandem_client.stubs import cluster_pb2, inference_pb2
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import WorkerUnavailable
-from core.lifecycle import FinishReason, Stage
+from core.lifecycle import FinishReason
 from core.request import Request
 from core.step import SampledToken
 from protos import codec
-from router.operations.request_ring import EndedChoice
 from router.requests.events import Deliver, Fail, Finish, Outcome, Promise
-from router.serving.receipt import encode_promise, receipt_of
+from router.serving.ended_choice import EndedChoice
+from router.serving.receipt import encode_promise, phase_timings, receipt_of
 from runtime.tracing.trace_context import TraceContext
 from tandem_client.stubs import inference_pb2
 from text.detokenizer import TokenBytes
@@ -198,19 +198,3 @@ class ChoiceStream:
             error="" if error is None else str(error),
             attempts=() if result is None else result.attempts,
         )
-
-
-def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:
-    timeline, prefill, decode = outcome.timeline, outcome.prefill, outcome.decode
-    computed = prefill or decode
-    return inference_pb2.PhaseTimings(
-        tokenize_ms=timeline.seconds_in(Stage.TOKENIZE) * 1e3,
-        router_queue_ms=timeline.seconds_in(Stage.QUEUE) * 1e3,
-        prefill_queue_ms=0.0 if computed is None else computed.queue_s * 1e3,
-        prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
-        first_token_ms=outcome.first_token_s * 1e3,
-        transfer_ms=0.0 if decode is None else decode.transfer_s * 1e3,
-        transfer_exposed_ms=0.0 if decode is None else decode.transfer_exposed_s * 1e3,
-        decode_ms=timeline.seconds_in(Stage.DECODE) * 1e3,
-        total_ms=total_s * 1e3,
-    )

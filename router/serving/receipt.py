@@ -1,4 +1,4 @@
-"""The promise to a call and its receipt: fields of `Finished`, and metadata of the call (inference.proto)."""
+"""Fields of `Finished` and metadata of a call: its promise, its timings and its receipt (inference.proto)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,22 @@ def initial_metadata(promise: Promise) -> Metadata:
         ("tandem-predicted-ttft-ms", f"{promise.ttft_s * 1e3:.3f}"),
         ("tandem-predicted-tpot-ms", f"{promise.tpot_s * 1e3:.3f}"),
         ("tandem-predicted-path", promise.path.value),
+    )
+
+
+def phase_timings(outcome: Outcome, total_s: float) -> inference_pb2.PhaseTimings:
+    timeline, prefill, decode = outcome.timeline, outcome.prefill, outcome.decode
+    computed = prefill or decode
+    return inference_pb2.PhaseTimings(
+        tokenize_ms=timeline.seconds_in(Stage.TOKENIZE) * 1e3,
+        router_queue_ms=timeline.seconds_in(Stage.QUEUE) * 1e3,
+        prefill_queue_ms=0.0 if computed is None else computed.queue_s * 1e3,
+        prefill_ms=0.0 if computed is None else computed.prefill_s * 1e3,
+        first_token_ms=outcome.first_token_s * 1e3,
+        transfer_ms=0.0 if decode is None else decode.transfer_s * 1e3,
+        transfer_exposed_ms=0.0 if decode is None else decode.transfer_exposed_s * 1e3,
+        decode_ms=timeline.seconds_in(Stage.DECODE) * 1e3,
+        total_ms=total_s * 1e3,
     )
 
 

@@ -16,7 +16,7 @@ from core.scheduling.block_pool import BlockEvent, BlockRemoved, BlockStored, Co
 from core.scheduling.worker_load import BlockRun, RouterCalls, WorkerChanges, WorkerLoad
 from protos import report_codec
 from tandem_client.stubs import worker_pb2
-from worker.changes import ChangeTracker
+from worker.view import ChangeTracker
 
 LOAD = WorkerLoad(
     WorkerState.SERVING,

@@ -1,0 +1,49 @@
+"""Every option of Tandem, as frozen dataclasses. Each part of the system gets only its own class.
+
+Names end in their unit. Defaults suit a laptop. `tandem serve --config` reads the same names from TOML, one table for
+each class (`[scheduler]`, `[transfer]`, ...); deploy/tandem.toml lists them.
+"""
+
+from core.config.cluster import (
+    MIN_TOKEN_CHARS,
+    TOKEN_RULE,
+    ClusterConfig,
+    SecurityConfig,
+    TelemetryConfig,
+    is_token,
+)
+from core.config.front import (
+    MAX_MIN_INTERVAL_MS,
+    ApiKeyConfig,
+    GatewayConfig,
+    ModelRuleConfig,
+    RouterConfig,
+    ServedModelConfig,
+)
+from core.config.tables import ARRAYS, TandemConfig, from_mapping
+from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
+from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
+
+__all__ = [
+    "ARRAYS",
+    "MAX_MIN_INTERVAL_MS",
+    "MAX_TRANSFERS",
+    "MIN_TOKEN_CHARS",
+    "TOKEN_RULE",
+    "ApiKeyConfig",
+    "ClusterConfig",
+    "EngineConfig",
+    "GatewayConfig",
+    "ModelRuleConfig",
+    "RouterConfig",
+    "SchedulerConfig",
+    "SecurityConfig",
+    "ServedModelConfig",
+    "TandemConfig",
+    "TelemetryConfig",
+    "TransferConfig",
+    "WorkerConfig",
+    "from_mapping",
+    "heartbeat_s",
+    "is_token",
+]  # fmt: skip

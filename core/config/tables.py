@@ -1,0 +1,110 @@
+"""All tables of the config file, and their reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
+from core.config.front import ApiKeyConfig, GatewayConfig, ModelRuleConfig, RouterConfig, ServedModelConfig
+from core.config.requirements import require
+from core.config.transfer import TransferConfig
+from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
+from core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TandemConfig:
+    """All options. Only cli/ reads the whole."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    api_keys: tuple[ApiKeyConfig, ...] = ()
+    models: tuple[ServedModelConfig, ...] = ()
+    model_rules: tuple[ModelRuleConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        first, port, num_routers = self.telemetry.metrics_port, self.router.port, self.cluster.num_routers
+        require(not first or port != first, f"[telemetry] metrics_port is {first}, the router's own port")
+        require(
+            not first or not first < port < first + num_routers,
+            f"[telemetry] metrics_port is {first}: router-{port - first} would have port {port}, the routers' own port",
+        )
+        require(
+            not first or first + num_routers <= 65536,
+            f"[telemetry] metrics_port must be at most {65536 - num_routers} for {num_routers} routers, is {first}",
+        )
+        require(
+            not self.cluster.router_resource or self.router.port != 0,
+            "[cluster] router_resource needs a fixed [router] port, the same on every machine; port is 0",
+        )
+        for name in ("prefill_accelerator", "decode_accelerator"):
+            accelerator = getattr(self.cluster, name)
+            require(
+                self.engine.device != "cpu" or not accelerator,
+                f"[cluster] {name} = {accelerator!r} needs [engine] device = cuda or auto, is cpu",
+            )
+
+    def _check_names(self) -> None:
+        """Names of keys and models are unique, and each rule chooses a model."""
+        keys = [key.name for key in self.api_keys] + [key.sha256 for key in self.api_keys]
+        require(len(set(keys)) == len(keys), "[[api_keys]] name and sha256 must be unique")
+        models = [model.name for model in self.models]
+        names = models + [alias for model in self.models for alias in model.aliases]
+        require(len(set(names)) == len(names), "[[models]] names and aliases must be unique")
+        for rule in self.model_rules:
+            require(rule.model in models, f"[[model_rules]] model {rule.model!r} is not the name of one of [[models]]")
+            require(rule.name not in names, f"[[model_rules]] name {rule.name!r} is the name of one of [[models]]")
+
+
+# Arrays of tables -> the class of their entries.
+ARRAYS: dict[str, type] = {"api_keys": ApiKeyConfig, "models": ServedModelConfig, "model_rules": ModelRuleConfig}
+
+
+def from_mapping(tables: Mapping[str, object]) -> TandemConfig:
+    """A `TandemConfig` from TOML tables. Raises `ConfigError` naming an unknown table or option, or a wrong type."""
+    known_tables = {f.name: f for f in fields(TandemConfig)}
+    parts: dict[str, object] = {}
+    for table, options in tables.items():
+        if table not in known_tables:
+            raise ConfigError(f"[{table}] is not a table of the config; known: {', '.join(known_tables)}")
+        if table in ARRAYS:
+            if not (isinstance(options, list) and all(isinstance(entry, dict) for entry in options)):
+                raise ConfigError(f"{table} must be an array of tables ([[{table}]] and its options below)")
+            parts[table] = tuple(_part(f"[[{table}]]", ARRAYS[table], entry) for entry in options)
+            continue
+        if not isinstance(options, dict):
+            raise ConfigError(f"{table} must be a table ([{table}] and its options below), is {options!r}")
+        parts[table] = _part(f"[{table}]", type(getattr(TandemConfig(), table)), options)
+    return TandemConfig(**parts)  # type: ignore[arg-type]
+
+
+def _part(where: str, part: Any, options: Mapping[str, object]) -> Any:
+    """An instance of the dataclass `part`, whose fields all have defaults."""
+    known = {f.name: f for f in fields(part)}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"{where} {name} is not an option; known: {', '.join(sorted(known))}")
+        wanted = type(known[name].default)
+        if wanted is tuple:
+            if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+                raise ConfigError(f"{where} {name} must be an array of strings, is {value!r}")
+            continue
+        if not (isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)) and not (
+            wanted is float and type(value) is int
+        ):
+            found = repr(value) if known[name].repr else "something else"  # never print a secret
+            raise ConfigError(f"{where} {name} must be {wanted.__name__}, is {found}")
+    try:
+        return part(**{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{where} {error}") from error

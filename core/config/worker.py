@@ -1,0 +1,107 @@
+"""Options of workers: their engine, scheduler and process."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from core.config.requirements import require, require_finite_floats, require_given, require_positive
+
+MAX_THREADS = 4096  # a typing error must not exhaust the threads of the machine
+HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has room for several
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_batched_tokens: int = 512  # token budget of one step
+    max_running: int = 64  # sequences in one step
+    max_waiting: int = 256  # sequences waiting for a step; more are refused with RESOURCE_EXHAUSTED
+    slo_itl_ms: float = 100.0  # wanted time between tokens: a step with sequences in decode takes no longer
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms")
+        require_finite_floats(self)
+        require(
+            self.max_batched_tokens >= self.max_running,
+            f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_running ({self.max_running}), "
+            "so that one step can hold a token of every sequence",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str = "smollm2-135m"  # a catalogue name, a GGUF file, a Hugging Face directory, or random:<config>
+    dtype: str = "auto"  # auto | float32 | bfloat16; auto = bfloat16 if the CPU or GPU multiplies it natively
+    quantization: str = "none"  # of the weights: none | int8 | int4 | fp8; the same on every worker
+    kv_dtype: str = (
+        "auto"  # of the KV pool: auto | fp8; auto = dtype; fp8 has scales and needs the Triton kernels of a GPU
+    )
+    device: str = "auto"  # auto | cpu | cuda | cuda:N; cuda = cuda:0
+    block_size: int = 16  # tokens per KV block
+    prefill_block_size: int = 0  # ... on prefill workers; 0 = the same. One must be a multiple of the other
+    kv_memory_mb: int = 0  # size of the KV pool; 0 = 512 on a CPU, all that is left on a GPU
+    gpu_memory_margin_mb: int = 1024  # of each worker on a GPU: stays free beside weights, graphs, steps and KV pool
+    num_threads: int = 0  # compute threads; 0 = the cores of the machine divided among its workers
+    pin_threads: bool = True  # pin compute threads to the worker's share of the cores, if they fit
+    max_context: int = 0  # tokens of a prompt and its output; 0 = the limit of the model
+    kernels: str = "auto"  # auto | torch; auto = C kernels on a CPU for which they compile, Triton kernels on a GPU
+    peak_tflops: float = (
+        0.0  # of the cores or the GPU of one worker, in 10^12 FLOP per second, for metrics; 0 = unknown
+    )
+    peak_gb_per_s: float = 0.0  # memory bandwidth of one worker, in 10^9 bytes per second, for metrics; 0 = unknown
+
+    def __post_init__(self) -> None:
+        require_given(self, "model")
+        require_positive(self, "block_size")
+        require(self.kv_memory_mb >= 0, f"kv_memory_mb must be 0 (automatic) or more, is {self.kv_memory_mb}")
+        require(
+            self.gpu_memory_margin_mb >= 0, f"gpu_memory_margin_mb must be 0 or more, is {self.gpu_memory_margin_mb}"
+        )
+        small, large = sorted((self.block_size, self.prefill_block_size or self.block_size))
+        require(
+            small > 0 and large % small == 0,
+            f"prefill_block_size must be 0 (as block_size) or a multiple or divisor of block_size ({self.block_size}), "
+            f"is {self.prefill_block_size}",
+        )
+        dtypes = ("auto", "float32", "bfloat16")
+        require(self.dtype in dtypes, f"dtype must be auto, float32 or bfloat16: {self.dtype}")
+        formats = ("none", "int8", "int4", "fp8")
+        require(self.quantization in formats, f"quantization must be none, int8, int4 or fp8: {self.quantization}")
+        require(self.kv_dtype in ("auto", "fp8"), f"kv_dtype must be auto or fp8: {self.kv_dtype}")
+        require(
+            re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device) is not None,
+            f"device must be auto, cpu, cuda or cuda:N: {self.device}",
+        )
+        require(self.kernels in ("auto", "torch"), f"kernels must be auto or torch: {self.kernels}")
+        require(
+            0 <= self.num_threads <= MAX_THREADS,
+            f"num_threads must be in [0, {MAX_THREADS}] (0 = share the cores), is {self.num_threads}",
+        )
+        require_finite_floats(self)
+        require(self.max_context >= 0, f"max_context must be 0 (the model's own) or more, is {self.max_context}")
+
+    @property
+    def host_kv_memory_mb(self) -> int:
+        """The size of a KV pool in the memory of the host."""
+        return self.kv_memory_mb or HOST_KV_MEMORY_MB
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The process of a prefill or decode worker, apart from its engine, scheduler and transfers."""
+
+    host: str = "127.0.0.1"  # address of a worker; 0.0.0.0 = every address; in a joined cluster, its machine's
+    report_interval_s: float = 0.05  # interval between reports of changed load and blocks to the routers
+    idle_report_interval_s: float = 1.0  # interval between reports without a change
+    drain_timeout_s: float = 30.0  # time limit for the open requests of a removed worker
+    max_pulls_waiting: int = 256  # hand-offs that wait for blocks on a decode worker
+    default_timeout_s: float = 600.0  # time limit of a call without a deadline
+    step_timeout_s: float = 300.0  # a step that takes longer has failed: the worker's process is killed and replaced
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self, "report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting",
+            "default_timeout_s", "step_timeout_s",
+        )  # fmt: skip
+        require_finite_floats(self)
+        require_given(self, "host")
