@@ -30,7 +30,7 @@ from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
 from worker.reports import ReportFeed
-from worker.view import WorkerMachine, WorkerView
+from worker.view import WorkerMachine, WorkerMachineView
 
 STOP_TIMEOUT_S = 5.0
 # Failed steps in a row that end the worker. One may be the fault of a request. A worker that fails every step has no
@@ -91,7 +91,7 @@ class WorkerService:
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._parts: WorkerParts | None = None
-        self._view: WorkerView
+        self._view: WorkerMachineView
         self._for_agent: list[Any] = []
         self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
@@ -102,7 +102,7 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
-        self._view = WorkerView(parts.machine)
+        self._view = WorkerMachineView(parts.machine)
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, parts.worker_id)
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)

@@ -5,22 +5,22 @@
 
 Work is in seconds of the worker. A *share* is the prompts of one tenant with one priority.
 
-**Tenants**: deficit round robin. In a round, each share may use QUANTUM_S of work. It uses the last of it with a whole
-chunk, and the next round gives it that much less. Within a round, the share with the shortest next prompt goes first. A
-share that comes during a round joins it while the round has spare work, as much as it began with; else it waits for the
-next round. So a round of n shares has at most 2 n (QUANTUM_S + a chunk) of work. While two shares both have prompts,
-the work that they get differs by at most 2 (QUANTUM_S + a chunk). A tenant without prompts is forgotten, but for
-its work beyond the allowance, until rounds have made up for it. If only some prompts can be computed, rounds begin for
-their shares alone (`first_of`).
+**Tenants**: deficit round robin. In a round, each share may use QUANTUM_S of work. Its last chunk of a round may exceed
+QUANTUM_S; the next round subtracts the excess. Within a round, the share with the shortest next prompt goes first. A
+share that appears during a round joins this round, but at most as many shares join as the round had at its start; later
+shares join the next round. So a round of n shares has at most 2 n (QUANTUM_S + a chunk) of work. While two shares both
+have prompts, the work that they get differs by at most 2 (QUANTUM_S + a chunk). When a tenant has no
+prompt left, the order forgets all but its excess, until rounds have made up for it. If only some prompts can be
+computed, rounds begin for their shares alone (`first_of`).
 
 **Prompts**: first come first served, prompt i would be done once its share has served V + B + w: V is the work served
 before i arrives, B the work that is left then, and w the work of i. Prompt i is *due* at V + 2 (B + w), so it waits at
 most twice as long. The order keeps every due point:
 
-    - The due points can be kept if each prompt meets its own in the order of due points. The order is then *feasible*.
-    - An arrival keeps it feasible: the others need not change, and i may be the last, at V + B + w.
-    - The prompt with the least work left goes first if the order stays feasible with this prompt in front. Else the
-      prompt that is due first goes first. Both keep it feasible.
+    - A set of prompts is *feasible* if each prompt is done by its due point when they run in the order of due points.
+    - An arrival keeps the set feasible: i may run last, and is then done at V + B + w.
+    - The prompt with the least work left runs first if the set stays feasible. Else the prompt with the first due point
+      runs first. Both keep the set feasible.
 
 The bound holds for work as it was estimated on arrival. It is a bound in work of the share: other tenants and higher
 priorities come on top.
@@ -94,7 +94,7 @@ class _Share:
         self.served += work
         self.allowance = max(self.allowance - work, -max(work, QUANTUM_S))
         if first is prompt:
-            self._first = first  # its work and the room in front of the due points shrink alike
+            self._first = first  # its work and the slack of the due points shrink alike
 
     @property
     def first(self) -> _Prompt:
@@ -203,7 +203,7 @@ class PromptOrder:
         return name in self._prompts
 
     def add(self, name: str, priority: int, tenant: str, work: float, *, is_back: bool = False) -> None:
-        """`is_back`: it comes back after it was served, so the prompts that wait do not count as before it."""
+        """`is_back`: the prompt was served before. Its due point does not count the prompts that wait now."""
         assert name not in self._prompts, f"{name} is in the order already"
         level = self._levels.get(priority)
         if level is None:

@@ -54,7 +54,8 @@ class Tokens:
 def load(**changed: Any) -> worker_pb2.LoadReport:
     """The load of a serving worker."""
     costs = worker_pb2.StepCost(step_s=0.004, sequence_s=0.0005)
-    return worker_pb2.LoadReport(**({"state": worker_pb2.WORKER_STATE_SERVING, "step_cost": costs} | changed))
+    fields: dict[str, Any] = {"state": worker_pb2.WORKER_STATE_SERVING, "step_cost": costs}
+    return worker_pb2.LoadReport(**(fields | changed))
 
 
 def snapshot(worker_id: str, role: ServiceRole = ServiceRole.DECODE) -> worker_pb2.WorkerReport:

@@ -33,7 +33,7 @@ from protos import codec, report_codec
 from tandem_client.stubs import worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
 from worker.service import WorkerService
-from worker.view import WorkerView
+from worker.view import WorkerMachineView
 
 NOBODY: Any = None  # the call's context, which is not used
 
@@ -136,7 +136,7 @@ def test_a_snapshot_has_the_load_and_every_path_and_a_later_report_what_has_chan
     parts: Any = SimpleNamespace(
         worker_id="w", machine=machine, agent=SimpleNamespace(num_malformed=0, address=agent("w"))
     )
-    service._parts, service._view = parts, WorkerView(machine)
+    service._parts, service._view = parts, WorkerMachineView(machine)
     assert service._changes() is not None, "everything, the first time"
     assert service._changes() is None
     transfers.paths = (PathStatus("q", PathState.SLOW),)
