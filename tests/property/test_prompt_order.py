@@ -139,9 +139,9 @@ def test_tenants_get_equal_work_even_while_only_some_prompts_can_be_computed(dat
         names = [name for tenant in tenants for name in sorted(n for n in worker.left if n[0] == tenant)[:2]]
         if {name[0] for name in names} != set(tenants):
             break
-        name = worker.order.first_of(names) if data.draw(st.integers(0, 4)) else worker.order.first()
-        assert name is not None
-        served[name[0]] += worker.compute(name)
+        turn = worker.order.first_of(names) if data.draw(st.integers(0, 4)) else worker.order.first()
+        assert turn is not None
+        served[turn[0]] += worker.compute(turn)
         assert max(served.values()) - min(served.values()) <= 2.0 * (QUANTUM_S + CHUNK_S) + ROUNDING_S
 
 
