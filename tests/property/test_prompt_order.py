@@ -149,8 +149,8 @@ def test_tenants_that_leave_and_return_take_no_more_than_one_that_stays() -> Non
     """Four tenants send one prompt of three quanta after the other; the fifth has a prompt of many such chunks."""
     order, chunk_s, served = PromptOrder(), 3 * QUANTUM_S, dict.fromkeys("abcde", 0.0)
     order.add("e", 0, "e", 1000.0)
-    for name in "abcd":
-        order.add(name, 0, name, chunk_s)
+    for tenant in "abcd":
+        order.add(tenant, 0, tenant, chunk_s)
     for _ in range(200):
         name = order.first()
         assert name is not None
