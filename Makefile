@@ -79,7 +79,7 @@ bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: mak
 	$(BIN)/python -m benchmarks.quantization $(if $(TEXT),--text $(TEXT))
 
 gpu-docs: setup  ## Draw the figures of a run of benchmarks/gpu.py into docs/gpu.md: make gpu-docs JSON=DIR/gpu.json
-	$(BIN)/python -m docs.gpu_figures $(JSON)
+	$(BIN)/python -m benchmarks.gpu_figures $(JSON)
 
 bench-gateway: setup  ## Measure HTTP through a router, beside gRPC and beside Dynamo's frontend (8 minutes)
 	$(BIN)/tandem pull
@@ -90,18 +90,18 @@ clients: setup  ## Run OpenAI's clients, vllm bench, aiperf and guidellm against
 	$(BIN)/python -m benchmarks.clients --write-docs $(if $(TRACE),--trace $(TRACE))
 
 phoenix: setup  ## Look at traces in Arize Phoenix: installs it (850 MB), checks every span, takes a screenshot
-	$(BIN)/python -m tests.support.phoenix_run
+	$(BIN)/python -m tests.tools.phoenix_run
 
 soak: setup  ## Send 20,000 requests while one transport operation in ten fails, then the slow tests (8 minutes)
-	$(BIN)/python -m tests.support.soak
+	$(BIN)/python -m tests.tools.soak
 	$(BIN)/python -m simulator --seeds 100..299
 	$(BIN)/python -m pytest -m slow
 
 explore: setup  ## Look for faults with fresh random seeds for five minutes: make explore MINUTES=5
-	$(BIN)/python -m tests.support.explore --minutes $(or $(MINUTES),5)
+	$(BIN)/python -m tests.tools.explore --minutes $(or $(MINUTES),5)
 
 screenshots: setup  ## Take the dashboard's screenshots of docs/ (2 minutes, needs Chromium)
-	$(BIN)/python -m docs.make_screenshots
+	$(BIN)/python -m tests.tools.make_screenshots
 
 protos: setup  ## Generate the checked-in stubs again: the public ones for the client, which everybody imports, the others here
 	$(BIN)/python -m grpc_tools.protoc -Itandem_client/stubs=protos --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_figures
 from core.handoff import OWNER_STEPS, PULLER_STEPS, OwnerState, PullerState
 from core.lifecycle import NEXT_STAGES, Stage
-from docs import gpu_figures
 from runtime.prometheus.metrics import ALIASES, METRICS, TYPES
 from runtime.tracing.span_names import ATTRIBUTE_MEANINGS, SPAN_MEANINGS
 

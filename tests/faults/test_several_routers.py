@@ -26,7 +26,7 @@ from tests.support.faults import Prompt, expected, prompt_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-NUM_OUTPUT = 1500  # a second, even for the fake runner
+NUM_OUTPUT = 4000  # some seconds, even for the fake runner
 NUM_CLIENTS = 3  # of each router
 HTTP_PORT = 18_490  # shared by the routers; below the ports that the kernel gives away
 CONFIG = """

@@ -11,7 +11,7 @@ import pytest
 from cli import compose
 from tests.support.faults import Stream, fault_config, prompt_of, serves_on
 from tests.support.processes import Fleet
-from tests.support.soak import Tally, soak
+from tests.tools.soak import Tally, soak
 
 NUM_CLIENTS = 8
 NUM_KILLS = 4

@@ -33,7 +33,7 @@ def run_benchmark(directory: Path, module: str, *options: str) -> subprocess.Com
 
 def modules_to_start() -> list[str]:
     """The modules that the Makefile's targets run, without those that a test below runs."""
-    modules = re.findall(r"python -m ((?:benchmarks|tests\.support)\.\S+)", (ROOT / "Makefile").read_text())
+    modules = re.findall(r"python -m ((?:benchmarks|tests\.tools)\.\S+)", (ROOT / "Makefile").read_text())
     return sorted(
         set(modules) - {"benchmarks.transfer", "benchmarks.quantization", "benchmarks.routers", "benchmarks.policies"}
     )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 
 from simulator import __main__ as simulator_command
-from tests.support import explore
-from tests.support.explore import hypothesis_files, rounds
+from tests.tools import explore
+from tests.tools.explore import hypothesis_files, rounds
 
 
 def test_no_test_decides_for_itself_whether_its_examples_are_random() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu_figures import draw_figures, draw_pools, load_measured, refuse, take
 from benchmarks.gpu_sections.harness import FORMAT, SECTIONS, SectionResult
 from benchmarks.report import Line
-from docs.gpu_figures import draw_figures, draw_pools, load_measured, refuse, take
 
 VERSIONS = {"driver": "1", "cuda": "2", "torch": "3", "triton": "4", "python": "5"}
 

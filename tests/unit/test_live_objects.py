@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.live_objects import Footprint, count_live, growth
-from tests.support.soak import check_flat
+from tests.tools.soak import check_flat
 
 FLAT = Footprint(Counter(), num_descriptors=10, resident_mb=100.0)
 

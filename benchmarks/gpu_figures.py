@@ -1,4 +1,4 @@
-"""Draws docs/gpu.md: `python -m docs.gpu_figures gpu.json` takes the figures of a run, and draws the page anew.
+"""Draws docs/gpu.md: `python -m benchmarks.gpu_figures gpu.json` takes the figures of a run, and draws the page anew.
 
 Figures of a GPU come from the JSON of benchmarks/gpu.py alone, one file for each kind of device in docs/gpu/. A row
 without a figure says "not measured". The table of pools is arithmetic on datasheets and on the sizes of a model.
@@ -6,6 +6,7 @@ without a figure says "not measured". The table of pools is arithmetic on datash
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -19,7 +20,7 @@ from benchmarks.report import Line, number
 from core.cost.step_cost import StepWork
 from model_files.builtin_configs import RANDOM_CONFIGS
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 MEASURED = DOCS / "gpu"
 NOT_MEASURED = "not measured"
 MODEL = "llama-3.1-8b"
@@ -162,9 +163,11 @@ def draw_pools() -> str:
 def main() -> int:
     from docs import render_tables
 
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="*", type=Path, help="gpu.json of a run of benchmarks/gpu.py")
     try:
-        for name in sys.argv[1:]:
-            print(f"kept {take(Path(name))}")
+        for path in parser.parse_args().runs:
+            print(f"kept {take(path)}")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

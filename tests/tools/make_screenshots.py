@@ -22,7 +22,7 @@ from gateway.fleets import Fleets
 from tests.support.deployment import Deployment, deploy, tiny_config
 from tests.support.gateway import serving_gateway
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).parents[2] / "docs/images"
 CHROMIUM = "/usr/bin/chromium"
 DESKTOP, PHONE = {"width": 1440, "height": 960}, {"width": 390, "height": 844}
 NUM_CHATS = 3  # at the same time
