@@ -9,10 +9,10 @@ import struct
 
 import pytest
 
-from core.block_hash import FullBlock, chain_hash, extend_full_blocks, local_hash, root_hash, sequence_hashes
+from core.block_hash import FullBlock, extend_full_blocks, local_hash, sequence_hashes
 from core.config import SchedulerConfig
 from core.request import Request, SamplingParams
-from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored, PrefixBlock
+from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.sequence import Sequence
 from core.step import SampledToken, StepOutput
@@ -101,27 +101,6 @@ def test_the_second_prompt_is_cached_once_the_first_is_evicted() -> None:
     assert worker.compute("forger again", FORGED, OTHER) == 0
 
 
-def test_a_block_behind_the_second_prompt_does_not_match_behind_the_first() -> None:
-    worker = Worker()
-    worker.compute("forger", FORGED)
-    worker.compute("honest", HONEST, OTHER)
-    assert worker.compute("forger again", FORGED, OTHER) == BLOCK_SIZE
-
-
-def test_a_block_computed_behind_a_forged_block_does_not_match_behind_the_honest_block() -> None:
-    """The block has the honest tokens and the honest hash, but its KV was computed from forged tokens."""
-    pool = BlockPool(2)
-    forged, honest = full_blocks(FORGED + OTHER), full_blocks(HONEST + OTHER)
-    assert forged[1] == honest[1]
-    first, behind = allocated(pool, 2)
-    pool.register(behind, forged[1], pool.register(first, forged[0], ""))
-    pool.release([first])
-    assert allocated(pool, 1) == [first], "evicted while the block behind is held"
-    pool.register(first, honest[0], "")
-    assert honest[1].sequence_hash in pool.registered_hashes()
-    assert [found.block for found in pool.match_prefix(honest, "")] == [first]
-
-
 def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool = BlockPool(3)
     blocks = full_blocks(HONEST + OTHER)
@@ -137,18 +116,6 @@ def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool.check()
 
 
-def test_no_block_is_registered_behind_a_block_outside_the_cache() -> None:
-    pool = BlockPool(4)
-    blocks = full_blocks(HONEST + OTHER)
-    first, second, third, _ = allocated(pool, 4)
-    parent = pool.register(first, blocks[0], "")
-    assert isinstance(parent, PrefixBlock)
-    pool.invalidate([first])
-    assert pool.register(second, blocks[1], parent) is None
-    assert pool.register(third, blocks[1], None) is None
-    assert pool.registered_hashes() == []
-
-
 def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.scheduling.sequence.root_hash", lambda _salt: 1)
     worker = Worker()
@@ -156,18 +123,6 @@ def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monke
     assert worker.compute("yours", HONEST, OTHER, salt="yours") == 0
     assert worker.compute("nobody's", HONEST, OTHER) == 0
     assert worker.compute("mine again", HONEST, OTHER, salt="mine") == 2 * BLOCK_SIZE
-
-
-def test_a_block_with_a_salt_does_not_match_without_the_salt() -> None:
-    pool = BlockPool(2)
-    root = root_hash("tenant")
-    assert root is not None
-    packed = struct.pack("<16I", *HONEST)
-    (block,) = allocated(pool, 1)
-    full = FullBlock(chain_hash(root, local_hash(packed)), packed)
-    pool.register(block, full, "tenant")
-    assert pool.match_prefix([full], "") == []
-    assert [found.block for found in pool.match_prefix([full], "tenant")] == [block]
 
 
 def full_blocks(tokens: tuple[int, ...]) -> list[FullBlock]:

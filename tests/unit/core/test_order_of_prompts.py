@@ -125,33 +125,6 @@ def test_a_pulled_sequence_takes_a_free_place_unless_a_prompt_of_higher_rank_has
     assert driven.step() == {"pulled": 1, "running": 7}
 
 
-def test_a_failed_step_gives_the_tokens_of_the_step_ahead_back_to_the_order() -> None:
-    driven = Driven(num_blocks=64, budget=8)
-    driven.add("failed", range(1, 9), max_tokens=3)
-    driven.begin()
-    driven.add("other", range(21, 41), arrival=1, max_tokens=1)
-    before = works(driven)
-    driven.begin()
-    assert works(driven) < before
-    driven.scheduler.fail_step()
-    driven.scheduler.check()
-    assert works(driven) == before
-    assert order_of_ends(driven) == ["other"]
-
-
-def test_a_preempted_sequence_goes_before_prompts_that_have_not_begun() -> None:
-    driven = Driven(num_blocks=6, budget=16, max_running=2)
-    driven.add("first", range(1, 8), arrival=1, max_tokens=8)
-    second = driven.add("second", range(21, 32), arrival=2, max_tokens=12)
-    while not second.num_preemptions:
-        driven.step()
-    for number in range(3):
-        driven.add(f"new {number}", range(100 * number + 41, 100 * number + 55), arrival=3 + number, max_tokens=1)
-    ends = [event.sequence_id for event in driven.run_until_idle() if event.finish_reason is not None]
-    assert ends[0] == "first"
-    assert "second" in ends[:3]
-
-
 def test_new_prices_change_the_work_of_prompts_that_wait() -> None:
     driven = Driven(num_blocks=64, budget=8)
     driven.add("a", range(1, 41), max_tokens=1)
