@@ -10,8 +10,7 @@ from core.errors import TransferFailed
 from core.handoff import AbortReason, Heartbeat, Release
 from decode_worker.machine import DecodeCancelled, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
-from kv_transfer.protocol.events import ReadFailed, StartRead
-from tests.support.driven_worker import LEASE_S, request
+from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
 
@@ -131,15 +130,6 @@ def test_a_pull_that_ends_lets_the_next_one_take_its_blocks() -> None:
     assert targets_of(worker) == {"b": 5}
 
 
-def test_a_heartbeat_says_how_many_announced_blocks_lack_a_target() -> None:
-    worker = two_half_pulled()
-    announce(worker, 2, 0, 5)
-    worker.pass_time(LEASE_S / 6 + 0.1)
-    entries = {entry.transfer_id: entry for entry in worker.sent(Heartbeat)[-1].entries}
-    assert (entries[1].num_ready, entries[1].num_unplaced) == (2, 0)
-    assert (entries[2].num_ready, entries[2].num_unplaced) == (5, 3)
-
-
 # ---- when nothing runs, rank decides
 
 
@@ -187,39 +177,6 @@ def test_a_running_sequence_takes_the_blocks_of_a_lower_rank_at_once() -> None:
     assert worker.now == 50.0
     assert worker.finished() == {"runs"}
     assert worker.ledger == {}
-
-
-def test_blocks_that_a_read_still_writes_to_are_waited_for() -> None:
-    worker = Decode(num_blocks=4)
-    worker.arrive_alone(request("runs", 4, max_tokens=10))
-    worker.arrive(request("low", 8, first=100, priority=1), ticket=1)
-    worker.arrive(request("lower", 4, first=200, priority=2), ticket=2)
-    announce(worker, 1, 0, 1)
-    (read,) = worker.of(StartRead)
-    while worker.plans:
-        worker.finish_step()
-    assert failures(worker) == ["low"], "one victim at a time"
-    assert worker.ledger == {"held": 3, "incoming": 1}
-    worker.post(ReadFailed(read.read_id, AbortReason.READ_FAILED, "taken back"))
-    worker.run_until_idle()
-    assert worker.finished() == {"runs"}
-
-
-def test_a_running_sequence_of_lower_rank_gives_its_blocks_to_a_pull() -> None:
-    worker = Decode(num_blocks=8)
-    worker.arrive(request("high", 24, max_tokens=2, priority=-1), ticket=1)
-    worker.arrive_alone(request("runs", 8, max_tokens=20, first=100))
-    announce(worker, 1, 0, 5)
-    worker.finish_reads()
-    while worker.plans:
-        worker.finish_step()
-    assert worker.ledger == {"held": 3, "incoming": 5}
-    worker.pass_time(5 * MAX_STALL_S)
-    assert worker.core.scheduler.num_preemptions == 0, "the pull waits for its owner, not for blocks"
-    announce(worker, 1, 5, 6, token=20)
-    worker.run_steps_and_reads()
-    assert worker.core.scheduler.num_preemptions > 0
-    assert worker.finished() == {"high", "runs"}
 
 
 @pytest.mark.parametrize("num_events", [1, 20])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from core.config import SchedulerConfig
 from core.errors import TransferFailed
-from core.handoff import AbortReason, Want
+from core.handoff import Want
 from core.machine import Tick
 from decode_worker.machine import DecodeDone, DecodeFailed
-from kv_transfer.protocol.events import ReadFailed, StartRead
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -36,17 +35,6 @@ def test_a_hand_off_does_not_wait_for_a_later_prompt() -> None:
     assert worker.chunks() == [("later", 0, 8)]
 
 
-def test_a_hand_off_does_not_wait_for_an_earlier_sequence_with_blocks() -> None:
-    worker = Decode()
-    worker.arrive(request("pulled", 6), ticket=1)
-    worker.arrive_alone(request("runs", 8))
-    assert worker.plans, "without a step in flight, the pulled sequence would not wait"
-    worker.pull(ticket=1)
-    assert [waiting.sequence_id for waiting in worker.core.scheduler.waiting] == ["pulled"]
-    worker.arrive(request("a", 6, first=30), ticket=2)
-    assert worker.wanted(ticket=2) == (0, 1)
-
-
 def test_a_hand_off_that_waits_for_blocks_holds_no_cached_blocks() -> None:
     worker = with_a_cached_prompt(num_blocks=6)
     worker.arrive_alone(request("runs", 12, first=40, max_tokens=2))
@@ -59,15 +47,6 @@ def test_a_hand_off_that_waits_for_blocks_holds_no_cached_blocks() -> None:
 
 
 # ---- ends
-
-
-def test_a_failed_hand_off_releases_its_cached_blocks() -> None:
-    worker = with_a_cached_prompt()
-    worker.arrive(request("a", 14))
-    worker.ready(2)
-    assert worker.ledger == {"held": 2, "incoming": 1}
-    worker.post(ReadFailed(worker.only(StartRead).read_id, AbortReason.READ_FAILED, "broken"))
-    assert worker.ledger == {}
 
 
 def test_a_hand_off_without_a_first_token_fails_and_releases_its_blocks() -> None:
