@@ -6,16 +6,13 @@ The forged tokens are a second preimage of XXH3_64 with our seed. A four-list se
 from __future__ import annotations
 
 import struct
+from itertools import chain
 
 import pytest
 
 from core.block_hash import FullBlock, extend_full_blocks, local_hash, sequence_hashes
-from core.config import SchedulerConfig
-from core.request import Request, SamplingParams
 from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored
-from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Sequence
-from core.step import SampledToken, StepOutput
+from tests.unit.core.driving_scheduler import Driven
 
 BLOCK_SIZE = 16
 HONEST = tuple(range(100, 116))
@@ -23,44 +20,23 @@ FORGED = (18463, 16220, 2202, 28542, 10122, 29752, 19119, 28519, 14555, 2512, 47
 OTHER = tuple(range(200, 216))
 
 
-def sequence(name: str, *blocks: tuple[int, ...], salt: str = "") -> Sequence:
-    """A sequence whose prompt is these blocks and one more token."""
-    prompt = (*(token for block in blocks for token in block), 7)
-    return Sequence(Request(name, prompt, len(prompt), SamplingParams(max_tokens=2), cache_salt=salt), arrival=0)
-
-
-class Worker:
-    """Runs one prompt at a time."""
+class Worker(Driven):
+    """Runs one prompt at a time. A prompt is some blocks and one more token."""
 
     def __init__(self, num_blocks: int = 32) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(SchedulerConfig(512, 8, 8), self.pool, BLOCK_SIZE, frozenset())
+        super().__init__(num_blocks, budget=512, block_size=BLOCK_SIZE)
 
     def compute(self, name: str, *blocks: tuple[int, ...], salt: str = "") -> int:
         """Compute a prompt. Returns the number of its cached tokens."""
-        computed = sequence(name, *blocks, salt=salt)
-        self.scheduler.add(computed)
-        while (plan := self.scheduler.schedule()) is not None:
-            self.scheduler.complete_step(StepOutput(plan.step_id, {name: SampledToken(9)}))
-        self.pool.check()
+        computed = self.add(name, (*chain(*blocks), 7), max_tokens=2, salt=salt)
+        self.run_until_idle()
         return computed.num_cached_tokens
 
     def pull(self, name: str, *blocks: tuple[int, ...]) -> int:
         """Compute a prompt with KV from a peer. Returns the number of cached tokens, which are not pulled."""
-        pulled = sequence(name, *blocks)
-        self.scheduler.hold_cached_prefix(pulled, pulled.num_tokens)
-        num_skipped = len(pulled.block_table) * BLOCK_SIZE
-        targets = self.pool.reserve(len(blocks) + 1 - len(pulled.block_table))
-        assert targets is not None
-        self.pool.arrive(targets)
-        pulled.block_table += targets
-        pulled.num_computed_tokens = pulled.num_tokens
-        pulled.token_ids.append(9)
-        self.scheduler.add(pulled)
-        while (plan := self.scheduler.schedule()) is not None:
-            self.scheduler.complete_step(StepOutput(plan.step_id, {name: SampledToken(9)}))
-        self.pool.check()
-        return num_skipped
+        pulled = self.add_pulled(name, (*chain(*blocks), 7), max_tokens=2)
+        self.run_until_idle()
+        return pulled.num_cached_tokens
 
 
 def test_the_forged_tokens_have_the_hash_of_the_honest_tokens_at_every_depth() -> None:
