@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.handoff import OwnerState
-from core.scheduling.block_pool import BlockPool
+from core.handoff import OwnerState, PullerState
+from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.ledger import Claim, SequenceState, check_claims, count_once
 from tests.support.cached_blocks import register_prefix
 
@@ -67,3 +67,12 @@ def test_the_check_finds_a_held_block_without_a_claim() -> None:
     blocks = allocated(pool, 2)
     with pytest.raises(AssertionError, match="claimed"):
         check_claims([Claim("one", SequenceState.RUNNING, blocks[:1], since=0.0)], pool)
+
+
+def test_the_targets_of_a_pull_count_as_incoming() -> None:
+    pool = BlockPool(4)
+    targets = pool.reserve(3)
+    assert targets is not None
+    pull = Claim("pull", PullerState.WANTING, targets, since=2.0)
+    (holder,) = count_once([pull], pool, now=2.5)
+    assert (holder.claim.column, holder.num_counted, holder.age_s) == (Column.INCOMING, 3, 0.5)

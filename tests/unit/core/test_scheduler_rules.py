@@ -222,6 +222,15 @@ def test_waiting_sequences_are_preempted_only_if_their_blocks_are_enough() -> No
 # ---- hand-offs
 
 
+def test_a_preempted_pulled_sequence_is_recomputed() -> None:
+    driven = Driven(num_blocks=4, max_running=1)
+    pulled = driven.add_pulled("pulled", range(1, 8), arrival=2, max_tokens=2)
+    driven.add("before", range(21, 34), arrival=1, max_tokens=1)
+    assert driven.step() == {"before": 13}
+    assert pulled.num_preemptions == 1
+    assert [event.index for event in driven.run_until_idle()] == [1]
+
+
 def test_a_running_sequence_without_blocks_yields_to_a_pulled_sequence_of_higher_rank() -> None:
     """Otherwise both wait for ever: the first for blocks, the second for admission."""
     driven = Driven(num_blocks=4)

@@ -10,6 +10,7 @@ from core.errors import TransferFailed
 from core.handoff import AbortReason, Heartbeat, Release
 from decode_worker.machine import DecodeCancelled, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
+from kv_transfer.protocol.events import ReadFailed, StartRead
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -177,6 +178,22 @@ def test_a_running_sequence_takes_the_blocks_of_a_lower_rank_at_once() -> None:
     assert worker.now == 50.0
     assert worker.finished() == {"runs"}
     assert worker.ledger == {}
+
+
+def test_blocks_that_a_read_still_writes_to_are_waited_for() -> None:
+    worker = Decode(num_blocks=4)
+    worker.arrive_alone(request("runs", 4, max_tokens=10))
+    worker.arrive(request("low", 8, first=100, priority=1), ticket=1)
+    worker.arrive(request("lower", 4, first=200, priority=2), ticket=2)
+    announce(worker, 1, 0, 1)
+    (read,) = worker.of(StartRead)
+    while worker.plans:
+        worker.finish_step()
+    assert failures(worker) == ["low"], "one victim at a time"
+    assert worker.ledger == {"held": 3, "incoming": 1}
+    worker.post(ReadFailed(read.read_id, AbortReason.READ_FAILED, "taken back"))
+    worker.run_until_idle()
+    assert worker.finished() == {"runs"}
 
 
 @pytest.mark.parametrize("num_events", [1, 20])
