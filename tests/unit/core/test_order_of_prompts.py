@@ -40,14 +40,6 @@ def test_a_prompt_that_falls_due_is_passed_no_more() -> None:
     assert passed == [True] * 5 + [False] * 5, "the prompt of 40 tokens may take twice as long as alone"
 
 
-def test_a_lower_priority_value_passes_a_half_computed_prompt_however_long_it_is() -> None:
-    driven = Driven(num_blocks=64, budget=8)
-    driven.add("first", range(1, 17), max_tokens=1)
-    driven.step()
-    driven.add("urgent", range(101, 141), arrival=1, priority=-1, max_tokens=1)
-    assert order_of_ends(driven) == ["urgent", "first"]
-
-
 def test_the_prompts_of_two_tenants_share_the_steps() -> None:
     """Each prompt takes half a quantum."""
     driven = Driven(num_blocks=64, budget=8, max_waiting=64)

@@ -62,13 +62,6 @@ def test_a_sequence_that_arrives_before_that_time_is_in_the_next_step_and_a_late
     assert worker.chunks(1) == [("a", 8, 1), ("early", 0, 3)]
 
 
-def test_any_event_after_that_time_plans_the_step() -> None:
-    worker = decoding()
-    worker.now += STEP_S - PLAN_AHEAD_S / 2
-    worker.arrive_alone(request("b", 3, first=20))
-    assert worker.chunks(1) == [("a", 8, 1), ("b", 0, 3)]
-
-
 def test_a_short_step_gets_its_successor_at_once() -> None:
     worker = Decode(plans_ahead=True)
     worker.arrive_alone(request("a", 6, max_tokens=8))
