@@ -77,6 +77,19 @@ def test_a_step_that_needs_a_preemption_is_planned_after_the_step_in_flight() ->
     assert driven.scheduler.num_preemptions == 1
 
 
+def test_a_waiting_sequence_preempts_a_pulled_one_only_after_the_step_in_flight() -> None:
+    driven = Driven(num_blocks=7, max_running=2)
+    driven.add("running", [1, 2], max_tokens=8)
+    plan = driven.begin()
+    pulled = driven.add_pulled("pulled", range(1, 12), arrival=2)
+    driven.add("large", range(41, 58), arrival=1, max_tokens=1)
+    assert driven.scheduler.schedule() is None
+    assert len(pulled.block_table) == 3
+    driven.end(plan)
+    assert driven.step() == {"running": 1, "large": 17}
+    assert pulled.num_preemptions == 1
+
+
 def test_a_failed_step_drops_the_step_ahead_and_only_its_own_sequences_end() -> None:
     driven = Driven(budget=8)
     driven.add("failed", range(1, 9), max_tokens=3)

@@ -42,6 +42,18 @@ def test_readys_that_are_lost_or_come_in_the_wrong_order_are_repeated_after_a_he
     assert pair.owner.machine.counters.num_ready_repeated == 1
 
 
+def test_a_lost_last_ready_without_blocks_is_repeated() -> None:
+    pair = Pair()
+    pair.offer([0], last=False)
+    pair.pull([0])
+    pair.run()
+    pair.add_ready([], last=True)
+    lose(pair, Ready)
+    pair.wait(2 * CONFIG.heartbeat_s)
+    pair.run()
+    assert_completed(pair)
+
+
 def test_doubled_messages_do_nothing_twice() -> None:
     pair = Pair()
     pair.offer([0, 1, 2])
