@@ -1,7 +1,7 @@
 """How long a prompt of 32,000 tokens holds up the router's event loop: `python -m benchmarks.tokenizing`, 20 seconds.
 
 A task on the loop sleeps for 1 ms at a time, as a stream does between two tokens. Meanwhile the loop parses a message
-with a long prompt and validates it in a `BoundedPool`, with the tokenizer of SmolLM2. A gap is the time between two
+with a long prompt and validates it in `ValidationThreads`, with the tokenizer of SmolLM2. A gap is the time between two
 turns of the task, and the figure is the longest one, beside the longest one without a prompt.
 """
 
@@ -24,8 +24,8 @@ from benchmarks.report import Line, Report
 from core.config import RouterConfig
 from fleet.service_host import SWITCH_INTERVAL_S
 from model_files.catalogue import fetch
-from router.serving.bounded_pool import BoundedPool
 from router.serving.validation import prepare
+from router.serving.validation_threads import ValidationThreads
 from tandem_client.stubs.inference_pb2 import GenerateRequest, TokenIds
 from text.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -55,7 +55,7 @@ def lines(repeats: int = 15) -> list[Line]:
 
 
 async def _measure(tokenizer: ModelTokenizer, repeats: int) -> list[Line]:
-    pool = BoundedPool(max_pending=1)
+    pool = ValidationThreads(max_pending=1)
     cpu_s: dict[str, list[float]] = {}
     prompts = _prompts(tokenizer)
     gaps: dict[str, list[float]] = {name: [] for name in ("", *prompts)}
@@ -76,7 +76,7 @@ async def _measure(tokenizer: ModelTokenizer, repeats: int) -> list[Line]:
     return found
 
 
-async def _validate(pool: BoundedPool, tokenizer: ModelTokenizer, message: bytes, cpu_s: list[float]) -> None:
+async def _validate(pool: ValidationThreads, tokenizer: ModelTokenizer, message: bytes, cpu_s: list[float]) -> None:
     request = GenerateRequest.FromString(message)  # on the loop, as gRPC does
 
     def timed() -> None:

@@ -89,5 +89,5 @@ def _converse(runner: asyncio.Runner, client: AsyncClient, conversation: Convers
         except CallFailed as error:
             if not sys.stdin.isatty():  # a script needs the exit code
                 raise
-            # Keep the conversation: a lost worker comes back, and /new ends a conversation that is too long.
+            # Keep the conversation: a lost worker is restarted, and /new ends a conversation that is too long.
             console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)

@@ -85,23 +85,15 @@ def check_credentials(config: SecurityConfig) -> None:
 
 def check_port(config: RouterConfig) -> None:
     """Raises `ConfigError` if routers could not listen. The supervisor, which claims the port, fails seconds later."""
-    error = _listen_error(config.host, config.port) if config.port else None
-    if error is not None:
-        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with {flag}"
-        ) from error
+    if config.port:
+        _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--port", "--host")
 
 
 def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
     """Raises `ConfigError` if a router could not serve its metrics page, or if the trace file cannot be written."""
     first = config.metrics_port
     for port in range(first, first + num_routers) if first else ():
-        error = _listen_error("0.0.0.0", port)
-        if error is not None:
-            raise ConfigError(
-                f"cannot serve metrics on port {port} ({error.strerror}); choose another with --metrics-port"
-            ) from error
+        _check_listen("0.0.0.0", port, f"serve metrics on port {port}", "--metrics-port", "--metrics-port")
     if config.trace_file:
         from runtime.tracing.trace_file import JsonLinesExporter
 
@@ -110,12 +102,7 @@ def check_telemetry(config: TelemetryConfig, num_routers: int) -> None:
 
 def check_gateway(config: GatewayConfig) -> None:
     """Raises `ConfigError` if the gateway could not listen, or could not use its certificate."""
-    error = _listen_error(config.host, config.port)
-    if error is not None:
-        flag = "--http" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--http-host"
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another with {flag}"
-        ) from error
+    _check_listen(config.host, config.port, f"listen on {config.host}:{config.port}", "--http", "--http-host")
     if config.tls_cert:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_cert, config.tls_key, lambda: b"")
@@ -124,6 +111,13 @@ def check_gateway(config: GatewayConfig) -> None:
                 "[gateway] tls_cert and tls_key must be a certificate and its unencrypted key, both PEM: "
                 f"{config.tls_cert}, {config.tls_key}"
             ) from fault
+
+
+def _check_listen(host: str, port: int, purpose: str, port_flag: str, host_flag: str) -> None:
+    error = _listen_error(host, port)
+    if error is not None:
+        flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
+        raise ConfigError(f"cannot {purpose} ({error.strerror}); choose another with {flag}") from error
 
 
 def _listen_error(host: str, port: int) -> OSError | None:

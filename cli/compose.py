@@ -172,7 +172,7 @@ def _worker_parts(
         from engine.runner import StepLimits
 
         engine = _engine_config(role, config.engine, placement)
-        if engine.device.startswith("cuda"):  # before a model is loaded in vain
+        if engine.device.startswith("cuda"):  # fails before a model is loaded
             check_environment(os.environ, paths_of(config.transfer.device_path, True, has_gpudirect()))
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading must not use the other workers' cores

@@ -19,10 +19,8 @@ from pathlib import Path
 from kv_transfer.device.device_checks import DRIVER, MODULES, RDMA_DEVICES, has_gpudirect
 
 SMI_TIMEOUT_S = 30.0  # without its persistence mode, the driver wakes each GPU for the call
-QUERY = (
-    "index", "name", "driver_version", "compute_cap", "memory.total", "memory.free", "pci.bus_id", "compute_mode",
-    "mig.mode.current",
-)  # fmt: skip
+QUERY = "index,name,driver_version,compute_cap,memory.total,memory.free,pci.bus_id,compute_mode,mig.mode.current"
+MATRICES = (("-m",), ("-p2p", "r"))  # `nvidia-smi topo`: links, and reads between GPUs
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"  # of a PCI device: a class 0x0300.. or 0x0302.. is a GPU
 PTRACE_CAPABILITY = 1 << 19  # CAP_SYS_PTRACE, linux/capability.h
 
@@ -79,21 +77,18 @@ def read_facts(
     environment: Mapping[str, str] = os.environ,
 ) -> GpuFacts:
     """`root` holds sys, proc and dev."""
-    listed = run("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
-    gpus = tuple(_gpu(line, root) for line in (listed or "").splitlines() if line.count(",") == len(QUERY) - 1)
+    listed = run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+    gpus = tuple(_gpu(line, root) for line in (listed or "").splitlines() if line.count(",") == QUERY.count(","))
     if not gpus:
         return GpuFacts(undriven=_has_pci_gpu(root), environment=environment)
-    several = len(gpus) > 1
+    pairs = [read_matrix(run("nvidia-smi", "topo", *what) or "") for what in MATRICES] if len(gpus) > 1 else [{}, {}]
     return GpuFacts(
-        gpus,
-        links=read_matrix(run("nvidia-smi", "topo", "-m") or "") if several else {},
-        peer_reads=read_matrix(run("nvidia-smi", "topo", "-p2p", "r") or "") if several else {},
-        rdma=_rdma_devices(root),
+        gpus, False, pairs[0], pairs[1], _rdma_devices(root),
         rdma_usable=any((root / "dev/infiniband").glob("uverbs*")),
         gpudirect=has_gpudirect(*(root / path.relative_to("/") for path in (RDMA_DEVICES, MODULES, DRIVER))),
         ptrace=_may_ptrace(root),
         environment=environment,
-    )
+    )  # fmt: skip
 
 
 def read_matrix(text: str) -> Pairs:
@@ -111,22 +106,13 @@ def read_matrix(text: str) -> Pairs:
 
 
 def _gpu(line: str, root: Path) -> Gpu:
-    row = dict(zip(QUERY, (cell.strip() for cell in line.split(",")), strict=True))
-    domain, _, place = row["pci.bus_id"].lower().partition(":")
-    bus_id = f"{domain[-4:]}:{place}"
-    major, _, minor = row["compute_cap"].partition(".")
+    index, name, driver, capability, total, free, bus, mode, mig = (cell.strip() for cell in line.split(","))
+    major, _, minor = capability.partition(".")
+    bus_id = bus.lower()[-len("0000:18:00.0") :]  # nvidia-smi prints eight digits of the domain, sysfs four
     return Gpu(
-        index=_number(row["index"]) or 0,
-        name=row["name"],
-        driver=row["driver_version"],
-        compute_capability=(_number(major) or 0, _number(minor) or 0),
-        total_mb=_number(row["memory.total"]) or 0,
-        free_mb=_number(row["memory.free"]) or 0,
-        bus_id=bus_id,
-        compute_mode=row["compute_mode"],
-        mig=row["mig.mode.current"] == "Enabled",
-        numa_node=_numa_node(root / "sys/bus/pci/devices" / bus_id),
-    )
+        _number(index), name, driver, (_number(major), _number(minor)), _number(total), _number(free), bus_id, mode,
+        mig == "Enabled", _numa_node(root / "sys/bus/pci/devices" / bus_id),
+    )  # fmt: skip
 
 
 def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
@@ -148,23 +134,23 @@ def _has_pci_gpu(root: Path) -> bool:
 
 def _may_ptrace(root: Path) -> bool:
     """Yama restricts reads of another process's memory to children from scope 1 on, except for this capability."""
-    if (_number(_text(root / "proc/sys/kernel/yama/ptrace_scope")) or 0) == 0:
+    if not _number(_text(root / "proc/sys/kernel/yama/ptrace_scope")):
         return True
     effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(root / "proc/self/status"), re.MULTILINE)
     return effective is not None and bool(int(effective[1], 16) & PTRACE_CAPABILITY)
 
 
 def _numa_node(device: Path) -> int | None:
-    node = _number(_text(device / "numa_node"))
-    return node if node is not None and node >= 0 else None  # -1: a machine with one node
+    node = _number(_text(device / "numa_node"), -1)
+    return node if node >= 0 else None  # -1: a machine with one node
 
 
-def _number(text: str) -> int | None:
-    """None for [N/A] and the like."""
+def _number(text: str, default: int = 0) -> int:
+    """`default` for [N/A] and the like."""
     try:
         return int(float(text))
     except ValueError:
-        return None
+        return default
 
 
 def _text(path: Path) -> str:

@@ -176,11 +176,14 @@ async def cancelled_when_ray_fails(cluster: Cluster, print_line: PrintLine) -> A
 
 
 async def print_notices(cluster: Cluster, print_line: PrintLine) -> None:
-    """Print every notice of the fleet, for as long as it runs."""
+    """Print every notice of the fleet, for as long as it runs. Raises `TandemError` if its supervisor fails."""
     while True:
         for update in await cluster.updates():
-            if isinstance(update, FleetMessage):
-                print_line(update.text)
+            match update:
+                case FleetMessage():
+                    print_line(update.text)
+                case FleetFailed():
+                    raise TandemError(update.reason)
 
 
 class Interrupts:

@@ -52,7 +52,7 @@ def _run(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], c
     num_seeds = options["seeds"]
     with _progress(console, num_seeds * len(workload.requests)) as count:
         results = run_seeds(workload, config, num_seeds, _num_processes(options), count)
-    _say_what(workload, config, options, console)
+    _print_load(workload, config, options, console)
     console.print(report.times_table(results))
     console.print(report.figures_table(results))
     if options["json"]:
@@ -72,7 +72,7 @@ def _sweep(
         except ValueError as error:
             raise ConfigError(str(error)) from error
     points = [point for point, _ in grid]
-    _say_what(workload, config, options, console)
+    _print_load(workload, config, options, console)
     console.print(report.grid_table(points))
     if len({point.rate for point in points}) > 1 and len({point.shape for point in points}) > 1:
         console.print(report.rates_table(points))
@@ -199,7 +199,7 @@ def _shown(options: Mapping[str, Any]) -> dict[str, object]:
 # ---- output
 
 
-def _say_what(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], console: Console) -> None:
+def _print_load(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], console: Console) -> None:
     shape = "" if options["sweep"] else f", {config.num_prefill} prefill and {config.num_decode} decode workers"
     console.print(
         f"{workload.name}: {len(workload.requests):,} requests{shape}, TTFT within {config.slo_ttft_s * 1e3:g} ms and "

@@ -44,7 +44,6 @@ class RequestPath(Enum):
     DISAGGREGATED = "disaggregated"  # prefill on one worker, decode on another
     LOCAL = "local"  # prefill and decode on the decode worker, by the router's choice
     RECOMPUTED = "recomputed"  # a hand-off or a worker failed, and the prompt was computed again
-    MIGRATED = "migrated"  # a draining worker handed the running sequence to a peer; not implemented
 
 
 class ServiceRole(Enum):

@@ -1,4 +1,4 @@
-"""The path between two transfer agents, as workers report it, and the way of the bytes where a pool is on a device.
+"""The measured path between two transfer agents, and the paths that the memory of a pool allows.
 
 kv_transfer/protocol/path_verdict.py judges a path.
 """

@@ -6,7 +6,6 @@ worker can resume a request at any token, and samples the same tokens.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -186,7 +185,6 @@ class Request:
                 raise InvalidRequest(name, f"token id {token_id} is outside the vocabulary [0, {vocab_size})")
 
 
-def uniform_draw(seed: int, position: int) -> float:
-    """The random number in [0, 1) that decides the token at `position`, counted from the start of the prompt."""
-    bits = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position))
-    return math.ldexp(bits >> 11, -53)  # the top 53 bits, exactly representable
+def draw_key(seed: int, position: int) -> int:
+    """64 bits that decide the token at `position`, counted from the start of the prompt (engine/sampling.py)."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position))

@@ -87,7 +87,7 @@ DecodeAction = RunStep | EmitTokens | DecodeDone | DecodeFailed | AgentAction
 
 
 @dataclass(slots=True)
-class _Call:
+class _OpenCall:
     sequence: Sequence
     pull: PullStats | None = None
 
@@ -100,7 +100,7 @@ class DecodeMachine:
     transfers: TransferMachine
     max_pulls_waiting: int
     pulls: PullQueue = field(init=False)
-    _calls: dict[str, _Call] = field(default_factory=dict)  # open calls, by request id
+    _calls: dict[str, _OpenCall] = field(default_factory=dict)  # open calls, by request id
 
     def __post_init__(self) -> None:
         self.pulls = PullQueue(self.core.scheduler, self.core.pool)
@@ -175,14 +175,14 @@ class DecodeMachine:
             raise WorkerUnavailable("this decode worker is draining")
         sequence = self.core.admit(event.request, event.deadline, now, call=event.call)
         try:
-            actions = self._take_in(sequence, event, now)
+            actions = self._enqueue(sequence, event, now)
         except TandemError:
             self.core.undo_admit(sequence)
             raise
-        self._calls[sequence.sequence_id] = _Call(sequence)
+        self._calls[sequence.sequence_id] = _OpenCall(sequence)
         return actions
 
-    def _take_in(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
+    def _enqueue(self, sequence: Sequence, event: DecodeArrived, now: float) -> list[DecodeAction]:
         if event.source is None:
             self.core.scheduler.add(sequence)
             return []
@@ -290,7 +290,7 @@ class DecodeMachine:
         timeline, record, sequence = self.core.timelines[request_id], self.core.records[request_id], call.sequence
         self.core.enter(request_id, Stage.FINISHED, now)
         kv_block_seconds = self.core.held_blocks.read(request_id, now)
-        self.core.dismiss(request_id)
+        self.core.forget_request(request_id)
         num_cached, block_size = sequence.num_cached_tokens, self.core.scheduler.block_size
         return DecodeDone(
             request_id,
@@ -320,7 +320,7 @@ class DecodeMachine:
 
     def _fail_call(self, request_id: str, error: TandemError) -> list[DecodeAction]:
         del self._calls[request_id]
-        self.core.dismiss(request_id)
+        self.core.forget_request(request_id)
         return [DecodeFailed(request_id, error)]
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The blocks of hand-offs: who takes which, and when.
+"""Admits hand-offs, and gives their pulls blocks of the pool.
 
     arrives --room for all its blocks--> admitted: holds its cached prefix, WANT is sent --> takes a target for each
                                          block that the owner announces --> has all targets --> complete
@@ -10,30 +10,31 @@ take blocks in rank order, and leave one block for the next tokens of each runni
     1. The first pull that lacks blocks takes what there is.
     2. A pull behind it takes a target only if the rest of the pool covers what the half-pulled prompts before it still
        need; or if it gets its last targets.
-    3. Behind a pull that the whole rest of the pool cannot serve, no pull and no new sequence takes a block. Freed
-       blocks add up for it.
+    3. If the whole rest of the pool cannot serve a pull, no pull and no new sequence of lower rank takes a block, so
+       freed blocks add up for this pull.
 
 So half-pulled prompts do not fill the pool together. Priorities and growing sequences can still fill it with holders
 that all wait. Then no step runs, and rank decides: the highest-ranked of those that lack blocks gets the blocks of the
 lowest-ranked holder, if that ranks lower (`victim`). A running sequence gets them at once, others after MAX_STALL_S.
 
-Why nothing waits in a circle: a waiter either outranks a holder, and then takes its blocks, or waits for holders that
-rank higher. Rank is a total order, so such a chain has an end: a sequence that runs, a pull whose reads end, or a pull
-that waits for its owner. Sequences and reads end by themselves. An owner that can compute no prompt withdraws offers
-whose readers lack blocks (prefill_worker/machine.py), and a lost owner fails its pulls. `scheduler.refuse_oversized`
-keeps out what does not fit into the whole pool.
+No circle of waiters is possible: a waiter either outranks a holder, and then takes its blocks, or waits for holders
+that rank higher. Rank is a total order, so such a chain has an end: a sequence that runs, a pull whose reads end, or a
+pull that waits for its owner. Sequences and reads end by themselves. An owner that can compute no prompt withdraws
+offers whose readers lack blocks (prefill_worker/machine.py), and a lost owner fails its pulls.
+`scheduler.refuse_oversized` keeps out what does not fit into the whole pool.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from core.handoff import TransferId
 from core.scheduling.block_pool import BlockPool
 from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Rank, Sequence
+from core.scheduling.sequence import Rank, Sequence, by_rank
 
 MAX_STALL_S = 1.0  # without a step, a pull or a queued sequence waits this long before it takes blocks of lower ranks
 
@@ -83,7 +84,7 @@ class PullQueue:
         self.blocked_rank: Rank | None = None  # of the first pull that the pool cannot serve
         self._lacking: list[PulledPrompt] = []  # those that lack blocks, in rank order
         self._num_changes = 0  # of `_lacking`
-        self._decided_on: object = None  # what `give_blocks` saw at the end of its last pass
+        self._last_inputs: object = None  # what `give_blocks` saw at the end of its last pass
         self._stalled_since: float | None = None
 
     @property
@@ -150,7 +151,7 @@ class PullQueue:
 
         The caller may call any other method between two results.
         """
-        if self._lacking and self._decided_on == self._what_decides():
+        if self._lacking and self._last_inputs == self._inputs():
             return
         self.blocked_rank = None
         for pull in list(self._lacking):
@@ -172,13 +173,13 @@ class PullQueue:
             if is_blocked:
                 self.blocked_rank = _rank(pull)
                 break
-        self._decided_on = self._what_decides()
+        self._last_inputs = self._inputs()
 
-    def _what_decides(self) -> object:
+    def _inputs(self) -> object:
         """Equal results mean that another pass of `give_blocks` would give nothing."""
-        scheduler = self._scheduler
-        first = scheduler.waiting[0].rank if scheduler.waiting else None
-        return self._num_changes, self._pool.num_changes, self._num_free, first
+        waiting = self._scheduler.waiting
+        first = waiting[0].rank if waiting else None
+        return self._num_changes, self._pool.num_changes, self._num_free, first, len(waiting)
 
     @property
     def _num_free(self) -> int:
@@ -187,8 +188,19 @@ class PullQueue:
         return self._pool.num_available - num_growing
 
     def _is_behind_a_prompt(self, pull: PulledPrompt) -> bool:
-        """A waiting sequence of higher rank gets its first blocks before."""
-        return any(first.rank < _rank(pull) and not first.block_table for first in self._scheduler.waiting[:1])
+        """Waiting sequences of higher rank get their blocks before, if the pool has too few for them and the pull."""
+        scheduler, block_size = self._scheduler, self._scheduler.block_size
+        older = scheduler.waiting[: bisect_left(scheduler.waiting, _rank(pull), key=by_rank)]
+        waiting = [sequence for sequence in older if not sequence.block_table]
+        if not waiting:
+            return False
+        half_computed = [s for s in scheduler.queues.prefilling.values() if s.rank < _rank(pull)]
+        needed = pull.num_missing
+        for sequence in chain(half_computed, waiting):
+            needed += -(-sequence.num_tokens // block_size) - len(sequence.block_table)
+            if needed > self._num_free:
+                return True
+        return False
 
     def _admit(self, pull: PulledPrompt) -> bool:
         """Hold the cached prefix if there is room for all other blocks now. Nothing is promised to the pull."""

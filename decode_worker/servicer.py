@@ -1,7 +1,7 @@
 """`tandem.v1.DecodeWorker`: turns each Decode call into events for the machine, and streams the tokens to the routers.
 
-    router --StreamTokens(stream_id)--> TokenStream, one for each router --StepTokens, by the step--> router
-    router --Decode(stream_id, call)--> machine --EmitTokens--> the TokenStream of the call
+    router --StreamTokens(stream_id)--> TokenStreamWriter, one for each router --StepTokens, by the step--> router
+    router --Decode(stream_id, call)--> machine --EmitTokens--> the TokenStreamWriter of the call
                                                 --DecodeDone, DecodeFailed--> end of the Decode call
 
 A Decode call lives no longer than its token stream. When a stream ends, its calls end with UNAVAILABLE, and the router
@@ -27,7 +27,7 @@ from decode_worker.machine import (
     DecodeFailed,
     EmitTokens,
 )
-from decode_worker.token_stream import TokenStream
+from decode_worker.token_stream import TokenStreamWriter
 from kv_transfer.protocol.events import PullStats
 from protos import codec
 from runtime.driver import Driver
@@ -47,9 +47,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _DecodeCall:
     number: int  # SequenceRequest.call
-    stream: TokenStream
+    stream: TokenStreamWriter
     end: asyncio.Future[DecodeDone | TandemError]
     num_tokens: int = 0  # put on the stream
     ended_by_machine: bool = False
@@ -61,8 +61,8 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
 
     def __init__(self, default_timeout_s: float) -> None:
         self._default_timeout_s = default_timeout_s
-        self._calls: dict[str, _Call] = {}  # open Decode calls, by request id
-        self._streams: dict[int, TokenStream] = {}  # open StreamTokens calls, by stream id
+        self._calls: dict[str, _DecodeCall] = {}  # open Decode calls, by request id
+        self._streams: dict[int, TokenStreamWriter] = {}  # open StreamTokens calls, by stream id
 
     def attach(self, driver: Driver[DecodeEvent, DecodeAction], worker_id: str) -> None:
         self._driver = driver
@@ -83,14 +83,14 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
             raise InvalidRequest("stream_id", f"a stream {wire.stream_id} is open already")
         if self._driver.stopped:
             raise WorkerUnavailable("this worker stops, or has failed")
-        stream = self._streams[wire.stream_id] = TokenStream(wire.router_id)
+        stream = self._streams[wire.stream_id] = TokenStreamWriter(wire.router_id)
         try:
             await stream.write_all(context.write)
         finally:
             del self._streams[wire.stream_id]
             self._end_calls(stream, TokenStreamEnded("the token stream of this call has ended"))
 
-    def _end_calls(self, stream: TokenStream, error: TandemError) -> None:
+    def _end_calls(self, stream: TokenStreamWriter, error: TandemError) -> None:
         for call in self._calls.values():
             if call.stream is stream and not call.end.done():
                 call.end.set_result(error)
@@ -112,7 +112,7 @@ class DecodeServicer(worker_pb2_grpc.DecodeWorkerServicer):
         if stream is None:
             raise TokenStreamEnded(f"no token stream {wire.stream_id} is open")
         deadline = self._driver.now() + remaining_s(context, self._default_timeout_s)
-        call = _Call(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
+        call = _DecodeCall(wire.sequence.call, stream, asyncio.get_running_loop().create_future())
         self._calls[request.request_id] = call
         try:
             self._driver.ask(DecodeArrived(request, source, deadline, codec.decode_call(wire.sequence)))

@@ -1,10 +1,10 @@
-"""The tokens of one router on this worker: columns that grow by the step, and one writer.
+"""`TokenStreamWriter` sends the tokens of all calls of one router, as one message of columns for each step.
 
     add, add, ... --> columns --take--> one StepTokens message --write--> router
 
-While a write waits because the router reads slowly, the tokens of later steps join into the next message. A router that
-stands still loses its stream after `MAX_WRITE_S`, or earlier with more than `MAX_PENDING` entries. So a slow router
-costs memory up to a bound, and delays no other router.
+While a write waits because the router reads slowly, the tokens of later steps join into the next message. The
+stream of a router that reads nothing ends after `MAX_WRITE_S`, or earlier with more than `MAX_PENDING` entries. So a
+slow router costs a bounded amount of memory and delays no other router.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_WRITE_S = 10.0
 Write = Callable[[worker_pb2.StepTokens], Awaitable[None]]
 
 
-class TokenStream:
+class TokenStreamWriter:
     """One StreamTokens call of a router. Use it on one event loop."""
 
     def __init__(self, router_id: str) -> None:
@@ -43,7 +43,7 @@ class TokenStream:
         self._room = MAX_PENDING
 
     def add(self, call: int, index: int, token: SampledToken) -> None:
-        """Queue one token for the next message. The token that finds no room ends the stream."""
+        """Queue one token for the next message. A token beyond MAX_PENDING ends the stream."""
         if self._room <= 0:
             self._overflow()
             return
@@ -66,7 +66,7 @@ class TokenStream:
         self._clear()
         self._room = 0
         self.end(self._too_slow())
-        if self._write_limit is not None:
+        if self._write_limit is not None and not self._write_limit.expired():
             self._write_limit.reschedule(asyncio.get_running_loop().time())
 
     def _too_slow(self) -> WorkerUnavailable:

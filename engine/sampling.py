@@ -3,12 +3,16 @@
     logits -> logit_bias -> repetition penalty (prompt and output) -> presence and frequency penalties (output)
            -> before min_tokens: -inf for the tokens that end the output
            -> greedy: the highest logit, ties to the lowest id
-           -> else: / temperature -> top_k -> top_p -> min_p -> inverse CDF at uniform_draw(seed, position)
+           -> else: of the tokens that top_k, top_p and min_p keep, the one with the largest
+                    logit / temperature - log(exponential(draw_key(seed, position), token id))
+
+The last term is noise of Gumbel's distribution, so the token has the probability of the filtered softmax (Gumbel,
+Statistical Theory of Extreme Values, 1954). Each token has its own noise: logits that differ by rounding, because the
+same request was computed in another batch or on another worker, choose another token only where the two best tokens
+lie within that rounding.
 
 Reported log-probabilities are the model's: log-softmax of the raw logits, before any of the above.
-The code uses numpy only, so the fake runner shares it. Values are float32; sums that decide a draw are float64.
-Sorting the whole vocabulary would cost more time than the model's step, so a draw sorts only the likeliest tokens if
-these suffice. With C kernels, `engine/cpu/sampling.py` replaces `draw_token`.
+The code uses numpy only, so the fake runner shares it. With C kernels, `engine/cpu/sampling.py` replaces `draw_token`.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from core.request import SamplingParams, uniform_draw
+from core.request import SamplingParams, draw_key
 from core.step import SampledToken, ScheduledChunk
 from engine.step_queue import NO_TOKENS, PromisedTokens, tokens_of
 
-_PREFIXES = (64, 1024, 8192)  # numbers of likeliest tokens to sort before sorting all
-# (logits after bias and penalties, parameters, quantile in [0, 1)) -> the filtered distribution's token at the quantile
-Draw = Callable[[np.ndarray, SamplingParams, float], int]
+_LARGEST_QUANTILE = 0.99999994  # the largest float32 below 1
+# (logits after bias and penalties, parameters, `draw_key`) -> token
+Draw = Callable[[np.ndarray, SamplingParams, int], int]
 
 
 class Sampler:
@@ -116,14 +120,29 @@ def choose(
         logits[barred] = -np.inf
     if sampling.greedy:
         return int(logits.argmax())
-    return (draw or draw_token)(logits, sampling, uniform_draw(sampling.seed, position))
+    return (draw or draw_token)(logits, sampling, draw_key(sampling.seed, position))
 
 
-def draw_token(adjusted: np.ndarray, sampling: SamplingParams, draw: float) -> int:
-    """The inverse CDF of the filtered distribution at `draw`. # float32 [vocab]"""
-    token_ids, probabilities, mass = _likeliest(adjusted, sampling, draw)
-    place = np.searchsorted(probabilities.cumsum(), draw * mass, side="right")
-    return int(token_ids[min(int(place), len(token_ids) - 1)])
+def draw_token(adjusted: np.ndarray, sampling: SamplingParams, key: int) -> int:
+    """The token of the filtered distribution that `key` draws. # float32 [vocab]"""
+    token_ids, probabilities = filtered_distribution(adjusted, sampling)
+    with np.errstate(divide="ignore"):  # a token without probability
+        scores = np.log(probabilities) - np.log(exponentials(key, token_ids))
+    return int(token_ids[scores.argmax()])
+
+
+def exponentials(key: int, token_ids: np.ndarray) -> np.ndarray:
+    """An exponential variate for each token: the same for a key and a token wherever it is drawn.
+
+    The bits come from an integer hash (Wellons, hash-prospector: "lowbias32") with the key added before and inside.
+    # int [n] -> float64 [n]
+    """
+    first, second = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    bits = token_ids.astype(np.uint32) ^ first
+    bits = (bits ^ (bits >> np.uint32(16))) * np.uint32(0x7FEB352D) + second
+    bits = (bits ^ (bits >> np.uint32(15))) * np.uint32(0x846CA68B)
+    bits ^= bits >> np.uint32(16)
+    return -np.log1p(-np.minimum((bits + 0.5) / 2.0**32, _LARGEST_QUANTILE))
 
 
 def adjust(
@@ -147,42 +166,23 @@ def adjust(
 
 
 def filtered_distribution(adjusted: np.ndarray, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids that may be drawn, most likely first (ties: lowest id first), and their unnormalized probabilities.
+    """Token ids that may be drawn, and their unnormalized probabilities.
 
-    Each filter applies to the renormalized result of the previous filter. The most likely token always stays.
+    With a filter the most likely token comes first (ties: lowest id first), else the lowest id. Each filter applies to
+    the renormalized result of the previous filter. The most likely token always stays.
     # float [vocab] -> int64 [n], float64 [n]
     """
-    token_ids, probabilities, _ = _likeliest(adjusted, sampling, share=1.0)
-    return token_ids, probabilities
-
-
-def _likeliest(
-    adjusted: np.ndarray, sampling: SamplingParams, share: float
-) -> tuple[np.ndarray, np.ndarray, np.float64]:
-    """The first tokens of the filtered distribution, up to at least `share` of its mass.
-
-    # float [vocab] -> int64 [n] token ids, float64 [n] unnormalized probabilities, their sum over the distribution
-    """
-    scaled = adjusted / sampling.temperature
-    weights = np.exp(scaled - scaled.max())
-    vocab = len(weights)
-    sizes = [sampling.top_k] if 0 < sampling.top_k < vocab else [size for size in _PREFIXES if size < vocab] + [vocab]
-    for size in sizes:
-        order = _descending(scaled, size)
-        probabilities = weights[order].astype(np.float64)
+    weights = np.exp((adjusted.astype(np.float64) - adjusted.max()) / sampling.temperature)
+    if not sampling.top_k and sampling.top_p == 1.0 and sampling.min_p == 0.0:
+        return np.arange(len(adjusted)), weights
+    order = _descending(adjusted, sampling.top_k)
+    probabilities = weights[order]
+    if sampling.top_p < 1.0:
+        # A token stays if the mass before it is below top_p, so the token that crosses top_p stays too.
         cumulative = probabilities.cumsum()
-        mass = cumulative[-1] if size == sizes[-1] else weights.sum(dtype=np.float64)  # before top_p and min_p
-        num_kept = len(order) if size == sizes[-1] else vocab
-        if sampling.top_p < 1.0:
-            # A token stays if the mass before it is below top_p, so the token that crosses top_p stays too.
-            num_kept = min(num_kept, int(np.searchsorted(cumulative, sampling.top_p * mass, side="left")) + 1)
-        if sampling.min_p > 0.0:
-            num_kept = min(num_kept, int(np.count_nonzero(weights >= sampling.min_p)))  # the largest is 1
-        if num_kept <= len(order):
-            return order[:num_kept], probabilities[:num_kept], cumulative[num_kept - 1]
-        if sampling.top_p == 1.0 and sampling.min_p == 0.0 and share * mass < cumulative[-1]:
-            return order, probabilities, mass
-    raise AssertionError("the last size covers all tokens that the filters leave")
+        probabilities = probabilities[: int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1]
+    probabilities = probabilities[: int(np.count_nonzero(probabilities >= sampling.min_p))]
+    return order[: len(probabilities)], probabilities
 
 
 def _descending(values: np.ndarray, top_k: int) -> np.ndarray:

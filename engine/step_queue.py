@@ -76,7 +76,7 @@ class StepQueue(Generic[Inputs]):
 
 
 def _promised_tokens(plan: StepPlan, before: Computed) -> PromisedTokens:
-    """Token 0 stands for a token of a sequence that failed in the step before."""
+    """Token 0 replaces the token of a sequence that failed in the step before."""
     promised: dict[str, int] = {}
     for name in (chunk.sequence.sequence_id for chunk in plan.chunks if chunk.promised):
         if name in before.sampled:

@@ -1,4 +1,4 @@
-"""The runner that computes with torch, on a CPU or one GPU."""
+"""The runner that computes with torch on a CPU."""
 
 from __future__ import annotations
 

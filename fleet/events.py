@@ -113,7 +113,7 @@ class FleetReady:
 
 @dataclass(frozen=True, slots=True)
 class FleetFailed:
-    """The fleet cannot start. Sent once; answer with `Shutdown`."""
+    """The fleet cannot start, or its supervisor has failed. Answer with `Shutdown`."""
 
     reason: str
 

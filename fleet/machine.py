@@ -128,7 +128,7 @@ class FleetMachine:
 
     def check(self) -> None:
         for key, slot in self._slots.items():
-            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} stands in slot {key}"
+            assert key == (slot.member.role, slot.member.ordinal), f"{slot.member.name} is in slot {key}"
             assert (slot.deadline is None) == (slot.state is _State.SERVING), f"{slot.member.name}: wrong deadline"
             if slot.state in (_State.SERVING, _State.DRAINING):
                 assert slot.service_id, f"{slot.member.name} serves without a name"

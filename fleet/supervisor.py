@@ -166,9 +166,13 @@ class Supervisor:
         self._post(Shutdown())
 
     async def scale(self, sizes: PoolSizes) -> PoolSizes | Refusal:
-        """Set the wanted sizes of these roles. Returns every size now wanted."""
+        """Set the wanted sizes of these roles. Returns every size now wanted.
+
+        Raises `WorkerUnavailable` if the fleet has failed.
+        """
+        assert self._driver is not None, "start it first"
         try:
-            self._post(ScaleTo(sizes))
+            self._driver.ask(ScaleTo(sizes))
         except InvalidRequest as refused:
             return Refusal(refused.field, refused.message)
         return self._machine.wanted
@@ -254,15 +258,22 @@ class Supervisor:
         return sum(size for role, size in self._machine.wanted.items() if role is not ServiceRole.ROUTER)
 
     async def _drain(self, member: Member, timeout_s: float) -> None:
+        host = self._hosts.get(member)
+        if host is None:
+            return  # died just now
         with contextlib.suppress(HostDied):  # `_live` reports the death
-            await self._hosts[member].drain(timeout_s)
+            await host.drain(timeout_s)
             self._kill(member)
             self._post(Drained(member))
 
     def _kill(self, member: Member) -> None:
         host = self._hosts.pop(member, None)
-        if host is not None:
+        if host is None:
+            return
+        try:
             host.kill()
+        except Exception as error:  # noqa: BLE001 (Ray may be away for a moment; the fleet goes on)
+            self._report(FleetMessage(f"{member.name} could not be killed: {type(error).__name__}: {error}"))
 
     async def _publish(self, router: Member) -> None:
         """Deliver the lists in order, the newest last: a router never sees an older list after a newer one."""

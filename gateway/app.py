@@ -14,7 +14,7 @@ from gateway.dashboard import routes
 from gateway.errors import HANDLERS
 from gateway.fleets import Fleets
 from gateway.guardrails import load_guardrail
-from gateway.http.front_door import FrontDoor
+from gateway.http.middleware import HttpMiddleware
 from gateway.http.tracing import Tracer
 from gateway.metrics import GatewayMetrics
 from gateway.routes import chat, completions, operations, responses, tokens
@@ -36,7 +36,7 @@ def build_app(config: GatewayConfig, fleets: Fleets, telemetry: Telemetry) -> St
             await fleets.close()
 
     metrics = GatewayMetrics()
-    middleware = [Middleware(FrontDoor, config=config, metrics=metrics, tracer=Tracer(telemetry))]
+    middleware = [Middleware(HttpMiddleware, config=config, metrics=metrics, tracer=Tracer(telemetry))]
     if config.cors_origins:  # outermost, so refusals have its headers, too
         cors = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],

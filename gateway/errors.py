@@ -27,7 +27,7 @@ from gateway.http.tracing import note_error
 
 log = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # nobody reads this answer; the access log shows it
+CLIENT_GONE = 499  # the client has closed the connection, so only the access log shows this status
 
 # Code of an error -> HTTP status, type and code of the answer.
 STATUSES: dict[ErrorCode, tuple[int, str, str]] = {

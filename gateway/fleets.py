@@ -1,8 +1,8 @@
 """The fleets behind the gateway: a model name -> a router of a fleet that serves it.
 
 Without `[[models]]` there is one fleet, and it serves its model under the router's name for it. With `[[models]]`, each
-model names the fleet that serves it; aliases and rules choose among the models. A fleet that is away takes only its own
-models with it.
+model names the fleet that serves it; aliases and rules choose among the models. While a fleet is
+away, only its own models are away.
 
 The gateway asks every router for its model once a second, so it knows a restarted router soon.
 """
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from core.config import ModelConfig, ModelRuleConfig
+from core.config import ModelRuleConfig, ServedModelConfig
 from core.errors import TandemError, WorkerUnavailable
 from gateway.router_calls import RouterCalls
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 
 OPEN_TIMEOUT_S = 5.0  # for the first answers of the routers; the gateway then starts without the missing ones
-ASK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.2  # of a router that is away
 READY_TIMEOUT_S = 2.0
 
@@ -43,7 +43,7 @@ class ListedModel:
     """A name that clients may use."""
 
     name: str
-    model: str  # the model that the name stands for; empty if a rule decides
+    model: str  # the model of this name; empty if a rule decides
     info: GetModelResponse | None  # None as long as the fleet has never answered, and for a rule
 
 
@@ -78,10 +78,10 @@ class RouterLink:
         except TandemError as error:
             self.fault = str(error)
 
-    async def keep_asking(self) -> None:
+    async def poll_model(self) -> None:
         while True:
             await self.ask()
-            await asyncio.sleep(RETRY_INTERVAL_S if self.fault else ASK_INTERVAL_S)
+            await asyncio.sleep(RETRY_INTERVAL_S if self.fault else POLL_INTERVAL_S)
 
 
 class Fleet:
@@ -133,7 +133,7 @@ class Fleets:
     def __init__(
         self,
         routers: Sequence[RouterCalls],
-        models: Sequence[ModelConfig] = (),
+        models: Sequence[ServedModelConfig] = (),
         rules: Sequence[ModelRuleConfig] = (),
         connect: Connect | None = None,
     ) -> None:
@@ -160,7 +160,7 @@ class Fleets:
         """Connect, and wait at most `OPEN_TIMEOUT_S` for a router of each fleet. A missing fleet may come later."""
         for link in self._links():
             await link.router.open()
-            self._tasks.append(asyncio.create_task(link.keep_asking()))
+            self._tasks.append(asyncio.create_task(link.poll_model()))
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_TIMEOUT_S):

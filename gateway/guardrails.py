@@ -1,6 +1,6 @@
 """Guardrails: code of the operator that sees each prompt before the model does, and each output before the client does.
 
-    gateway starts    load_guardrail("module:function")           one Guardrail for each gateway process
+    gateway starts    load_guardrail("module:function")           one Guardrail for each process with HTTP
     request arrives   check_prompt(guardrail, messages)           unchanged, rewritten, or `Refused`: status 400
     choice begins     GuardedOutput(guardrail, messages)          one OutputGuardrail for each choice
     chunk arrives     await output.push(text)                     the text that goes to the client now, or `Refused`

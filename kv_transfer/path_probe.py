@@ -18,7 +18,7 @@ from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.paths import BROKEN, Lane, PathStatus
 from kv_transfer.protocol.events import PathProbed, ProbeFailed, ProbePath
-from kv_transfer.protocol.plan import Run
+from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
 MAX_PROBE_BYTES = 4_194_304
@@ -78,7 +78,7 @@ class PathProber:
         target = self._pool.num_blocks * self._pool.layout.block_bytes
         before, began_at = self._count(), time.perf_counter()  # over shared memory the copy happens inside start_read
         try:
-            handle = transport.start_read(peer.name, [Run(source, target, action.num_bytes)])
+            handle = transport.start_read(peer.name, [ByteRun(source, target, action.num_bytes)])
         except TransportError as error:
             return [ProbeFailed(action.peer, str(error))]
         self.probes[handle] = _Probe(action, before, began_at)

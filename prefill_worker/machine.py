@@ -176,7 +176,7 @@ class PrefillMachine:
                     kv_block_seconds=self.core.held_blocks.read(event.sequence_id, now),
                 )
             )
-            self.core.dismiss(event.sequence_id)
+            self.core.forget_request(event.sequence_id)
         return actions
 
     def _offer_computed(self, chunk: ScheduledChunk, output: StepOutput, now: float) -> list[PrefillAction]:
@@ -198,7 +198,7 @@ class PrefillMachine:
         if call is None:
             return []
         self.core.scheduler.abort(request_id)
-        self.core.dismiss(request_id)
+        self.core.forget_request(request_id)
         failed = PrefillFailed(request_id, error)
         if call.transfer_id is None:
             return [failed]

@@ -6,6 +6,7 @@ of reports a second, so `decode_load` and `decode_changes` convert only what a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -55,12 +56,17 @@ def encode_load(load: WorkerLoad, paths: Iterable[PathStatus] = ()) -> worker_pb
 def decode_load(wire: worker_pb2.LoadReport) -> WorkerLoad:
     if wire.state not in codec.STATE_FROM_WIRE:
         raise InvalidRequest("load.state", f"{wire.state} is not a WorkerState")
+    step_cost = _read_step_cost(wire.step_cost)
+    if not all(0.0 <= seconds < math.inf for seconds in step_cost) or not any(step_cost):
+        raise InvalidRequest("load.step_cost", f"must be finite, 0 or more and not all 0, is {step_cost}")
+    if not all(0.0 <= seconds < math.inf for seconds in wire.prompt_backlog):
+        raise InvalidRequest("load.prompt_backlog", "must be finite and 0 or more")
     return WorkerLoad(
         state=codec.STATE_FROM_WIRE[wire.state],
         ledger=dict(zip(_COLUMNS, _read_ledger(wire.ledger), strict=True)),
         transfers=dict(zip(LIVE_STATES, _read_transfers(wire.transfers), strict=True)),
         router_calls={calls.router_id: RouterCalls(calls.last_call, calls.num_open) for calls in wire.router_calls},
-        step_cost=StepCost(*_read_step_cost(wire.step_cost)),
+        step_cost=StepCost(*step_cost),
         prompt_backlog=tuple(wire.prompt_backlog),
         decode_steps=tuple(wire.decode_steps),
         **dict(zip(_COUNTS, _read_counts(wire), strict=True)),

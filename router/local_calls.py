@@ -72,7 +72,7 @@ class LocalCalls:
         return await self._cluster.GetTrace(request, self._admitted(f"{CLUSTER}/GetTrace", metadata))
 
     def _admitted(self, method: str, metadata: Metadata) -> LocalContext:
-        """The context of a call. Raises `Unauthenticated` or `PermissionDenied`, as `KeyGuard` does over gRPC."""
+        """The context of a call. Raises `Unauthenticated` or `PermissionDenied`, as over gRPC."""
         try:
             self._keys.check(method, metadata)
         except TandemError as error:

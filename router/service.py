@@ -16,9 +16,9 @@ from router.kserve.kserve_servicer import KserveServicer
 from router.local_calls import LocalCalls
 from router.operations.cluster_servicer import ClusterServicer
 from router.routing.policy import Policy
-from router.serving.bounded_pool import BoundedPool
-from router.serving.callers import Callers
 from router.serving.inference_servicer import InferenceServicer
+from router.serving.tenant_admission import TenantAdmission
+from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.api_keys import ApiKeys
 from runtime.rpc.grpc_server import GrpcServer
@@ -68,13 +68,13 @@ class RouterService:
         self._telemetry = Telemetry(telemetry_config, "tandem-router", self._router_id)
         self._credentials, self._rules = load_credentials(security), router_rules(security, api_keys)
         self._keys = ApiKeys(api_keys, self._credentials.token)
-        self._callers = Callers(ApiKeys(api_keys))
+        self._tenants = TenantAdmission(ApiKeys(api_keys))
         self._front: HttpFront | None = None
         self._server: GrpcServer | None = None
         self._shell: RouterShell | None = None
         self._inference: InferenceServicer | None = None
         self._cluster: ClusterServicer | None = None
-        self._validation = BoundedPool(config.max_queued)
+        self._validation = ValidationThreads(config.max_queued)
 
     async def start(self) -> Endpoint:
         tokenizer = await asyncio.to_thread(self._parts.load_tokenizer)
@@ -88,9 +88,9 @@ class RouterService:
             self._place.shares_port,
         )  # fmt: skip
         server.on_refused = shell.count_refusal
-        self._inference = inference = InferenceServicer(self._config, tokenizer, shell, self._validation, self._callers)
+        self._inference = inference = InferenceServicer(self._config, tokenizer, shell, self._validation, self._tenants)
         self._cluster = cluster = ClusterServicer(
-            self._config, tokenizer, shell, self._validation, self._place.scale, self._callers
+            self._config, tokenizer, shell, self._validation, self._place.scale, self._tenants
         )
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, inference, "tandem.v1.Inference")
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "tandem.v1.Cluster")

@@ -42,7 +42,7 @@ class Driver(Generic[E, A]):
         self._on_handled = on_handled
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
-        self._timer_at: float | None = None  # the deadline that `_timer` stands for
+        self._timer_at: float | None = None  # when `_timer` fires
         self.stopped = False
 
     def now(self) -> float:

@@ -1,6 +1,6 @@
 """The simulated transfer agent: performs a machine's actions on simulated memory, in virtual time.
 
-It owes the machine what kv_transfer/protocol/events.py says: a READY carries the blocks' digests, and each `StartRead`
+It keeps the promises of kv_transfer/protocol/events.py: a READY carries the blocks' digests, and each `StartRead`
 has one end, after which nothing writes into its targets. A read copies one half of its blocks in the middle of its time
 and the other half at its end, so whatever is reused meanwhile shows in what was read.
 """

@@ -37,7 +37,7 @@ TOLERANCE_S = 0.001  # of a timer after a deadline
 
 
 @dataclass(slots=True)
-class _Call:
+class _CallRecord:
     """The common state of one call's choices. Choices without a delivered token end together."""
 
     client: ClientRequest
@@ -55,7 +55,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Expected:
-    call: _Call
+    call: _CallRecord
     request: Request
     deadline: float
     output: list[int]
@@ -83,11 +83,11 @@ class Oracle:
     # ---- what the client does
 
     def expect(self, client: ClientRequest, now: float) -> None:
-        call = _Call(client, now)
+        call = _CallRecord(client, now)
         for request in client.choices:
             self._expect(call, request, now)
 
-    def _expect(self, call: _Call, request: Request, now: float) -> None:
+    def _expect(self, call: _CallRecord, request: Request, now: float) -> None:
         output, reason = expected_output(request)
         request_id, deadline = request.request_id, now + call.client.timeout_s
         self._requests[request_id] = expected = _Expected(call, request, deadline, output, reason)
@@ -180,7 +180,7 @@ class Oracle:
             case RequestCancelled():
                 return expected.cancelled
             case DeadlineExceeded():
-                return now >= expected.deadline and client.in_a_hurry
+                return now >= expected.deadline and client.may_time_out
             case InvalidRequest():
                 return client.oversized
             case QueueFull():
@@ -195,15 +195,15 @@ class Oracle:
             case _:
                 return self._marked("failed step", call)
 
-    def _marked(self, what: str, call: _Call) -> bool:
+    def _marked(self, what: str, call: _CallRecord) -> bool:
         return any(f"{what} of {dispatch}" in self._world.marks for dispatch in call.dispatches)
 
-    def _decode_pool_had_trouble(self, call: _Call) -> bool:
+    def _decode_pool_had_trouble(self, call: _CallRecord) -> bool:
         """Whether every decode worker had a fault since the arrival of the call."""
         pool = [spec.worker_id for spec in self._scenario.workers if spec.role is ServiceRole.DECODE]
         return all(self._world.had_trouble(worker_id, call.arrived_at) for worker_id in pool)
 
-    def _workers_had_trouble(self, call: _Call) -> bool:
+    def _workers_had_trouble(self, call: _CallRecord) -> bool:
         """Whether a worker of a choice's last dispatch had a fault since. Choices without a token fail together."""
         dispatched = [pair for workers in call.newest.values() for pair in workers.items()]
         return any(self._world.had_trouble(worker_id, since) for worker_id, since in dispatched)

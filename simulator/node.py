@@ -36,7 +36,7 @@ from simulator.memory import EOS_TOKEN_IDS, Memory
 from simulator.network import Call, CallState, Network
 from simulator.world import SimulationError, World
 from worker.core import DrainRequested, Planned, RunStep, StepFailed, StepFinished, WorkerCore
-from worker.view import WorkerView
+from worker.view import WorkerMachineView
 
 MAX_PULLS_WAITING = 32
 PROBE_BYTES = 1 << 20
@@ -87,7 +87,7 @@ class WorkerNode:
             name, incarnation, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s, PROBE_BYTES, location
         )
         self.machine = self._build_machine()
-        self.view = WorkerView(self.machine)
+        self.view = WorkerMachineView(self.machine)
         self._timer = MachineTimer(world, self.machine, self._on_tick, self._offset)
         world.after(spec.report_interval_s, self._report_changes)
         world.after(spec.idle_report_interval_s, self._report_idle)

@@ -47,7 +47,7 @@ from simulator.memory import Memory
 from simulator.stream import Stream
 from simulator.world import SimulationError, World
 from worker.core import RunStep, StepFinished, WorkerCore
-from worker.view import WorkerView
+from worker.view import WorkerMachineView
 
 OUTPUT_TOKEN = SampledToken(2**32 - 1)  # in no prompt of a trace
 
@@ -134,7 +134,7 @@ class ReplayWorker:
         self.agent.link, self.agent.block_bytes = spec.link, spec.layout.block_bytes
         self.address = AgentAddress(name, 1, b"", 0, spec.num_blocks, spec.layout, spec.transfer.lease_s)
         self.machine = self._build_machine()
-        self.view = WorkerView(self.machine)
+        self.view = WorkerMachineView(self.machine)
         self.busy_s = 0.0  # time in steps
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
         self._ends: list[float] = []  # of the step that is being computed, and of those that may be handled with it

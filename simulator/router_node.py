@@ -282,7 +282,7 @@ class RouterNode:
         if self._token_streams.get(worker_id) is not stream:
             return
         self._end_tokens(stream)
-        self._streams.pop(worker_id, None)  # the machine hears nothing more of the worker before its next snapshot
+        self._streams.pop(worker_id, None)  # the machine gets no event of the worker before its next snapshot
         self.post(events.TokenStreamLost(worker_id, "connection reset"))
         self.subscribe(worker_id)
 

@@ -15,7 +15,7 @@ from simulator.workloads import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SeededRun:
     workload: Workload
     config: ReplayConfig
 
@@ -33,7 +33,7 @@ class GridRun:
     config: ReplayConfig
 
     def run(self, on_progress: CountEnded) -> GridResult:
-        result = Run(self.workload, self.config).run(on_progress)
+        result = SeededRun(self.workload, self.config).run(on_progress)
         point = Point(
             num_prefill=self.config.num_prefill,
             num_decode=self.config.num_decode,
@@ -54,7 +54,7 @@ def run_seeds(
     workload: Workload, config: ReplayConfig, num_seeds: int, num_processes: int, on_progress: CountEnded
 ) -> list[ReplayResult]:
     """One result for each of `num_seeds` seeds from `config.seed` on."""
-    return run_all([Run(workload, seeded) for seeded in _seeded(config, num_seeds)], num_processes, on_progress)
+    return run_all([SeededRun(workload, seeded) for seeded in _seeded(config, num_seeds)], num_processes, on_progress)
 
 
 def run_grid(

@@ -43,7 +43,7 @@ class ClientRequest:
         return (self.request, *self.others)
 
     @property
-    def in_a_hurry(self) -> bool:
+    def may_time_out(self) -> bool:
         """Whether the deadline may pass. Other requests have enough time in spite of every fault."""
         return self.timeout_s < PATIENT_TIMEOUT_S
 

@@ -98,7 +98,7 @@ class Simulation:
         match fault.kind:
             case "dies" | "vanishes":
                 node.die(silent=fault.kind == "vanishes", killed=True)
-                self._bury(node, restart_after_s=fault.duration_s)
+                self._remove_dead(node, restart_after_s=fault.duration_s)
             case "drains":
                 node.drain()
                 world.after(0.05, partial(self._end_when_drained, node, fault.duration_s))
@@ -119,7 +119,7 @@ class Simulation:
         self.router.die()
         self.world.after(death.duration_s, self.router.start)
 
-    def _bury(self, node: WorkerNode, restart_after_s: float) -> None:
+    def _remove_dead(self, node: WorkerNode, restart_after_s: float) -> None:
         self._ended.append(node)
         self.world.trouble(node.spec.worker_id, until=math.inf)  # until the router knows the next incarnation
         if not node.silent:
@@ -133,7 +133,7 @@ class Simulation:
         if node.machine.idle and not node.stopped:
             self.world.counts["drained to the end"] += 1
             node.die(silent=False, killed=False)
-            self._bury(node, restart_after_s)
+            self._remove_dead(node, restart_after_s)
         else:
             self.world.after(0.05, partial(self._end_when_drained, node, restart_after_s))
 

@@ -8,7 +8,7 @@ from typing import Literal
 from tandem_client.stubs import inference_pb2
 
 FinishReasonName = Literal["stop", "length"]
-PathName = Literal["disaggregated", "local", "recomputed", "migrated", "unknown"]
+PathName = Literal["disaggregated", "local", "recomputed", "unknown"]
 
 FINISH_REASONS: dict[int, FinishReasonName] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
@@ -19,7 +19,6 @@ PATHS: dict[int, PathName] = {
     inference_pb2.REQUEST_PATH_DISAGGREGATED: "disaggregated",
     inference_pb2.REQUEST_PATH_LOCAL: "local",
     inference_pb2.REQUEST_PATH_RECOMPUTED: "recomputed",
-    inference_pb2.REQUEST_PATH_MIGRATED: "migrated",
 }
 
 

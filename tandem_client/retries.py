@@ -1,7 +1,7 @@
 """When a failed call is sent again, and after which pause. A call is retried inside its deadline, or not at all.
 
 A call is sent again only if its failure is retryable and no token of the answer has reached the caller. The pause
-doubles from try to try, is drawn at random (many clients must not come back together), and is never shorter than the
+doubles from try to try, is drawn at random (many clients must not retry together), and is never shorter than the
 hint of the router.
 """
 

@@ -53,7 +53,7 @@ class FileCodec:
             [encoding] = self._files.tokenizer.encode_batch([text], add_special_tokens=True)
             return Encoded(self._without_breaks(text, encoding.ids), self._special(encoding, start=0))
         pieces = self._cutter.cut(text)
-        # The last piece is not kept: in the next turn of a chat, a longer piece stands in its place.
+        # The last piece is not kept: the next turn of a chat has a longer piece at this place.
         ids_of = self._cached(pieces[:-1], cache_salt)
         unknown = [piece for piece in pieces if piece.text not in ids_of]
         complete = self._encode_pieces(unknown, ids_of)

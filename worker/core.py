@@ -7,11 +7,10 @@ with `StepFinished` or `StepFailed`. At most two steps are in flight:
     step k + 1                        planned |=====>  |------ runs ------|
                                               plan_at = started + expected duration - PLAN_AHEAD_S
 
-So the model never waits for the event loop, and a sequence that arrives before `plan_at` is in step k + 1. A step that
-is shorter than PLAN_AHEAD_S gets its successor at once. The expected duration comes from earlier steps of similar size;
-after a step of unknown duration, the next step is planned at its end. The same holds if the next step needs a
-preemption. A failed step takes the step that was planned ahead with it. A sequence that alone has failed leaves both
-steps to the others.
+So the model never waits for the event loop, and a sequence that arrives before `plan_at` is in step k + 1. If step k is
+shorter than PLAN_AHEAD_S, step k + 1 is planned at once. The expected duration comes from earlier steps of similar
+size. If the duration of step k is unknown, or step k + 1 needs a preemption, step k + 1 is planned at the end of step
+k. If step k fails, step k + 1 fails, too. If one sequence of step k fails alone, the other sequences keep both steps.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ class WorkerCore:
         self._note_call(request.request_id, call)
         return Sequence(request, self.num_arrived, sample_limit, arrived_at=now)
 
-    def dismiss(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Remove the deadline, the timeline and the call of a sequence that has ended."""
         self.timelines.pop(request_id, None)
         self.records.pop(request_id, None)
@@ -180,7 +179,7 @@ class WorkerCore:
     def undo_admit(self, sequence: Sequence) -> None:
         """Undo `admit`, and `scheduler.add` if that succeeded."""
         self.scheduler.abort(sequence.sequence_id)
-        self.dismiss(sequence.sequence_id)
+        self.forget_request(sequence.sequence_id)
 
     def next_step(self, now: float, admit_before: Rank | None = None) -> list[RunStep]:
         """Start a step if there is something to compute, and if it is time for one. `admit_before`: see the scheduler.

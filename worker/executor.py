@@ -114,7 +114,7 @@ class StepExecutor:
         return result
 
     def _drop_next(self) -> None:
-        """Let the runner end the step behind a failed one, before the caller hears of the failure and reuses blocks."""
+        """Let the runner end the step behind a failed one, before the caller gets the failure and reuses blocks."""
         with contextlib.suppress(queue.Empty):
             work = self._work.get_nowait()
             if work is None:

@@ -30,7 +30,7 @@ from tandem_client.stubs import worker_pb2, worker_pb2_grpc
 from worker.core import DrainRequested, RunStep, StepFailed, StepFinished
 from worker.executor import StepExecutor
 from worker.reports import ReportFeed
-from worker.view import WorkerMachine, WorkerView
+from worker.view import WorkerMachine, WorkerMachineView
 
 STOP_TIMEOUT_S = 5.0
 # Failed steps in a row that end the worker. One may be the fault of a request. A worker that fails every step has no
@@ -91,7 +91,7 @@ class WorkerService:
         self._tasks: list[asyncio.Task[None]] = []
         self._idle = asyncio.Event()
         self._parts: WorkerParts | None = None
-        self._view: WorkerView
+        self._view: WorkerMachineView
         self._for_agent: list[Any] = []
         self._driver: Driver[Any, Any] | None = None
         self._step_watch: asyncio.TimerHandle | None = None
@@ -102,14 +102,16 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[BaseException] = self._loop.create_future()
         self._parts = parts = await asyncio.to_thread(self._build, self._post_threadsafe, self._fail_threadsafe)
-        self._view = WorkerView(parts.machine)
+        self._view = WorkerMachineView(parts.machine)
         self._driver = Driver(parts.machine, self._perform, self._on_fatal, self._after_event)
         self._servicer.attach(self._driver, parts.worker_id)
         self._server = GrpcServer(self._config.host, 0, MAX_GRPC_MESSAGE_BYTES, self._credentials, WORKER_RULES)
         self._feed = ReportFeed(self._config, self._snapshot, self._changes, self._holders, self._driver.ask)
         self._server.add(self._servicer.register, self._servicer, self._servicer.full_name)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._feed, "tandem.v1.Worker")
-        self._tasks.append(asyncio.create_task(self._feed.run(), name="reports"))
+        reporting = asyncio.create_task(self._feed.run(), name="reports")
+        reporting.add_done_callback(self._on_reports_ended)
+        self._tasks.append(reporting)
         address = await self._server.start()
         logger.info("%s serves on %s", parts.worker_id, address)
         return Endpoint(parts.worker_id, address, self._role)
@@ -210,6 +212,11 @@ class WorkerService:
     def _fail_threadsafe(self, error: BaseException) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_fatal, error)
+
+    def _on_reports_ended(self, task: asyncio.Task[None]) -> None:
+        """A worker without reports looks lost to its routers, but would go on with its calls."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_fatal(error)
 
     def _on_fatal(self, error: BaseException) -> None:
         """A part has failed: end every call, so that routers use other workers, and report the failure to the host."""

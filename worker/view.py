@@ -66,7 +66,7 @@ class ChangeTracker:
         return None if is_empty else changes
 
 
-class WorkerView:
+class WorkerMachineView:
     """Reads one machine, between its events. Only `take_changes` changes anything: it empties the pool's events."""
 
     def __init__(self, machine: WorkerMachine) -> None:

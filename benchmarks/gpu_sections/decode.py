@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.gpu_sections.driver import Driver, build, fill_with_noise, random_prompt, request
+from benchmarks.gpu_sections.driver import RunnerDriver, build, fill_with_noise, random_prompt, request
 from benchmarks.gpu_sections.measure import copy_rate
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
@@ -43,7 +43,7 @@ def measure_model(section: Section, wanted: Sequence[Case], bytes_per_s: float, 
     runner, quantized = build(section, limits, quantization=quantization), quantization != "none"
     section.note(f"{runner.num_blocks:,} KV blocks{' beside fp8 weights' if quantized else ''}")
     fill_with_noise(runner)
-    driver = Driver(runner, limits)
+    driver = RunnerDriver(runner, limits)
     for batch, context, sampling in wanted:
         name = f"{batch} x {context:,} tokens{', sampled' if sampling else ''}{', fp8 weights' if quantized else ''}"
         with section.case(name):
@@ -51,7 +51,9 @@ def measure_model(section: Section, wanted: Sequence[Case], bytes_per_s: float, 
     runner.close()
 
 
-def measure_case(section: Section, driver: Driver, name: str, case: Case, bytes_per_s: float, quantized: bool) -> None:
+def measure_case(
+    section: Section, driver: RunnerDriver, name: str, case: Case, bytes_per_s: float, quantized: bool
+) -> None:
     """Goals are for plain weights. The floor of fp8 weights counts one byte for each weight, the head's too."""
     (batch, context, sampling), runner = case, driver.runner
     needed = batch * runner.layout.num_blocks_for(context + WARM_UP_STEPS + STEPS + 2)

@@ -70,7 +70,7 @@ def request(name: str, prompt: Iterable[int], **sampling: Any) -> Request:
     return Request(name, token_ids, len(token_ids), SamplingParams(**(options | sampling)))
 
 
-class Driver:
+class RunnerDriver:
     """`tokens`: the output of each sequence. `times`: of the steps of the last `run`."""
 
     def __init__(self, runner: GpuRunner, limits: StepLimits, num_blocks: int = 0) -> None:

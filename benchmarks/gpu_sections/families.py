@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_sections.driver import Driver, build, request
+from benchmarks.gpu_sections.driver import RunnerDriver, build, request
 from benchmarks.gpu_sections.owner_process import Owner, take_blocks
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
@@ -73,21 +73,21 @@ def compare(section: Section, measure: str, found: Tokens, expected: Tokens) -> 
 
 
 def whole(runner: GpuRunner) -> Tokens:
-    return generate(Driver(runner, LIMITS))
+    return generate(RunnerDriver(runner, LIMITS))
 
 
 def chunked(runner: GpuRunner) -> Tokens:
-    return generate(Driver(runner, StepLimits(max_running=8, max_batched_tokens=24)))
+    return generate(RunnerDriver(runner, StepLimits(max_running=8, max_batched_tokens=24)))
 
 
-def generate(driver: Driver) -> Tokens:
+def generate(driver: RunnerDriver) -> Tokens:
     for name, prompt in PROMPTS.items():
         driver.add(request(name, prompt, max_tokens=NUM_TOKENS))
     return driver.run()
 
 
 def with_cached_prefix(runner: GpuRunner) -> Tokens:
-    driver = Driver(runner, LIMITS)
+    driver = RunnerDriver(runner, LIMITS)
     generate(driver)
     again = driver.add(request("90", PROMPTS["90"], max_tokens=NUM_TOKENS))
     found = driver.run()
@@ -98,7 +98,7 @@ def with_cached_prefix(runner: GpuRunner) -> Tokens:
 def preempted(runner: GpuRunner) -> Tokens:
     """Both prompts fit. The next block of the first sequence is one of the second."""
     needed = [runner.layout.num_blocks_for(len(PROMPTS[name]) + NUM_TOKENS) for name in ("90", "90")]
-    driver = Driver(runner, LIMITS, num_blocks=sum(needed) - 2)
+    driver = RunnerDriver(runner, LIMITS, num_blocks=sum(needed) - 2)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     prompt = tuple(PROMPTS["90"])
     twins = [driver.add(Request(name, prompt, len(prompt), sampling, cache_salt=name)) for name in ("a", "b")]
@@ -109,8 +109,8 @@ def preempted(runner: GpuRunner) -> Tokens:
 
 
 def resumed(runner: GpuRunner) -> Tokens:
-    first = generate(Driver(runner, LIMITS))["90"]
-    driver = Driver(runner, LIMITS)
+    first = generate(RunnerDriver(runner, LIMITS))["90"]
+    driver = RunnerDriver(runner, LIMITS)
     prompt = PROMPTS["90"]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     driver.add(Request("90", (*prompt, *first[:NUM_RESUMED]), len(prompt), sampling))
@@ -121,7 +121,7 @@ def handed_off(runner: GpuRunner, owner: Owner) -> Tokens:
     """The owner computes the prompt and the first token; this process copies the blocks and goes on."""
     prompt = PROMPTS["90"]
     offered = owner.ask({"do": "prefill", "prompt": prompt})
-    driver = Driver(runner, LIMITS)
+    driver = RunnerDriver(runner, LIMITS)
     wanted = Request(
         "90",
         (*prompt, offered["token"]),

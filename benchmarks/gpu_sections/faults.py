@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.child_process import ChildProcess
-from benchmarks.gpu_sections.driver import Driver, build, random_prompt, request
+from benchmarks.gpu_sections.driver import RunnerDriver, build, random_prompt, request
 from benchmarks.gpu_sections.harness import ROOT
 from benchmarks.gpu_sections.owner_process import Owner
 from benchmarks.gpu_sections.pool_end import SEED, PoolEnd, random_bytes
@@ -119,20 +119,20 @@ def child_out_of_memory(section: Section) -> dict[str, Any]:
     options: dict[str, Any] = {} if section.rehearse else {"model": MODEL, "kv_memory_mb": 1024}
     runner = build(section, limits, **options)
     big = random_prompt(50 if section.rehearse else BIG_PROMPT, runner.info.vocab_size, 0)
-    expected = with_neighbours(Driver(runner, limits), [])
-    driver = Driver(runner, limits)
+    expected = with_neighbours(RunnerDriver(runner, limits), [])
+    driver = RunnerDriver(runner, limits)
     end_shortage = begin_shortage(runner, section)
     found = with_neighbours(driver, list(big))
     end_shortage()
     differing = sum(a != b for name in expected for a, b in zip(found[name], expected[name], strict=True))
-    later = Driver(runner, limits)
+    later = RunnerDriver(runner, limits)
     later.add(request("later", big, max_tokens=2))
     failed = {name: type(error).__name__ for name, error in driver.failed.items()}
     assert all(isinstance(error, OutOfDeviceMemory) for error in driver.failed.values()), failed
     return {"failed": failed, "differing": differing, "later": len(later.run()["later"])}
 
 
-def with_neighbours(driver: Driver, big: list[int]) -> dict[str, list[int]]:
+def with_neighbours(driver: RunnerDriver, big: list[int]) -> dict[str, list[int]]:
     """Some sequences in decode, and a prompt that joins them."""
     draw = random.Random(0)
     for name in map(str, range(NUM_NEIGHBOURS)):
@@ -167,7 +167,7 @@ def child_illegal_access(section: Section) -> dict[str, Any]:
     limits = StepLimits(max_running=8, max_batched_tokens=64)
     options: dict[str, Any] = {} if section.rehearse else {"model": "random:llama3-tiny", "kv_memory_mb": 64}
     runner = build(section, limits, **options)
-    driver = Driver(runner, limits)
+    driver = RunnerDriver(runner, limits)
     driver.add(request("a", random_prompt(20, runner.info.vocab_size, 0), max_tokens=1000))
     driver.run(num_steps=4)
     if section.rehearse:

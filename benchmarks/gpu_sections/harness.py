@@ -44,8 +44,8 @@ SECTIONS = {
     "rates": About(40, "rates of the device; decode attention over both layouts of the pool"),
     "kernels": About(
         70,
-        "operators against their references, in a pool poisoned with NaN; sampling against numpy; graphs against "
-        "single launches; no hidden synchronisation",
+        "operators against their references, in a pool poisoned with NaN; graphs against single launches;"
+        " no hidden synchronisation",
         "float32 1e-5, half precision 2e-2, the same tokens",
     ),
     "families": About(

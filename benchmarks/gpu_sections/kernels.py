@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu_sections import copy_checks, fp8_checks, kv_checks, runner_checks, sampling_checks
+from benchmarks.gpu_sections import copy_checks, fp8_checks, kv_checks, runner_checks
 from benchmarks.gpu_sections.paged import (
     LAYOUTS,
     Shape,
@@ -91,7 +91,6 @@ def run(section: Section) -> None:
         errors = [result.error for result in found if (result.operator, result.dtype) == (operator, dtype)]
         measure = f"{operator}, {dtype}: largest error of {len(errors)} cases"
         section.add(Line(measure, max(errors), "", most=MOST_ERROR[dtype]))
-    sampling_checks.run(section)
     copy_checks.run(section)
     runner_checks.run(section)
     fp8_checks.run(section)

@@ -53,14 +53,14 @@ class PrefillOwner:
     def __init__(self, rehearse: bool, **options: Any) -> None:
         import torch
 
-        from benchmarks.gpu_sections.driver import Driver, build
+        from benchmarks.gpu_sections.driver import RunnerDriver, build
         from benchmarks.gpu_sections.section import Section
         from engine.runner import StepLimits
 
         torch.manual_seed(0)
         limits = StepLimits(max_running=8, max_batched_tokens=128)
         self._runner = build(Section(60.0, rehearse, sys.stderr), limits, **options)
-        self._driver = Driver(self._runner, limits)
+        self._driver = RunnerDriver(self._runner, limits)
         self._folder = tempfile.TemporaryDirectory()
         self._memory: Any = self._runner.device_memory()
 

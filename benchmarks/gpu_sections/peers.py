@@ -66,9 +66,9 @@ class Ours:
         self._runner = build(Section(0.0, rehearse, sys.stderr), self._limits)
 
     def generate(self, prompts: list[list[int]], num_output: int) -> int:
-        from benchmarks.gpu_sections.driver import Driver, request
+        from benchmarks.gpu_sections.driver import RunnerDriver, request
 
-        driver = Driver(self._runner, self._limits)
+        driver = RunnerDriver(self._runner, self._limits)
         for index, prompt in enumerate(prompts):
             driver.add(request(str(index), prompt, max_tokens=num_output))
         return sum(map(len, driver.run().values()))

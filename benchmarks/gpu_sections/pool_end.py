@@ -19,7 +19,7 @@ from core.kv_layout import KVLayout
 from kv_transfer.device.device_memory import Copy
 from kv_transfer.device.fake_device_memory import FakeDeviceMemory
 from kv_transfer.location import locate
-from kv_transfer.protocol.plan import Run
+from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.device.device_transport import DeviceTransport
 from kv_transfer.transports.transport import PoolMemory, ReadBroken, ReadDone, Transport
 
@@ -116,7 +116,7 @@ class PoolEnd:
     def read(self, peer: str, pairs: Sequence[tuple[int, int, int]]) -> None:
         assert self.transport is not None
         size, deadline = self.layout.block_bytes, time.monotonic() + READ_TIMEOUT_S
-        self.transport.start_read(peer, [Run(s * size, t * size, count * size) for s, t, count in pairs])
+        self.transport.start_read(peer, [ByteRun(s * size, t * size, count * size) for s, t, count in pairs])
         while time.monotonic() < deadline:
             for event in self.transport.poll():
                 if isinstance(event, ReadDone):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.gpu_sections.driver import Driver, build, random_prompt, request
+from benchmarks.gpu_sections.driver import RunnerDriver, build, random_prompt, request
 from benchmarks.gpu_sections.measure import matrix_rate
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
@@ -30,7 +30,7 @@ def run(section: Section) -> None:
         name = f"{num_tokens:,} tokens, {at_once:,} at once"
         if not section.has_time_for(CASE_S if not section.rehearse else 0, name):
             continue
-        driver = Driver(runner, StepLimits(max_running=8, max_batched_tokens=at_once))
+        driver = RunnerDriver(runner, StepLimits(max_running=8, max_batched_tokens=at_once))
         on_device, served = [], []
         for repeat in range(REPEATS + 1):
             driver.clear()

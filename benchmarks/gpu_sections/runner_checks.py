@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_sections.driver import TINY_MODEL, Driver, build, fill_with_nan, random_prompt, request
+from benchmarks.gpu_sections.driver import TINY_MODEL, RunnerDriver, build, fill_with_nan, random_prompt, request
 from benchmarks.gpu_sections.section import Section
 from benchmarks.report import Line
 from engine.gpu.runner import GpuRunner
@@ -44,7 +44,7 @@ def run(section: Section) -> None:
 
 
 def generate(runner: GpuRunner) -> Tokens:
-    driver = Driver(runner, LIMITS)
+    driver = RunnerDriver(runner, LIMITS)
     for seed, length in enumerate(LENGTHS):
         prompt = random_prompt(length, runner.info.vocab_size, seed)
         sampling = SAMPLED if seed % 2 else {}

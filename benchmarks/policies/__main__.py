@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.policies import dynamo_replay
-from benchmarks.policies.cases import CASES, CONVERSATION, SLO_TPOT_S, Case, DynamoRun, Run
+from benchmarks.policies.cases import CASES, CONVERSATION, SLO_TPOT_S, Case, DynamoRun, PolicyRun
 from benchmarks.policies.figures import WITHIN, Results, case_table, goal_lines
 from benchmarks.policies.rivals import OURS, POLICIES
 from benchmarks.report import OUTPUT_DIR, Line, Report
@@ -30,7 +30,7 @@ QUICK_REQUESTS = 300
 DYNAMO_FLEETS = ((8, 1_000_000), (8, 3_000_000), (16, 3_000_000))
 
 
-def run_with_bar(report: Report, runs: list[Run] | list[DynamoRun], num_processes: int) -> list[ReplayResult]:
+def run_with_bar(report: Report, runs: list[PolicyRun] | list[DynamoRun], num_processes: int) -> list[ReplayResult]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     total = sum(run.num_requests for run in runs)
     with Progress(*columns, console=report.console, disable=not report.console.is_terminal) as progress:
@@ -46,7 +46,7 @@ def compare(report: Report, options: argparse.Namespace) -> list[Line]:
     for key in options.cases:
         case = CASES[key]
         runs = [
-            Run(key, policy, seed, options.traces, options.requests)
+            PolicyRun(key, policy, seed, options.traces, options.requests)
             for policy in policies
             for seed in range(options.seeds)
         ]

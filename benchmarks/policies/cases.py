@@ -112,7 +112,7 @@ CASES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PolicyRun:
     case: str
     policy: Named
     seed: int

@@ -16,17 +16,34 @@ from core.config.front import (
     MAX_MIN_INTERVAL_MS,
     ApiKeyConfig,
     GatewayConfig,
-    ModelConfig,
     ModelRuleConfig,
     RouterConfig,
+    ServedModelConfig,
 )
 from core.config.tables import ARRAYS, TandemConfig, from_mapping
 from core.config.transfer import MAX_TRANSFERS, TransferConfig, heartbeat_s
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
 
 __all__ = [
-    "ARRAYS", "MAX_MIN_INTERVAL_MS", "MAX_TRANSFERS", "MIN_TOKEN_CHARS", "TOKEN_RULE", "ApiKeyConfig", "ClusterConfig",
-    "EngineConfig", "GatewayConfig", "ModelConfig", "ModelRuleConfig", "RouterConfig", "SchedulerConfig",
-    "SecurityConfig", "TandemConfig", "TelemetryConfig", "TransferConfig", "WorkerConfig", "from_mapping",
-    "heartbeat_s", "is_token",
+    "ARRAYS",
+    "MAX_MIN_INTERVAL_MS",
+    "MAX_TRANSFERS",
+    "MIN_TOKEN_CHARS",
+    "TOKEN_RULE",
+    "ApiKeyConfig",
+    "ClusterConfig",
+    "EngineConfig",
+    "GatewayConfig",
+    "ModelRuleConfig",
+    "RouterConfig",
+    "SchedulerConfig",
+    "SecurityConfig",
+    "ServedModelConfig",
+    "TandemConfig",
+    "TelemetryConfig",
+    "TransferConfig",
+    "WorkerConfig",
+    "from_mapping",
+    "heartbeat_s",
+    "is_token",
 ]  # fmt: skip

@@ -120,7 +120,7 @@ class ApiKeyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ServedModelConfig:
     """A model behind the gateway, `[[models]]`. Without any, the gateway serves the model of its own fleet."""
 
     name: str = ""  # as clients name the model
@@ -133,10 +133,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelRuleConfig:
-    """A name that stands for one of several models, `[[model_rules]]`. The first that matches decides."""
+    """A name that chooses one of several models, `[[model_rules]]`. The first that matches decides."""
 
     name: str = ""  # as clients name the model, e.g. "auto"
-    model: str = ""  # ModelConfig.name
+    model: str = ""  # ServedModelConfig.name
     max_prompt_chars: int = 0  # matches prompts of at most this length; 0 = of any length
     tag: str = ""  # matches requests with the header `x-tandem-tag: <tag>`; empty = all
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from core.config.cluster import ClusterConfig, SecurityConfig, TelemetryConfig
-from core.config.front import ApiKeyConfig, GatewayConfig, ModelConfig, ModelRuleConfig, RouterConfig
+from core.config.front import ApiKeyConfig, GatewayConfig, ModelRuleConfig, RouterConfig, ServedModelConfig
 from core.config.requirements import require
 from core.config.transfer import TransferConfig
 from core.config.worker import EngineConfig, SchedulerConfig, WorkerConfig
@@ -28,7 +28,7 @@ class TandemConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     api_keys: tuple[ApiKeyConfig, ...] = ()
-    models: tuple[ModelConfig, ...] = ()
+    models: tuple[ServedModelConfig, ...] = ()
     model_rules: tuple[ModelRuleConfig, ...] = ()
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class TandemConfig:
 
 
 # Arrays of tables -> the class of their entries.
-ARRAYS: dict[str, type] = {"api_keys": ApiKeyConfig, "models": ModelConfig, "model_rules": ModelRuleConfig}
+ARRAYS: dict[str, type] = {"api_keys": ApiKeyConfig, "models": ServedModelConfig, "model_rules": ModelRuleConfig}
 
 
 def from_mapping(tables: Mapping[str, object]) -> TandemConfig:

@@ -3,15 +3,15 @@
     minimise  sum over steps of weight x ((predicted - measured) / measured)^2
               + prior weight x sum over coefficients of (coefficient / prior - scale)^2 / scale^2     (about)
 
-`scale` is the one factor by which the prior fits all steps best. Terms that the steps do not tell apart, such as the
-cost of prompts while only decodes run, therefore keep the proportions of the prior. The prior weighs as much as the
-steps scatter: on a busy machine, a few steps do not tell a decode's own cost from that of the whole step.
+`scale` is the one factor by which the prior fits all steps best. Terms that the steps cannot separate, such as
+the cost of prompts while only decodes run, therefore keep the proportions of the prior. The weight of the prior grows
+with the scatter of the steps: on a busy machine, a few steps cannot separate the cost of a decode from that of a step.
 
     - Steps of similar work share a bin. Each new step of a bin lowers the weight of the older ones there, so a thousand
       decodes do not make the fit forget the one prompt before them.
     - A step that takes far longer or shorter than its bin had suggested counts as MAX_SURPRISE times the prediction.
-    - After SURPRISES_OF_A_CHANGE of them in a row, the worker itself has changed: steps count as measured, and all that
-      was known before loses most of its weight.
+    - After SURPRISES_OF_A_CHANGE of them in a row, the worker itself has changed: steps count as measured, and earlier
+      steps lose most of their weight.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class StepCostFit:
         row += [measured * measured, 1.0]
         self._bins[key] = row if sums is None else [DECAY * known + new for known, new in zip(sums, row, strict=True)]
         self._num_steps += 1
-        has_news = self._num_steps <= EARLY_STEPS or sums is None or self._num_surprises != 0
-        if has_news or self._num_steps % STEPS_PER_SOLUTION == 0:
+        must_solve = self._num_steps <= EARLY_STEPS or sums is None or self._num_surprises != 0
+        if must_solve or self._num_steps % STEPS_PER_SOLUTION == 0:
             self._solve()
 
     def _limited(self, seconds: float, predicted: float) -> float:
-        """The duration to learn, of a step of which the bin suggests the duration."""
+        """`seconds`, limited to a factor of MAX_SURPRISE from the duration that the bin of the step predicts."""
         shortest, longest = predicted / MAX_SURPRISE, predicted * MAX_SURPRISE
         if shortest <= seconds <= longest:
             self._num_surprises = 0

@@ -5,20 +5,22 @@
 
 Work is in seconds of the worker. A *share* is the prompts of one tenant with one priority.
 
-**Tenants**: deficit round robin. In a round, each share may use QUANTUM_S of work. It uses the last of it with a whole
-chunk, and the next round gives it that much less. Within a round, the share with the shortest next prompt goes first. A
-share that comes during a round joins it while the round has spare work, as much as it began with; else it waits for the
-next round. So a round of n shares has at most 2 n (QUANTUM_S + a chunk) of work. While two shares both have prompts,
-the work that they get differs by at most 2 (QUANTUM_S + a chunk). A tenant without prompts is forgotten.
+**Tenants**: deficit round robin. In a round, each share may use QUANTUM_S of work. Its last chunk of a round may exceed
+QUANTUM_S; the next round subtracts the excess. Within a round, the share with the shortest next prompt goes first. A
+share that appears during a round joins this round, but at most as many shares join as the round had at its start; later
+shares join the next round. So a round of n shares has at most 2 n (QUANTUM_S + a chunk) of work. While two shares both
+have prompts, the work that they get differs by at most 2 (QUANTUM_S + a chunk). When a tenant has no
+prompt left, the order forgets all but its excess, until rounds have made up for it. If only some prompts can be
+computed, rounds begin for their shares alone (`first_of`).
 
 **Prompts**: first come first served, prompt i would be done once its share has served V + B + w: V is the work served
 before i arrives, B the work that is left then, and w the work of i. Prompt i is *due* at V + 2 (B + w), so it waits at
 most twice as long. The order keeps every due point:
 
-    - The due points can be kept if each prompt meets its own in the order of due points. The order is then *feasible*.
-    - An arrival keeps it feasible: the others need not change, and i may be the last, at V + B + w.
-    - The prompt with the least work left goes first if the order stays feasible with this prompt in front. Else the
-      prompt that is due first goes first. Both keep it feasible.
+    - A set of prompts is *feasible* if each prompt is done by its due point when they run in the order of due points.
+    - An arrival keeps the set feasible: i may run last, and is then done at V + B + w.
+    - The prompt with the least work left runs first if the set stays feasible. Else the prompt with the first due point
+      runs first. Both keep the set feasible.
 
 The bound holds for work as it was estimated on arrival. It is a bound in work of the share: other tenants and higher
 priorities come on top.
@@ -27,7 +29,7 @@ priorities come on top.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import floor
 
@@ -92,7 +94,7 @@ class _Share:
         self.served += work
         self.allowance = max(self.allowance - work, -max(work, QUANTUM_S))
         if first is prompt:
-            self._first = first  # its work and the room in front of the due points shrink alike
+            self._first = first  # its work and the slack of the due points shrink alike
 
     @property
     def first(self) -> _Prompt:
@@ -121,10 +123,13 @@ class _Level:
         self._open: list[tuple[float, int, str]] = []  # the next prompts of the shares with an allowance, sorted
         self._keys: dict[str, tuple[float, int, str]] = {}  # the elements of `_open`, by tenant
         self._spare = 0.0  # work that shares may still use which come during this round
+        self._debts: dict[str, float] = {}  # negative allowances of tenants that have left
 
     def share_of(self, tenant: str) -> _Share:
         share = self.shares.get(tenant)
-        if share is None:
+        if share is None and tenant in self._debts:
+            share = self.shares[tenant] = _Share(tenant, self._debts.pop(tenant))
+        elif share is None:
             joins = not self.shares or self._spare >= QUANTUM_S
             if joins:
                 self._spare = self._spare - QUANTUM_S if self.shares else QUANTUM_S
@@ -139,6 +144,8 @@ class _Level:
         if not share.prompts:
             del self.shares[share.tenant]
             self._spare += max(share.allowance, 0.0)
+            if share.allowance < 0.0:
+                self._debts[share.tenant] = share.allowance
         elif share.allowance > 0.0:
             self._open_share(share)
 
@@ -152,14 +159,22 @@ class _Level:
         return self.shares[self._open[0][2]].first
 
     def _start_round(self) -> None:
-        """Or as many rounds as the share with the least debt needs."""
-        debt = -max(share.allowance for share in self.shares.values())
+        added = self.begin_rounds(self.shares.values())
+        self._debts = {tenant: debt + added for tenant, debt in self._debts.items() if debt + added < 0.0}
+        self._spare = len(self.shares) * QUANTUM_S
+
+    def begin_rounds(self, shares: Collection[_Share]) -> float:
+        """Give these shares, none of which has an allowance, as many rounds as the one with the least debt needs.
+
+        Returns the work that each may use more.
+        """
+        debt = -max(share.allowance for share in shares)
         added = (floor(debt / QUANTUM_S) + 1) * QUANTUM_S
-        for share in self.shares.values():
+        for share in shares:
             share.allowance += added
             if share.allowance > 0.0:
                 self._open_share(share)
-        self._spare = len(self.shares) * QUANTUM_S
+        return added
 
     def check(self) -> None:
         assert self.shares, "an empty level is kept"
@@ -188,7 +203,7 @@ class PromptOrder:
         return name in self._prompts
 
     def add(self, name: str, priority: int, tenant: str, work: float, *, is_back: bool = False) -> None:
-        """`is_back`: it comes back after it was served, so the prompts that wait do not count as before it."""
+        """`is_back`: the prompt was served before. Its due point does not count the prompts that wait now."""
         assert name not in self._prompts, f"{name} is in the order already"
         level = self._levels.get(priority)
         if level is None:
@@ -234,12 +249,14 @@ class PromptOrder:
 
     def first_of(self, names: Iterable[str]) -> str | None:
         """The prompt to compute next if only these can be computed: O(number of names)."""
-        return min(names, key=self._place, default=None)
-
-    def _place(self, name: str) -> tuple[int, bool, bool, float, int]:
-        prompt = self._prompts[name]
-        share = prompt.share
-        return prompt.priority, share.allowance <= 0.0, share.first is not prompt, *prompt.by_left
+        prompts = [self._prompts[name] for name in names]
+        if not prompts:
+            return None
+        priority = min(prompt.priority for prompt in prompts)
+        shares = {prompt.share.tenant: prompt.share for prompt in prompts if prompt.priority == priority}
+        if all(share.allowance <= 0.0 for share in shares.values()):
+            self._levels[priority].begin_rounds(shares.values())
+        return min(prompts, key=_place).name
 
     def check(self) -> None:
         for priority, level in self._levels.items():
@@ -248,6 +265,11 @@ class PromptOrder:
             assert all(p.priority == priority for share in level.shares.values() for p in share.prompts.values())
         in_shares = [len(share.prompts) for level in self._levels.values() for share in level.shares.values()]
         assert sum(in_shares) == len(self._prompts)
+
+
+def _place(prompt: _Prompt) -> tuple[int, bool, bool, float, int]:
+    share = prompt.share
+    return prompt.priority, share.allowance <= 0.0, share.first is not prompt, *prompt.by_left
 
 
 def _remove(keys: list[_Key], key: _Key) -> None:

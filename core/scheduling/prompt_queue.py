@@ -13,7 +13,7 @@ from core.scheduling.prompt_order import PromptOrder
 from core.scheduling.sequence import Sequence
 from core.scheduling.sequence_blocks import SequenceBlocks
 
-PRICE_CHANGE = 1.1  # prices that differ by less leave the known prices in force
+PRICE_CHANGE = 1.1  # a smaller change of the cost does not reprice the prompts
 
 
 class PromptQueue:
@@ -28,7 +28,7 @@ class PromptQueue:
         return sequence.sequence_id in self._sequences
 
     def add(self, sequence: Sequence, *, is_back: bool = False) -> None:
-        """`is_back`: the sequence comes back after it was served. It goes in front of most others."""
+        """`is_back`: the sequence was served before, so its due point is earlier than that of a new prompt."""
         name, request = sequence.sequence_id, sequence.request
         self._sequences[name] = sequence
         self._note_cached(sequence)

@@ -7,14 +7,14 @@ a time limit, too (core/scheduling/step_budget.py):
        waiting prompts of higher rank (priority, then arrival) have a claim to the free places. Prompts get the budget
        that the decodes leave, in the order of core/scheduling/prompt_order.py, whether they run or wait: a short prompt
        passes a long one that is half computed.
-    2. If a running sequence that has its turn lacks blocks, the step is planned by rank: each running sequence gets its
+    2. If a running sequence of the step lacks blocks, the step is planned by rank: each running sequence gets its
        blocks, and the scheduler preempts the lowest-ranked holder of blocks. This sequence loses its blocks and is
        recomputed later, mostly from the prefix cache. If no holder ranks lower, the chunk shrinks to the available
        blocks, or waits.
     3. A prompt passes a half-computed prompt only if the pool has blocks for the rest of both. If the first waiting
-       prompt in the order lacks blocks, no other is admitted in its place, but once no prompt is half computed, waiting
-       sequences are admitted by rank, up to the first that does not fit. A caller with a queue of its own passes the
-       rank of its first sequence; no waiting sequence of lower rank gets its first blocks then.
+       prompt in the order lacks blocks, the step admits no other prompt. If, besides, no prompt is half computed, the
+       step admits waiting sequences by rank, up to the first that does not fit. A caller with a queue of its own
+       passes the rank of its first sequence; waiting sequences of lower rank then get no first blocks.
 
 The highest-ranked holder can take the blocks of every other holder, and `add` refuses a sequence that is larger than
 the pool. So a step always makes progress, unless leases or reservations keep the blocks.
@@ -23,7 +23,7 @@ One step may be planned ahead, while another is in flight. It counts on the toke
 
     4. A sequence whose promised token is certain to be its last is left out. A stop token is not certain: if the step
        in flight ends a sequence, the result of the step ahead is dropped, as after an abort.
-    5. Nobody is preempted ahead. If a step needs a preemption, it is planned after the step in flight.
+    5. No sequence is preempted ahead. If a step needs a preemption, it is planned after the step in flight.
 
 A sequence that ends while a step contains it keeps its blocks until the step ends: the runner may still write to them.
 A sequence that could not be computed ends like that, and its blocks enter no prefix cache.

@@ -23,11 +23,11 @@ class StepBudget:
     num_reserved: int = 0  # ... for decodes that are not in the step yet
     cost: StepCost | None = None  # None = the step has no time limit
     seconds: float = 0.0  # left for prompts
-    num_granted: int = MIN_PROMPT_TOKENS  # prompt tokens that need no seconds
+    num_guaranteed: int = MIN_PROMPT_TOKENS  # prompt tokens that the step may take without seconds left
 
     @property
     def has_prompt_room(self) -> bool:
-        in_time = self.cost is None or self.seconds > self.cost.token_s or self.num_granted > 0
+        in_time = self.cost is None or self.seconds > self.cost.token_s or self.num_guaranteed > 0
         return in_time and self.num_tokens > self.num_reserved
 
     def prompt_tokens(self, wanted: int, start: int) -> int:
@@ -39,7 +39,7 @@ class StepBudget:
     def take_prompt(self, num_tokens: int, start: int) -> None:
         if self.cost is not None:
             self.seconds -= self.cost.prompt_seconds(num_tokens, start)
-            self.num_granted -= num_tokens
+            self.num_guaranteed -= num_tokens
         self.num_tokens -= num_tokens
 
     def take_decodes(self, count: int) -> None:
@@ -49,4 +49,4 @@ class StepBudget:
     def _tokens_in_time(self, start: int) -> int:
         if self.cost is None:
             return self.num_tokens
-        return max(self.cost.tokens_within(self.seconds, start), self.num_granted, 1)
+        return max(self.cost.tokens_within(self.seconds, start), self.num_guaranteed, 1)

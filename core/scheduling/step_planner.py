@@ -235,7 +235,7 @@ class StepPlanner:
     def admit(self, draft: Draft, admit_before: Rank | None) -> bool:
         """Move waiting sequences to `running`, in rank order, up to the first that does not fit.
 
-        Returns False, and admits nobody, if the first one needs a preemption while a step is in flight.
+        Returns False, and admits no sequence, if the first one needs a preemption while a step is in flight.
         """
         while draft.budget.num_tokens > 0 and len(self.running) < self.config.max_running:
             sequence = self._first_admissible(draft.budget, admit_before)

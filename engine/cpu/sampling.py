@@ -1,4 +1,4 @@
-"""Draws a token from a row of logits with the C kernel: the result of `draw_token`, without sorting the vocabulary."""
+"""Draws a token from a row of logits with the C kernel: the result of `draw_token`, without a sort."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ class NativeDraw:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._scratch = np.empty(0, np.uint8)
+        self._weights = np.empty(0, np.float32)
 
-    def __call__(self, adjusted: np.ndarray, sampling: SamplingParams, draw: float) -> int:
+    def __call__(self, adjusted: np.ndarray, sampling: SamplingParams, key: int) -> int:
         adjusted = np.ascontiguousarray(adjusted, np.float32)
-        num_bytes = self._kernels.draw_scratch_bytes(len(adjusted))
-        if len(self._scratch) < num_bytes:
-            self._scratch = np.empty(num_bytes, np.uint8)
+        if len(self._weights) < len(adjusted):
+            self._weights = np.empty(len(adjusted), np.float32)
         token_id: int = self._kernels.draw_token(
             adjusted.ctypes.data,
             len(adjusted),
@@ -27,7 +26,7 @@ class NativeDraw:
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
-            draw,
-            self._scratch.ctypes.data,
+            key,
+            self._weights.ctypes.data,
         )
         return token_id

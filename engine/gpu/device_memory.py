@@ -41,7 +41,7 @@ _THIS_PROCESS = uuid.uuid4().bytes  # two containers may have equal process ids
 _exported: dict[bytes, int] = {}  # addresses of this process's pools, by handle: the driver maps no own allocation
 
 
-class Driver(Protocol):
+class IpcDriver(Protocol):
     """`CudaDriver`."""
 
     def enter(self, device: int) -> None: ...
@@ -55,7 +55,7 @@ class CudaDeviceMemory:
     """Raises `TransportError` where a call fails, and `DeviceLost` where all later calls will: the transfer agent then
     ends, and the worker with it. One thread at a time calls it."""
 
-    def __init__(self, pool: torch.Tensor, driver: Driver | None = None, probe_bytes: int = _PROBE_BYTES) -> None:
+    def __init__(self, pool: torch.Tensor, driver: IpcDriver | None = None, probe_bytes: int = _PROBE_BYTES) -> None:
         """`pool`: [num_blocks, ...], contiguous. Measures the device's copy speed and compiles the kernels."""
         assert pool.is_contiguous(), "a block must be one run of bytes"
         self.device = pool.device.index or 0
@@ -142,7 +142,7 @@ class CudaDeviceMemory:
     def _is_cuda(self) -> bool:
         return self._pool.device.type == "cuda"
 
-    def _enter_driver(self) -> Driver:
+    def _enter_driver(self) -> IpcDriver:
         if self._driver is None:
             self._driver = load_driver()
         self._driver.enter(self.device)

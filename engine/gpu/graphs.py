@@ -2,7 +2,7 @@
 
 A graph computes a fixed number of sequences, its bucket. A step takes the smallest bucket that holds it, and padding
 sequences fill the rest. All graphs read one fixed buffer of inputs and share the memory of their intermediate tensors,
-because one of them runs at a time. On a CPU, `Rehearsal` takes the place of a CUDA graph.
+because one of them runs at a time. On a CPU, `CpuGraph` takes the place of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from engine.gpu.cpu_graph import CpuGraph
 from engine.gpu.device_queue import DeviceQueue
-from engine.gpu.rehearsal import Rehearsal
 from engine.gpu.step_arrays import StepArranger
 from engine.gpu.step_buffers import StagedStep, StepTensors, pack, places, tensors_in
 
@@ -98,8 +98,8 @@ class DecodeGraphs:
             return self._compute(inputs, self._max_context)
 
         if self._queue.device.type != "cuda":
-            rehearsal = Rehearsal(compute)
-            self._graphs[bucket] = rehearsal, rehearsal.result, inputs
+            cpu_graph = CpuGraph(compute)
+            self._graphs[bucket] = cpu_graph, cpu_graph.result, inputs
             return
         with self._queue.computing():
             compute()  # compiles kernels and allocates the workspaces of cuBLAS, which a capture must not do

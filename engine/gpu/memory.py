@@ -80,7 +80,7 @@ class CudaAllocator:
 
 
 class FakeAllocator:
-    """A device without memory behind it. `allocate` and `free_bytes` stand for tensors that come and go.
+    """A pretended device. `allocate` and `free_bytes` pretend tensors.
 
     It keeps what was freed until `release`, as torch's allocator does.
     """

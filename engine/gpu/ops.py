@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from engine.gpu.tile_sizes import MAX_CANDIDATES as MAX_CANDIDATES
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS as PREFILL_TILE_TOKENS
 from engine.gpu.tile_sizes import SAMPLING_SPLIT as SAMPLING_SPLIT
 
@@ -77,13 +76,12 @@ CONTRACTS = {
         "(Tensor(a!) logits, Tensor rows, Tensor first_entry, Tensor token_ids, Tensor promised, "
         "Tensor sampled_before, Tensor saved) -> ()"
     ),
-    # ids[rows[i]] = the token at a quantile of row rows[i], as `draw_token` of engine/sampling.py chooses it.
-    # `DrawnRows` in engine/gpu/sampling_plan.py has the shapes of rows, top_k and settings.
-    # Scratch: highest float32 [D, ceil(vocab / SAMPLING_SPLIT)], masses int64 [D, 2], candidates int64
-    # [D, MAX_CANDIDATES]; each may have more rows
+    # ids[rows[i]] = the token that keys[i] draws from row rows[i], as `draw_token` of engine/sampling.py chooses it.
+    # `DrawnRows` in engine/gpu/sampling_plan.py has the shapes of rows, top_k, settings and keys.
+    # Scratch, [D or more, ceil(vocab / SAMPLING_SPLIT)]: highest float32, scores float32, best_ids int32
     "draw_tokens": (
-        "(Tensor logits, Tensor rows, Tensor top_k, Tensor settings, Tensor(a!) highest, Tensor(b!) masses, "
-        "Tensor(c!) candidates, Tensor(d!) ids) -> ()"
+        "(Tensor logits, Tensor rows, Tensor top_k, Tensor settings, Tensor keys, Tensor(a!) highest, "
+        "Tensor(b!) scores, Tensor(c!) best_ids, Tensor(d!) ids) -> ()"
     ),
     # Log-probabilities of the tokens ids[rows[i]] and of the num_best most likely tokens of each of these rows.
     # rows: int32 [L]; best_ids: int32 [L, num_best or more]; logprobs: float32 [L, 1 + num_best or more], the sampled

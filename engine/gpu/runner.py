@@ -6,7 +6,7 @@
 So a step begins on the device as soon as the step before has ended, while the host still handles the tokens of that
 step. A step without a graph takes the host long to launch: it is launched ahead only behind another such step, which
 takes the device as long. Promised tokens stay on the device. With device "cpu" the same code runs on the references of
-the operators, and `Rehearsal` takes the place of CUDA graphs.
+the operators, and `CpuGraph` takes the place of CUDA graphs.
 
 A step that needs more memory than there is begins again in parts: all chunks of one token, then every prompt chunk
 alone. A chunk that fails alone is in `StepOutput.failed`; the others are computed.

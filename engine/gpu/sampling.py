@@ -7,7 +7,7 @@ The order of a step's work: change the logits of rows with a bias, penalties or 
 each row; draw where the temperature asks for it; change the logits back; find log-probabilities, which are the raw
 logits'. The operators `argmax`, `adjust_logits`, `draw_tokens` and `find_logprobs` of `engine/gpu/ops.py` compute.
 
-One weight may differ from numpy's in its last bit, so a draw that falls on the border of two tokens may differ.
+A score may differ from numpy's in its last bits, so a draw differs where the two best scores lie within these bits.
 Counts and masses are integers, so a token depends neither on the number of programs nor on their order.
 """
 
@@ -21,7 +21,7 @@ import torch
 from core.request import MAX_LOGPROBS, SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.device_queue import DeviceQueue, Mark, open_queue
-from engine.gpu.ops import MAX_CANDIDATES, SAMPLING_SPLIT, ops
+from engine.gpu.ops import SAMPLING_SPLIT, ops
 from engine.gpu.sampling_plan import NO_ROWS, Planner, SamplingPlan
 
 
@@ -57,8 +57,8 @@ class DeviceSampler:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self._highest = scratch(max_rows, num_splits, dtype=torch.float32)
-        self._masses = scratch(max_rows, 2, dtype=torch.int64)
-        self._candidates = scratch(max_rows, MAX_CANDIDATES, dtype=torch.int64)
+        self._scores = scratch(max_rows, num_splits, dtype=torch.float32)
+        self._best_ids = scratch(max_rows, num_splits, dtype=torch.int32)
         self._best = scratch(max_rows, num_splits, MAX_LOGPROBS, dtype=torch.int64)
         self._sums = scratch(max_rows, num_splits, 2, dtype=torch.float64)
         if device.type == "cuda":
@@ -113,8 +113,8 @@ class DeviceSampler:
                 token_ids.copy_(highest[: plan.num_rows])
         if plan.drawn is not None:
             rows = plan.drawn
-            scratch = (self._highest, self._masses, self._candidates)
-            ops.draw_tokens(logits, rows.rows, rows.top_k, rows.settings, *scratch, token_ids)
+            scratch = (self._highest, self._scores, self._best_ids)
+            ops.draw_tokens(logits, rows.rows, rows.top_k, rows.settings, rows.keys, *scratch, token_ids)
         if saved is not None:
             self._restore(logits, plan, sampled_before, saved)
         if plan.logprob_rows is not None:

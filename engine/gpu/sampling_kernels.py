@@ -77,7 +77,7 @@ def _argmax(logits, ids, vocab_size, stride, TILE: tl.constexpr):
         best = tl.where(better, values, best)
         best_ids = tl.where(better, start + places, best_ids)
     highest = tl.max(best, axis=0)
-    # The last id stands for a row of NaN: a token, though no right one.
+    # A row of NaN gets the last id: a valid id, but no right token.
     tl.store(ids + row, tl.min(tl.where(best == highest, best_ids, vocab_size - 1), axis=0))
 
 

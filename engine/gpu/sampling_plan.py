@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from core.request import uniform_draw
+from core.request import draw_key
 from core.step import ScheduledChunk, SequenceView
 from engine.gpu.device_queue import DeviceQueue, Mark
 from engine.sampling import barred_tokens, is_plain
@@ -31,7 +31,8 @@ _ALIGNMENT = 16  # bytes
 class DrawnRows:
     rows: torch.Tensor  # int32 [D]
     top_k: torch.Tensor  # int32 [D]; 0 = all
-    settings: torch.Tensor  # float64 [D, 4] temperature, top_p, min_p, quantile in [0, 1)
+    settings: torch.Tensor  # float64 [D, 3] temperature, top_p, min_p
+    keys: torch.Tensor  # int64 [D] the 64 bits of `draw_key`
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class Planner:
         return tensors, uploaded
 
 
-_TORCH = {np.int32: torch.int32, np.float64: torch.float64}
+_TORCH = {np.int32: torch.int32, np.int64: torch.int64, np.float64: torch.float64}
 
 
 def _part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -163,19 +164,13 @@ def _part(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 def _drawn(chunks: Sequence[ScheduledChunk], rows: Sequence[int]) -> dict[str, np.ndarray]:
     samplings = [chunks[row].sequence.sampling for row in rows]
-    settings = [
-        (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            uniform_draw(sampling.seed, chunks[row].start + chunks[row].num_tokens),
-        )
-        for row, sampling in zip(rows, samplings, strict=True)
-    ]
+    settings = [(sampling.temperature, sampling.top_p, sampling.min_p) for sampling in samplings]
+    keys = [draw_key(chunks[row].sequence.sampling.seed, chunks[row].start + chunks[row].num_tokens) for row in rows]
     return {
         "drawn.rows": np.array(rows, np.int32),
         "drawn.top_k": np.array([min(sampling.top_k, 2**31 - 1) for sampling in samplings], np.int32),
         "drawn.settings": np.array(settings, np.float64),
+        "drawn.keys": np.array(keys, np.uint64).view(np.int64),
     }
 
 

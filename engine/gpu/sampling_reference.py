@@ -1,4 +1,4 @@
-"""The sampling operators of `engine/gpu/ops.py` in plain torch, with a sort. See `engine/gpu/reference.py`."""
+"""The sampling operators of `engine/gpu/ops.py` in plain torch and numpy. See `engine/gpu/reference.py`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-
-def mass_bits(vocab_size: int) -> int:
-    """A weight in [0, 1] is a mass of at most 2 ^ mass_bits, so that the masses of a row add up within 63 bits."""
-    return min(44, 62 - vocab_size.bit_length())
+from core.request import SamplingParams
+from engine.sampling import draw_token
 
 
 def argmax(logits: torch.Tensor, ids: torch.Tensor) -> None:
@@ -88,28 +86,17 @@ def draw_tokens(
     rows: torch.Tensor,
     top_k: torch.Tensor,
     settings: torch.Tensor,
+    keys: torch.Tensor,
     highest: torch.Tensor,  # noqa: ARG001 - kernels use scratch
-    masses: torch.Tensor,  # noqa: ARG001
-    candidates: torch.Tensor,  # noqa: ARG001
+    scores: torch.Tensor,  # noqa: ARG001
+    best_ids: torch.Tensor,  # noqa: ARG001
     ids: torch.Tensor,
 ) -> None:
-    vocab_size = logits.shape[1]
-    for row, k, (temperature, top_p, min_p, draw) in zip(rows.tolist(), top_k.tolist(), settings.tolist(), strict=True):
-        scaled = logits[row] / temperature
-        ordered, order = scaled.sort(descending=True, stable=True)
-        weights = (ordered - ordered[0]).exp()
-        mass = (weights * 2.0 ** mass_bits(vocab_size)).long()
-        if 0 < k < vocab_size:
-            mass = mass[:k]
-        reached = mass.cumsum(0)
-        if top_p < 1.0:
-            # A token stays if the mass before it is below top_p.
-            mass = mass[: int((reached < top_p * reached[-1].double()).sum()) + 1]
-        if min_p > 0.0:
-            mass = mass[: int((weights[: len(mass)] >= min_p).sum())]
-        reached = reached[: len(mass)]
-        target = (draw * reached[-1].double()).long().clamp(max=reached[-1] - 1)
-        ids[row] = order[int((reached <= target).sum())].to(ids.dtype)
+    """`draw_token` of engine/sampling.py, which is the law of draws."""
+    for index, row in enumerate(rows.tolist()):
+        temperature, top_p, min_p = settings[index].tolist()
+        sampling = SamplingParams(1, temperature=temperature, top_k=int(top_k[index]), top_p=top_p, min_p=min_p)
+        ids[row] = draw_token(logits[row].cpu().numpy(), sampling, int(keys[index]) % 2**64)
 
 
 def find_logprobs(

@@ -21,7 +21,7 @@ from core.request import MAX_LOGPROBS
 from engine.fp8 import CODES
 from engine.gpu.digests import scratch_shape
 from engine.gpu.kernels import KERNELS
-from engine.gpu.tile_sizes import MAX_CANDIDATES, SAMPLING_SPLIT
+from engine.gpu.tile_sizes import SAMPLING_SPLIT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -100,12 +100,12 @@ def _sampling() -> Iterator[Variant]:
         entries, starts = meta(9000, dtype=torch.int32), meta(rows + 1, dtype=torch.int32)
         doubles = meta(4 * rows, dtype=torch.float64)
         saved = meta(9000 + rows, dtype=torch.float32)
-        highest, masses = meta(rows, splits, dtype=torch.float32), meta(rows, 2, dtype=torch.int64)
-        candidates = meta(rows, MAX_CANDIDATES, dtype=torch.int64)
+        highest, best_ids = meta(rows, splits, dtype=torch.float32), meta(rows, splits, dtype=torch.int32)
+        keys = meta(rows, dtype=torch.int64)
         best, sums = meta(rows, splits, MAX_LOGPROBS, dtype=torch.int64), meta(rows, splits, 2, dtype=torch.float64)
         adjusted = (logits, ids, starts, entries, entries, starts, doubles, doubles, ids, ids, saved)
         restored = (logits, ids, starts, entries, ids, ids, saved)
-        drawn = (logits, ids, ids, doubles.view(-1, 4), highest, masses, candidates, ids)
+        drawn = (logits, ids, ids, doubles[: 3 * rows].view(-1, 3), keys, highest, highest, best_ids, ids)
         asked = (logits, ids, ids, MAX_LOGPROBS, best, sums, meta(rows, MAX_LOGPROBS, dtype=torch.int32), logits)
         in_ci = vocab == 128_256
         yield Variant(f"argmax {vocab}", partial(KERNELS["argmax"], logits, ids), in_ci, ("LDG.E.128",))

@@ -21,7 +21,7 @@ MAX_FEEDS = 32  # pairs of a fleet and a key; the one unused for longest goes fi
 
 
 class Feed:
-    """The fleet and the last requests, as one router tells them. `await refresh()` before each look.
+    """The fleet and the last requests, as one router reports them. `await refresh()` before each look.
 
     `pick` chooses a router of the fleet. It may raise `TandemError`, for a fleet that is away. The feed stays with its
     router until a call fails, because each router knows its own requests only.

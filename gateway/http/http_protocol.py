@@ -45,9 +45,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._tell_of_room()
+        self._call_when_room()
 
-    def _tell_of_room(self) -> None:
+    def _call_when_room(self) -> None:
         callback, self._when_room = self._when_room, None
         if callback is not None:
             callback()
@@ -82,7 +82,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        self._tell_of_room()
+        self._call_when_room()
 
     def _refuse_head(self) -> None:
         body = (

@@ -3,8 +3,8 @@
     client --traceparent--> gateway.request --traceparent--> tandem.request (router)
                             `--> traceresponse and x-tandem-trace-id in the answer
 
-`FrontDoor` puts the traceparent of this span in place of the client's, so whatever passes the header on to a router
-passes on the right one. Every answer to a POST also gets a request id.
+`HttpMiddleware` puts the traceparent of this span in place of the client's, so a route that passes the header on to a
+router passes on the right one. Every answer to a POST also gets a request id.
 """
 
 from __future__ import annotations

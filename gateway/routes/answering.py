@@ -59,8 +59,8 @@ class Call:
         """
         if self.guardrail is None:
             return self._generate(sink)
-        guarded = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
-        return guarded.check_all(self._generate(guarded))
+        checked = GuardedSink(sink, self.guardrail, self.prompts, self.requests[0].n or 1)
+        return checked.check_all(self._generate(checked))
 
     async def _generate(self, sink: Sink) -> None:
         if len(self.requests) == 1:
@@ -86,7 +86,7 @@ class Call:
         return {"x-request-id": self.id} | warning_headers(self.warnings)
 
 
-class Collector:
+class AnswerCollector:
     """The sink of an answer that is one object."""
 
     is_full = False
@@ -133,7 +133,7 @@ def _note_end(generating: asyncio.Task[None]) -> None:
 
 async def answer_object(request: Request, call: Call, form: AnswerForm) -> Response:
     _count_time_before(request)
-    await while_connected(request.receive, call.generate(Collector(form)))
+    await while_connected(request.receive, call.generate(AnswerCollector(form)))
     return Response(json_bytes(form.result()), 200, call.headers(), "application/json")
 
 

@@ -76,7 +76,7 @@ def _timeout_s(header: str | None, default_s: float) -> float:
 def request_id_of(kind: str, in_body: str | None, context: CallContext) -> str:
     """The id of the answer, which is also the name of the request in traces. `kind` begins a new id.
 
-    Raises `ApiError` for a given id that could not stand in a header of the answer.
+    Raises `ApiError` for a given id that no header of the answer can hold.
     """
     given = in_body or context.request_id
     if not given:

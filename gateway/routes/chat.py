@@ -12,7 +12,7 @@ from gateway.errors import refused
 from gateway.fleets import fleets_of
 from gateway.formats.chat import ChatAnswer, ChatChunks, Parsers
 from gateway.formats.usage import UsageSum
-from gateway.guarding import check_chat, guardrail_of, refuse_logprobs
+from gateway.prompt_guardrail import check_chat, guardrail_of, refuse_logprobs
 from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.chat import ChatBody, check_response_format, num_logprobs, wire_messages, wire_tools

@@ -9,9 +9,9 @@ from starlette.routing import Route
 from gateway.fleets import ServedModel, fleets_of
 from gateway.formats.completion import CompletionAnswer, CompletionChunks
 from gateway.formats.usage import UsageSum
-from gateway.guarding import check_text, guardrail_of, refuse_logprobs
 from gateway.guardrails import Guardrail, Message
 from gateway.http.connection import while_connected
+from gateway.prompt_guardrail import check_text, guardrail_of, refuse_logprobs
 from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionBody, Prompt, check_completion

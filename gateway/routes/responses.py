@@ -10,7 +10,7 @@ from gateway.fleets import fleets_of
 from gateway.formats.chat import Parsers
 from gateway.formats.responses import ResponseAnswer, ResponseEvents
 from gateway.formats.usage import UsageSum
-from gateway.guarding import check_chat, guardrail_of
+from gateway.prompt_guardrail import check_chat, guardrail_of
 from gateway.routes.answering import Call, answer_object, answer_stream
 from gateway.routes.calls import call_context, read_body, request_id_of
 from gateway.schemas.fields import RESPONSES, check_extra

@@ -96,14 +96,14 @@ class GuardedSink:
                 self._changed.clear()
                 while self._unchecked and self._running:
                     await self._check(self._unchecked.popleft())
-                await self._let_room()
+                await self._resume_writers()
             if self._running:
                 await generating
         finally:
             generating.cancel()
             await asyncio.gather(generating, return_exceptions=True)
 
-    async def _let_room(self) -> None:
+    async def _resume_writers(self) -> None:
         if not self._waiting:
             return
         if self._sink.is_full:

@@ -98,7 +98,7 @@ class ToolCallParser:
         """The rest, at the end of the output."""
         held, self._held = self._held, ""
         if not self._is_announced or held.strip():
-            self._say(held)
+            self._add_text(held)
         return self._take()
 
     def _take(self) -> list[Delta]:
@@ -117,7 +117,7 @@ class ToolCallParser:
         else:
             self._state = self._in_text
             held, self._held = self._held, ""
-            self._say(held)
+            self._add_text(held)
         return position
 
     def _in_text(self, text: str, position: int) -> int:
@@ -126,9 +126,9 @@ class ToolCallParser:
         if found < 0:
             num_held = _overlap(rest, marker)
             self._held = rest[len(rest) - num_held :]
-            self._say(rest[: len(rest) - num_held])
+            self._add_text(rest[: len(rest) - num_held])
             return len(text)
-        self._say(rest[:found])
+        self._add_text(rest[:found])
         position = len(text) - (len(rest) - found - len(marker))
         self._held = marker
         self._open()
@@ -190,7 +190,7 @@ class ToolCallParser:
         given_up, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
         self._state = self._in_text
         if not self._is_announced or given_up.strip():
-            self._say(given_up)
+            self._add_text(given_up)
         self._is_announced = False
         return position
 
@@ -204,7 +204,7 @@ class ToolCallParser:
         if arguments:
             self._deltas.append(ToolCallDelta(self.num_calls - 1, "", "", arguments))
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._spaces is not None:
             self._spaces, text = (self._spaces + text, "") if not text.strip() else (None, self._spaces + text)
         if not text:

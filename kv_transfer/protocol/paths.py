@@ -44,7 +44,7 @@ BUSY_RETRY_S = 0.5
 REPORTED_CHANGE = 0.25  # a speed that differs by less from the reported one is not reported
 
 
-class _Step(Enum):
+class _Phase(Enum):
     DONE = auto()
     PINGING = auto()  # until the answer
     PROBING = auto()  # until the probe ends
@@ -58,7 +58,7 @@ class _Path:
     max_probe_bytes: int
     state: PathState = PathState.CONNECTING
     detail: str = ""
-    step: _Step = _Step.DONE
+    step: _Phase = _Phase.DONE
     due: float | None = None  # when the step is over
     give_up_at: float = 0.0  # on PINGs
     ping: int = 0  # counter of the newest PING
@@ -89,7 +89,7 @@ class _Path:
             self.reported = before = now
         return before
 
-    def next_step(self, step: _Step, due: float | None) -> None:
+    def next_step(self, step: _Phase, due: float | None) -> None:
         self.step, self.due = step, due
 
 
@@ -160,10 +160,10 @@ class Paths:
         self._paths[owner.name] = path  # the most recently used
         if num_bytes >= max(MIN_HAND_OFF_BYTES, MIN_HAND_OFF_S * path.expected_bytes_per_s):
             path.speeds.append(num_bytes / max(seconds, 1e-9))
-        if path.step in (_Step.PINGING, _Step.PROBING):
+        if path.step in (_Phase.PINGING, _Phase.PROBING):
             return []
         if path.max_probe_bytes and path.state in (PathState.CONNECTING, PathState.UNREACHABLE):
-            path.next_step(_Step.PAUSED, now)  # the lane is unknown: measure the path once no transfer needs the peer
+            path.next_step(_Phase.PAUSED, now)  # the lane is unknown: measure the path once no transfer needs the peer
             return []
         state = self._judged(path)
         return [] if state is path.state else self._conclude(path, state, now)
@@ -182,7 +182,7 @@ class Paths:
         if ping.ack is None:
             return self._peers.send(peer, Ping(*self._peers.stamp(), ping.counter))
         path = self._paths.get(sender)
-        if path is None or path.step is not _Step.PINGING or ping.ack != path.ping:
+        if path is None or path.step is not _Phase.PINGING or ping.ack != path.ping:
             return []
         self._note_change()
         round_trip_s = now - path.pinged_at
@@ -193,7 +193,7 @@ class Paths:
         if not path.max_probe_bytes:
             return self._conclude(path, self._judged(path), now)
         if sender in in_use:
-            path.next_step(_Step.PAUSED, now + BUSY_RETRY_S)
+            path.next_step(_Phase.PAUSED, now + BUSY_RETRY_S)
             return []
         path.probe_bytes, path.num_probes = min(FIRST_PROBE_BYTES, path.max_probe_bytes), 0
         return self._probe(path, now)
@@ -206,7 +206,7 @@ class Paths:
     def _ping(self, path: _Path, now: float) -> Actions:
         incarnation, path.ping = self._peers.stamp()
         path.pinged_at = now
-        path.next_step(_Step.PINGING, min(now + PING_INTERVAL_S, path.give_up_at))
+        path.next_step(_Phase.PINGING, min(now + PING_INTERVAL_S, path.give_up_at))
         return self._peers.send(path.peer, Ping(incarnation, path.ping, None))
 
     # ---- probes
@@ -214,7 +214,7 @@ class Paths:
     def on_probed(self, event: PathProbed, now: float) -> Actions:
         self._note_change()
         path = self._paths.get(event.peer)
-        if path is None or path.step is not _Step.PROBING:
+        if path is None or path.step is not _Phase.PROBING:
             return []
         if event.seconds < MIN_PROBE_S and path.probe_bytes < path.max_probe_bytes:
             path.probe_bytes = min(PROBE_GROWTH * path.probe_bytes, path.max_probe_bytes)
@@ -230,13 +230,13 @@ class Paths:
     def on_probe_failed(self, event: ProbeFailed, now: float) -> Actions:
         self._note_change()
         path = self._paths.get(event.peer)
-        if path is None or path.step is not _Step.PROBING:
+        if path is None or path.step is not _Phase.PROBING:
             return []
         return self._conclude(path, PathState.SLOW, now, f"a probe failed: {event.detail}")
 
     def _probe(self, path: _Path, now: float) -> Actions:
         timeout_s = path.probe_bytes / self._config.min_bytes_per_s + self._config.read_grace_s
-        path.next_step(_Step.PROBING, now + 2 * timeout_s)  # the agent ends the probe earlier
+        path.next_step(_Phase.PROBING, now + 2 * timeout_s)  # the agent ends the probe earlier
         return [ProbePath(path.peer.name, path.probe_bytes, timeout_s)]
 
     # ---- verdicts
@@ -253,9 +253,9 @@ class Paths:
 
     def _conclude(self, path: _Path, state: PathState, now: float, detail: str = "") -> Actions:
         if state in (PathState.FINE, PathState.REFUSED):
-            path.next_step(_Step.DONE, None)
+            path.next_step(_Phase.DONE, None)
         else:
-            path.next_step(_Step.PAUSED, now + RETRY_S)
+            path.next_step(_Phase.PAUSED, now + RETRY_S)
         changed = state is not path.state
         path.state, path.detail = state, detail
         return [LogPath(path.status())] if changed else []
@@ -270,13 +270,13 @@ class Paths:
             if path.due is None or now < path.due:
                 continue
             self._note_change()
-            if path.step is _Step.PINGING and now < path.give_up_at:
+            if path.step is _Phase.PINGING and now < path.give_up_at:
                 actions += self._ping(path, now)
-            elif path.step is _Step.PROBING:
+            elif path.step is _Phase.PROBING:
                 actions += self._conclude(path, PathState.SLOW, now, "a probe did not end")
             elif name in in_use:
-                path.next_step(_Step.PAUSED, now + BUSY_RETRY_S)  # heartbeats of the transfers watch the peer
-            elif path.step is _Step.PINGING:
+                path.next_step(_Phase.PAUSED, now + BUSY_RETRY_S)  # heartbeats of the transfers watch the peer
+            elif path.step is _Phase.PINGING:
                 silent.append(name)
             else:
                 actions += self._connect(path, in_use, now)
@@ -306,4 +306,4 @@ class Paths:
             assert self._statuses == tuple(path.report() for path in self._paths.values())
         for name, path in self._paths.items():
             assert name == path.peer.name
-            assert (path.step is _Step.DONE) == (path.due is None)
+            assert (path.step is _Phase.DONE) == (path.due is None)

@@ -22,13 +22,13 @@ from core.errors import LayoutMismatch
 from core.kv_layout import KVLayout
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     source: int  # bytes from block 0 of the source pool
     target: int  # bytes from block 0 of the target pool
     num_bytes: int
 
 
-Runs = Sequence[tuple[int, int, int]]  # with the fields of `Run`: a plain tuple takes a third of the time
+Runs = Sequence[tuple[int, int, int]]  # with the fields of `ByteRun`: a plain tuple takes a third of the time
 Span = tuple[int, int]  # first byte from block 0 of a pool, and length
 
 

@@ -22,7 +22,7 @@ from itertools import count
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.paths import Lane
-from kv_transfer.protocol.plan import Run, Runs
+from kv_transfer.protocol.plan import ByteRun, Runs
 from kv_transfer.transports.transport import Notification, PoolMemory, ReadEnd, TransportEvent, check_runs, read_end
 
 Fate = Callable[[str, str, bytes], Sequence[int]]
@@ -77,7 +77,7 @@ class MemoryFabric:
             raise PeerDisconnected(f"{name} is gone")
         return self.transports[name]
 
-    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[Run]) -> None:
+    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[ByteRun]) -> None:
         assert source.view is not None
         assert target.view is not None
         for run in runs:
@@ -99,7 +99,7 @@ class _SentNotification:
 @dataclass(slots=True)
 class _MemoryRead:
     peer: str
-    runs: Sequence[Run]
+    runs: Sequence[ByteRun]
     broken: TransportError | None = None
 
 
@@ -146,7 +146,7 @@ class MemoryTransport:
         assert self._pool is not None
         check_runs(runs, self._peers[peer], self._pool)
         handle = next(self._handles)
-        self._reads[handle] = _MemoryRead(peer, [Run(*run) for run in runs])
+        self._reads[handle] = _MemoryRead(peer, [ByteRun(*run) for run in runs])
         return handle
 
     def start_block_read(self, peer: str, sources: Sequence[int], targets: Sequence[int]) -> int:

@@ -91,7 +91,7 @@ def _read_parameters(wire: kserve_pb2.ModelInferRequest, request: inference_pb2.
 
 
 def _typed(field: str, value: object, kind: type) -> object:
-    """`value`, if it is of this type. A string may stand for a float, because Triton's client sends no floats."""
+    """`value`, if it is of this type. A float may be a string, because Triton's client sends no floats."""
     if kind is float and isinstance(value, str):
         try:
             return float(value)

@@ -28,7 +28,7 @@ from tandem_client.stubs import worker_pb2
 logger = logging.getLogger(__name__)
 
 
-class TokenStream:
+class TokenStreamReader:
     """`post` sends an event to the router's machine. `on_broken` is called after the loss of an open stream."""
 
     def __init__(

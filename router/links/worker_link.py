@@ -22,7 +22,7 @@ from core.scheduling.worker_load import CallId, WorkerChanges, WorkerLoad
 from core.service import Endpoint
 from protos import codec, report_codec
 from protos.handoff_codec import encode_transfer_id
-from router.links.token_stream import TokenStream
+from router.links.token_stream import TokenStreamReader
 from router.requests import events
 from router.requests.events import RouterEvent
 from runtime.rpc.grpc_server import MAX_GRPC_MESSAGE_BYTES, cancel_and_wait, error_from, open_channel
@@ -69,7 +69,7 @@ class WorkerLink:
         self._failures = 0  # of the report stream, since the last report
         self._join_error = ""  # as logged last
         self._time_limit: asyncio.Timeout | None = None  # of the Watch call
-        self._tokens = TokenStream(endpoint.service_id, router_id, post, self._on_stream_broken)
+        self._tokens = TokenStreamReader(endpoint.service_id, router_id, post, self._on_stream_broken)
         self._watching = asyncio.create_task(self._watch(), name=f"watch-{endpoint.service_id}")
 
     def end_watch(self) -> None:
@@ -101,7 +101,7 @@ class WorkerLink:
                     logger.error("worker %s and this router have different cluster tokens", self.endpoint.service_id)
                 if self._failures >= 2:
                     self._report_loss(str(cause))
-            except Exception as error:  # a bug, too: the next snapshot may not meet it
+            except Exception as error:  # a bug, too: the next snapshot may avoid it
                 if str(error) != self._join_error:
                     trace = None if isinstance(error, TandemError) else error
                     logger.error("worker %s cannot join: %s", self.endpoint.service_id, error, exc_info=trace)

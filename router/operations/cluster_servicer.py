@@ -13,8 +13,8 @@ from router.links.worker_link import WorkerLink
 from router.operations.trace_messages import encode_candidate, list_requests, trace_of
 from router.routing.policy import reason_for
 from router.serving import validation
-from router.serving.bounded_pool import BoundedPool
-from router.serving.callers import Callers
+from router.serving.tenant_admission import TenantAdmission
+from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import CallContext, abort, remaining_s
 from tandem_client.stubs import cluster_pb2, cluster_pb2_grpc, inference_pb2, worker_pb2
@@ -34,16 +34,16 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         config: RouterConfig,
         tokenizer: ModelTokenizer,
         shell: RouterShell,
-        validation_pool: BoundedPool,
+        validation_pool: ValidationThreads,
         scale: Scale | None,
-        callers: Callers,
+        tenants: TenantAdmission,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
         self._scale = scale
-        self._callers = callers
+        self._tenants = tenants
         self.routers: list[FleetRouter] = []
 
     async def GetFleet(self, _: cluster_pb2.GetFleetRequest, context: CallContext) -> cluster_pb2.GetFleetResponse:
@@ -100,7 +100,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.ExplainResponse:
         view = self._shell.view
         try:
-            self._callers.claim(request, context.invocation_metadata() or ())
+            self._tenants.claim(request, context.invocation_metadata() or ())
             generation = await self._validation_pool.run(
                 remaining_s(context, self._config.default_timeout_s), request.ByteSize(), validation.prepare,
                 request, self._tokenizer, self._config, "explain", lambda: 0, view.longest_request,

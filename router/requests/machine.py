@@ -247,6 +247,7 @@ class RouterMachine:
         if routed.misses_streamed_tokens():
             self._deadlines.set(("tokens", routed.request_id), now + MISSING_TOKENS_S)
             return []
+        self._deadlines.cancel(("tokens", routed.request_id))
         self.workers.remove_dispatch(dispatch.candidate.decode_worker, dispatch.dispatch_id)
         if len(routed.delivered) >= dispatch.first_index + dispatch.decode.num_tokens and not routed.early_tokens:
             return self._finish(routed, dispatch.decode.finish_reason, now)

@@ -8,7 +8,7 @@ routers see the same truth:
     sequences   = as reported - those of this router + the open calls of this router, which it knows exactly
 
 The calls of other routers on the way are unseen. The other routers see the same reports and choose alike, so each call
-of this router on the way stands for one of every router. Otherwise all routers choose the same worker between two
+of this router on the way counts once for every router. Otherwise all routers choose the same worker between two
 reports.
 
 A call that never arrives ends at this router, like every other call, and then counts no more.

@@ -1,7 +1,7 @@
-"""The client's end of one call: what the client sent beside the request, and the place where the answer goes.
+"""The writers of a call: they hold the metadata of the client and write the parts of the answer.
 
 `StreamWriter` writes to a gRPC stream. `SinkWriter` gives the parts to a sink of this process, such as the events of an
-HTTP answer, without a task or a message between.
+HTTP answer, in the same call of the event loop.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StreamWriter:
                 await self.send_initial_metadata(initial_metadata(promise))
             for part in messages.due():
                 await self.write(message_of(part))
-            if messages.is_due:  # tokens that came during a write; nothing else tells of them
+            if messages.is_due:  # tokens that came during a write
                 self._changed.set()
         self.set_trailing_metadata(trailing_metadata(messages.receipts))
 

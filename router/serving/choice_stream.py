@@ -56,7 +56,7 @@ class ChoiceStream:
     arrived_at: float
     text: TextStream
     trace: TraceContext
-    changed: Callable[[], None]  # tells the writer of the call of new tokens, and of the end
+    changed: Callable[[], None]  # called after new tokens, and after the end
     token_name: TokenBytes  # for log-probabilities; names special tokens too
     result: Finish | Fail | None = None  # None until the machine has ended the choice
     token_ids: list[int] = field(default_factory=list)  # all, up to a stop string. At most max_tokens
@@ -95,7 +95,7 @@ class ChoiceStream:
 
     @property
     def is_due(self) -> bool:
-        """There is a chunk to write now. The end does not wait for the least time between two chunks."""
+        """Whether there is a chunk to write now. The last chunk ignores the least time between two chunks."""
         return self.has_chunk and (self._pause is None or self.result is not None)
 
     def pause(self, seconds: float) -> None:

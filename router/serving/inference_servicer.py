@@ -10,11 +10,11 @@ from core.config import RouterConfig
 from core.errors import DeadlineExceeded, InvalidRequest, KeyLimitReached, TandemError, Unauthenticated
 from core.request import MAX_SEED
 from router.serving import validation
-from router.serving.bounded_pool import BoundedPool
 from router.serving.call_messages import CallMessages
 from router.serving.call_writer import CallWriter, Context, StreamWriter
-from router.serving.callers import Callers
 from router.serving.choice_stream import ChoiceStream
+from router.serving.tenant_admission import TenantAdmission
+from router.serving.validation_threads import ValidationThreads
 from router.shell import RouterShell
 from runtime.rpc.grpc_server import WRITE_GRACE_S, CallContext, abort, remaining_s
 from tandem_client.stubs import inference_pb2, inference_pb2_grpc
@@ -30,14 +30,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         config: RouterConfig,
         tokenizer: ModelTokenizer,
         shell: RouterShell,
-        validation_pool: BoundedPool,
-        callers: Callers,
+        validation_pool: ValidationThreads,
+        tenants: TenantAdmission,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._shell = shell
         self._validation_pool = validation_pool
-        self._callers = callers
+        self._tenants = tenants
 
     def _remaining_s(self, context: Any) -> float:
         return remaining_s(context, self._config.default_timeout_s)
@@ -51,7 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def serve(self, request: inference_pb2.GenerateRequest, writer: CallWriter) -> None:
         """Serve a request of any protocol. Raises `TandemError`."""
         try:
-            with self._callers.admit(request, writer.invocation_metadata() or (), self._shell.now()):
+            with self._tenants.admit(request, writer.invocation_metadata() or (), self._shell.now()):
                 await self._generate(request, writer)
         except (KeyLimitReached, Unauthenticated) as error:
             self._shell.count_refusal(error)

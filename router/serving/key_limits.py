@@ -27,7 +27,7 @@ class KeyLimits:
         self._use: dict[str, _Use] = {}  # by the name of the key
 
     def admit(self, key: ApiKeyConfig, now: float) -> None:
-        """Count a request as open until `release`. Raises `KeyLimitReached`, with a hint when to come back."""
+        """Count a request as open until `release`. Raises `KeyLimitReached`, with a hint when to retry."""
         use = self._use.setdefault(key.name, _Use())
         while use.admitted_at and use.admitted_at[0] <= now - WINDOW_S:
             use.admitted_at.popleft()

@@ -107,17 +107,17 @@ def open_channel(
     return grpc.aio.secure_channel(address, tls, options=options)
 
 
-class TokenGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls of guarded methods without the token of the cluster, before the request is read."""
+class ClusterTokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls of protected methods without the token of the cluster, before the request is read."""
 
-    def __init__(self, token: str, guarded: tuple[str, ...]) -> None:
-        """`guarded`: prefixes of full method names, e.g. "/tandem.v1.Worker/"."""
+    def __init__(self, token: str, protected: tuple[str, ...]) -> None:
+        """`protected`: prefixes of full method names, e.g. "/tandem.v1.Worker/"."""
         self._token = token.encode()
-        self._guarded = guarded
+        self._protected = protected
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._guarded):
+        if handler is None or not handler_call_details.method.startswith(self._protected):
             return handler
         tokens = [value for key, value in handler_call_details.invocation_metadata if key == TOKEN_KEY]
         if len(tokens) == 1 and hmac.compare_digest(_as_bytes(tokens[0]), self._token):
@@ -125,7 +125,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         return _refusing(handler, Unauthenticated("this call needs the cluster's token"))
 
 
-class KeyGuard(grpc.aio.ServerInterceptor):
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without the API key that they need, before the request is read."""
 
     def __init__(self, keys: ApiKeys, on_refused: Callable[[TandemError], None]) -> None:
@@ -186,14 +186,14 @@ class GrpcServer:
         self.on_refused: Callable[[TandemError], None] = lambda _: None
         self._host, self._port = host, port
         self._tls = credentials.for_server(rules)
-        guards: list[grpc.aio.ServerInterceptor] = []
+        interceptors: list[grpc.aio.ServerInterceptor] = []
         if credentials.token:
-            guards.append(TokenGuard(credentials.token, rules.guarded))
+            interceptors.append(ClusterTokenInterceptor(credentials.token, rules.protected))
         if rules.api_keys:
             keys = ApiKeys(rules.api_keys, credentials.token)
-            guards.append(KeyGuard(keys, lambda error: self.on_refused(error)))
+            interceptors.append(ApiKeyInterceptor(keys, lambda error: self.on_refused(error)))
         options = [*channel_options(max_message_bytes), ("grpc.so_reuseport", int(shares_port))]
-        self._server = grpc.aio.server(interceptors=guards, options=options)
+        self._server = grpc.aio.server(interceptors=interceptors, options=options)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._names: list[str] = []

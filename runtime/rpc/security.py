@@ -29,7 +29,7 @@ TOKEN_KEY = "tandem-cluster-token"
 class ServerRules:
     """The credentials that a server requires of its callers."""
 
-    guarded: tuple[str, ...]  # prefixes of the full names of methods that need the token
+    protected: tuple[str, ...]  # prefixes of the full names of methods that need the token
     require_client_certs: bool
     api_keys: tuple[ApiKeyConfig, ...] = ()  # with at least one, every method that is not open needs a key
 
@@ -46,7 +46,7 @@ class Credentials:
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
-        """gRPC metadata for every guarded call."""
+        """gRPC metadata for every protected call."""
         return [(TOKEN_KEY, self.token)] if self.token else []
 
     def for_channel(self) -> grpc.ChannelCredentials | None:

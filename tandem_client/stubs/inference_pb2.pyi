@@ -19,7 +19,6 @@ class RequestPath(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_PATH_DISAGGREGATED: _ClassVar[RequestPath]
     REQUEST_PATH_LOCAL: _ClassVar[RequestPath]
     REQUEST_PATH_RECOMPUTED: _ClassVar[RequestPath]
-    REQUEST_PATH_MIGRATED: _ClassVar[RequestPath]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -27,7 +26,6 @@ REQUEST_PATH_UNSPECIFIED: RequestPath
 REQUEST_PATH_DISAGGREGATED: RequestPath
 REQUEST_PATH_LOCAL: RequestPath
 REQUEST_PATH_RECOMPUTED: RequestPath
-REQUEST_PATH_MIGRATED: RequestPath
 
 class ToolCall(_message.Message):
     __slots__ = ("id", "name", "arguments_json")

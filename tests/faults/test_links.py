@@ -41,8 +41,7 @@ async def three_machines(
 ) -> AsyncIterator[tuple[Machines, Fleet]]:
     """`rate`: of the link, set before the fleet starts."""
     config = replace(fault_config(transport), telemetry=TelemetryConfig(metrics_port=METRICS_PORT))
-    # The pools are small, so the probes are small, and their speed depends more on the load of this machine than on the
-    # link, unless the link is very slow.
+    # The pools and so the probes are small: unless the link is very slow, the load of this machine decides their speed.
     config = replace(config, transfer=replace(config.transfer, slow_path_share=0.01))
     with Machines.made() as machines:
         if rate:

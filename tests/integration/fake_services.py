@@ -45,7 +45,7 @@ class FakeService:
         )
         address = f"{host or '127.0.0.1'}:{self._server.sockets[0].getsockname()[1]}"
         scale = self._placement.scale
-        self._say(
+        self._report(
             "started",
             wanted=None if scale is None else {role.value: size for role, size in (await scale({})).items()},
             address=address,
@@ -65,12 +65,12 @@ class FakeService:
         self._broken.set()
 
     async def set_workers(self, workers: list[Endpoint]) -> None:
-        self._say("workers", workers=sorted(worker.service_id.rpartition("-")[0] for worker in workers))
+        self._report("workers", workers=sorted(worker.service_id.rpartition("-")[0] for worker in workers))
 
     async def set_routers(self, routers: list[FleetRouter]) -> None:
         drained = [router.router_id.rpartition("-")[0] for router in routers if router.draining]
         names = [router.router_id.rpartition("-")[0] for router in routers]
-        self._say("routers", routers=sorted(names), draining=sorted(drained))
+        self._report("routers", routers=sorted(names), draining=sorted(drained))
 
     async def failed(self) -> BaseException:
         """Whoever connects to its port breaks it."""
@@ -78,14 +78,14 @@ class FakeService:
         return RuntimeError("somebody connected")
 
     async def drain(self, timeout_s: float) -> None:
-        self._say("drained", timeout_s=timeout_s)
+        self._report("drained", timeout_s=timeout_s)
 
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
-        self._say("stopped")
+        self._report("stopped")
 
-    def _say(self, event: str, **details: object) -> None:
+    def _report(self, event: str, **details: object) -> None:
         message = json.dumps({"name": self.name, "event": event, "pid": os.getpid(), **details})
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
             out.sendto(message.encode(), self._journal)

@@ -126,7 +126,7 @@ async def test_a_key_at_its_limit_of_streams_is_refused_until_one_ends(deploymen
         )  # fmt: skip
         await other.complete("hello", max_tokens=1)
         await stream.aclose()
-        limits = deployment.router._callers._limits
+        limits = deployment.router._tenants._limits
         await until(lambda: limits.num_open("alice") == 0, "the stream has ended at the router")
         await alice.complete("hello", max_tokens=1)
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from cli.remote_router import RemoteRouter
-from core.config import GatewayConfig, ModelConfig
+from core.config import GatewayConfig, ServedModelConfig
 from gateway.errors import SERVER_STOPS
 from gateway.fleets import Fleets
-from gateway.http import front_door
+from gateway.http import middleware
 from gateway.http.http_protocol import MAX_HEAD_BYTES
 from tandem_client import Credentials
 from tests.support.certificates import Authority
@@ -100,7 +100,7 @@ async def test_a_gateway_starts_before_its_router_and_finds_it_later(monkeypatch
 async def test_a_body_over_the_limit_is_refused_before_it_is_read(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(front_door, "LINGER_S", 0.5)
+    monkeypatch.setattr(middleware, "LINGER_S", 0.5)
     async with client_of(Fleets([deployment.router.calls]), GatewayConfig(max_body_bytes=1000)) as client:
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -180,7 +180,7 @@ async def test_a_fleet_that_is_away_takes_only_its_own_model_with_it(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.fleets.OPEN_TIMEOUT_S", 0.2)
-    models = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router=NOWHERE))
+    models = (ServedModelConfig("small", aliases=("fast",)), ServedModelConfig("big", router=NOWHERE))
     async with client_of(Fleets([deployment.router.calls], models, connect=connect)) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(model["id"], model["root"]) for model in listed] == [

@@ -82,7 +82,7 @@ async def test_the_doctor_sees_that_two_processes_of_one_machine_talk_over_tcp(
     if lanes:
         monkeypatch.setenv("UCX_TLS", lanes)
     # The speed is the machine's mood today; the lane is not.
-    finding = await doctor.transport(TransferConfig(transport=transport, slow_path_share=1e-6))
+    finding = await asyncio.to_thread(doctor.transport, TransferConfig(transport=transport, slow_path_share=1e-6))
     assert finding.health is health, finding.text
     assert ("fallback: TCP, " if lanes else "fine: shared memory, ") in finding.text
     assert bool(finding.fix) == bool(lanes)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from core.errors import PeerDisconnected, TransportError
-from kv_transfer.protocol.plan import Run
+from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import Notification, ReadBroken, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import NUM_BLOCKS, known_bytes, pool_for, real_transport
@@ -57,11 +57,11 @@ class TestContract:
         assert np.array_equal(ends.bytes_b, expected)
 
     def test_a_run_may_span_blocks(self, ends: Ends) -> None:
-        ends.read([Run(2 * SIZE, 5 * SIZE, 3 * SIZE)])
+        ends.read([ByteRun(2 * SIZE, 5 * SIZE, 3 * SIZE)])
         assert [int(block[0]) for block in ends.bytes_b[4:9]] == [0, known_bytes(2), known_bytes(3), known_bytes(4), 0]
 
     def test_a_run_may_be_any_piece_of_a_pool(self, ends: Ends) -> None:
-        ends.read([Run(SIZE + 5, 7, 100), Run(9 * SIZE - 1, 500, 2)])
+        ends.read([ByteRun(SIZE + 5, 7, 100), ByteRun(9 * SIZE - 1, 500, 2)])
         flat = ends.bytes_b.reshape(-1)
         assert set(flat[7:107]) == {known_bytes(1)}
         assert list(flat[500:502]) == [known_bytes(8), known_bytes(9)]
@@ -104,9 +104,14 @@ class TestContract:
         assert (seen_a, seen_b) == ([Notification("b", b"hello")], [ReadDone(handle)])
 
     @pytest.mark.parametrize(
-        "run", [Run(NUM_BLOCKS * SIZE, 0, SIZE), Run(0, NUM_BLOCKS * SIZE, SIZE), Run(NUM_BLOCKS * SIZE - 1, 0, 2)]
+        "run",
+        [
+            ByteRun(NUM_BLOCKS * SIZE, 0, SIZE),
+            ByteRun(0, NUM_BLOCKS * SIZE, SIZE),
+            ByteRun(NUM_BLOCKS * SIZE - 1, 0, 2),
+        ],
     )
-    def test_a_read_outside_a_pool_is_refused(self, ends: Ends, run: Run) -> None:
+    def test_a_read_outside_a_pool_is_refused(self, ends: Ends, run: ByteRun) -> None:
         with pytest.raises(TransportError):
             ends.b.start_read("a", [run])
         ends.read(blocks([(0, 0)]))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_transfer.protocol.plan import Run
+from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.transport import PoolMemory, ReadDone, Transport, TransportEvent
 from tests.integration.transfer_owner_process import LAYOUT, NUM_BLOCKS, address_of, host_pool, known_bytes
 
@@ -41,10 +41,10 @@ class Ends:
             events += self.b.poll()
         return events
 
-    def read(self, runs: list[Run]) -> None:
+    def read(self, runs: list[ByteRun]) -> None:
         handle = self.b.start_read("a", runs)
         assert self.poll_until(bool) == [ReadDone(handle)]
 
 
-def blocks(pairs: list[tuple[int, int]]) -> list[Run]:
-    return [Run(source * SIZE, target * SIZE, SIZE) for source, target in pairs]
+def blocks(pairs: list[tuple[int, int]]) -> list[ByteRun]:
+    return [ByteRun(source * SIZE, target * SIZE, SIZE) for source, target in pairs]

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from engine.gpu import sampling_kernels, sampling_reference
-from engine.gpu.sampling import DeviceSampler
-from tests.unit.engine.gpu.sampling_cases import EOS, by_numpy, differing, on_device, some_case
+from tests.unit.engine.gpu.sampling_cases import by_numpy, differing, on_device, some_case
 
 
 @pytest.mark.parametrize(("seed", "vocab", "num_rows"), [(0, 61, 7), (1, 333, 6), (2, 4100, 3)])
@@ -26,15 +25,6 @@ def test_rows_of_every_parameter_sample_numpy_s_tokens(seed: int, vocab: int, nu
         assert [index for index, _ in ours.top_logprobs] == [index for index, _ in token.top_logprobs]
         for (_, a), (_, b) in zip(ours.top_logprobs, token.top_logprobs, strict=True):
             assert a == pytest.approx(b, abs=2e-5)
-
-
-def test_rows_with_more_likely_tokens_than_candidates_are_read_whole() -> None:
-    """The scratch has few candidates, and the rows take two tiles."""
-    case = some_case(4, 6, 2500)
-    sampler = DeviceSampler(2500, 6, torch.device("cpu"), EOS)
-    sampler._candidates = sampler._candidates[:, :8].contiguous()
-    found, _ = on_device(case, sampler=sampler)
-    assert differing(case, found, by_numpy(case)) == []
 
 
 def test_argmax_takes_the_lowest_id_of_ties() -> None:

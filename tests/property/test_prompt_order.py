@@ -36,6 +36,10 @@ class Worker:
     def step(self) -> tuple[str, float]:
         name = self.order.first()
         assert name is not None
+        return name, self.compute(name)
+
+    def compute(self, name: str) -> float:
+        """A chunk of this prompt. Returns its work."""
         work = min(self.left[name], CHUNK_S)
         self.left[name] -= work
         self.now += work
@@ -47,7 +51,7 @@ class Worker:
         self.num_steps += 1
         if len(self.left) < MANY or self.num_steps % 10 == 0:
             self.order.check()
-        return name, work
+        return work
 
     def run_until(self, when: float) -> None:
         while self.left and self.now < when:
@@ -114,6 +118,43 @@ def test_two_tenants_that_always_have_prompts_get_equal_work(
             most["a"], most["b"] = max(most["a"], lead), max(most["b"], -lead)
             assert abs(lead) <= QUANTUM_S + CHUNK_S + ROUNDING_S
             assert most["a"] + most["b"] <= 2.0 * (QUANTUM_S + CHUNK_S) + ROUNDING_S
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_tenants_get_equal_work_even_while_only_some_prompts_can_be_computed(data: st.DataObject) -> None:
+    """As while a hand-off waits, or no further sequence can run: the first prompts of each tenant can be computed."""
+    worker, tenants = Worker(), "abc"
+    served = dict.fromkeys(tenants, 0.0)
+    for number in range(120):
+        tenant = tenants[number % 3]
+        worker.add(f"{tenant}{number}", data.draw(st.sampled_from([0.02, 0.3, 2.0])), tenant=tenant)
+    for _ in range(150):
+        names = [name for tenant in tenants for name in sorted(n for n in worker.left if n[0] == tenant)[:2]]
+        if {name[0] for name in names} != set(tenants):
+            break
+        turn = worker.order.first_of(names) if data.draw(st.integers(0, 4)) else worker.order.first()
+        assert turn is not None
+        served[turn[0]] += worker.compute(turn)
+        assert max(served.values()) - min(served.values()) <= 2.0 * (QUANTUM_S + CHUNK_S) + ROUNDING_S
+
+
+def test_tenants_that_leave_and_return_take_no_more_than_one_that_stays() -> None:
+    """Four tenants send one prompt of three quanta after the other; the fifth has a prompt of many such chunks."""
+    order, chunk_s, served = PromptOrder(), 3 * QUANTUM_S, dict.fromkeys("abcde", 0.0)
+    order.add("e", 0, "e", 1000.0)
+    for tenant in "abcd":
+        order.add(tenant, 0, tenant, chunk_s)
+    for _ in range(200):
+        name = order.first()
+        assert name is not None
+        served[name] += chunk_s
+        order.serve(name, chunk_s, 1000.0 - served["e"] if name == "e" else 0.0)
+        if name != "e":
+            order.discard(name)
+            order.add(name, 0, name, chunk_s)
+        order.check()
+    assert abs(served["e"] / sum(served.values()) - 0.2) < 0.02
 
 
 @settings(max_examples=100)

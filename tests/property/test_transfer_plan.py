@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from core.errors import LayoutMismatch
 from core.kv_layout import FLOAT8, KVLayout
-from kv_transfer.protocol.plan import Run, TransferPlan, runs_of_blocks
+from kv_transfer.protocol.plan import ByteRun, TransferPlan, runs_of_blocks
 
 POOL_BLOCKS = 10
 
@@ -43,22 +43,22 @@ def pool(layout: KVLayout, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 2**16, shape).astype(np.uint16)  # stands for float16
 
 
-def runs_of(plan: TransferPlan, source_blocks: dict[int, int], target_blocks: dict[int, int]) -> list[Run]:
+def runs_of(plan: TransferPlan, source_blocks: dict[int, int], target_blocks: dict[int, int]) -> list[ByteRun]:
     """The runs of all tokens in both maps. A map: index of a block in its sequence -> id in the pool."""
     if plan.moves_whole_blocks:
         common = sorted(source_blocks.keys() & target_blocks.keys())
         pairs = [(source_blocks[index], target_blocks[index]) for index in common]
-        return [Run(*run) for run in runs_of_blocks(pairs, plan.source.block_bytes)]
+        return [ByteRun(*run) for run in runs_of_blocks(pairs, plan.source.block_bytes)]
     pieces = sorted(index * plan.source_parts + part for index in source_blocks for part in range(plan.source_parts))
     triples = (
         (piece, source_blocks[piece // plan.source_parts], target_blocks[piece // plan.target_parts])
         for piece in pieces
         if piece // plan.target_parts in target_blocks
     )
-    return [Run(*run) for run in plan.runs_of_pieces(triples)]
+    return [ByteRun(*run) for run in plan.runs_of_pieces(triples)]
 
 
-def copy_by_plan(runs: list[Run], source: np.ndarray, target: np.ndarray) -> np.ndarray:
+def copy_by_plan(runs: list[ByteRun], source: np.ndarray, target: np.ndarray) -> np.ndarray:
     flat_source, flat_target = source.reshape(-1).view(np.uint8), target.copy().reshape(-1).view(np.uint8)
     for run in runs:
         piece = flat_source[run.source : run.source + run.num_bytes]

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.report import Line, Report
 from cli import compose
 from core.errors import PeerDisconnected, TransportError
-from kv_transfer.protocol.plan import Run
+from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.memory_transport import MemoryFabric, MemoryTransport
 from kv_transfer.transports.transport import PoolMemory
 from tandem_client.stubs import inference_pb2
@@ -70,7 +70,7 @@ class UnreliableFabric(MemoryFabric):
         self.faults_done[name] += 1
         return fate
 
-    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[Run]) -> None:
+    def copy(self, source: PoolMemory, target: PoolMemory, runs: Sequence[ByteRun]) -> None:
         super().copy(source, target, runs)
         if self._strikes():
             run = self._random.choice(runs)

@@ -1,152 +1,200 @@
-/* One draw from a row of logits: softmax at a temperature, top_k, top_p, min_p, inverse CDF from the likeliest down.
+/* One draw from a row of logits, as `draw_token` of engine/sampling.py: of the tokens that top_k, top_p and min_p keep,
+   the one with the smallest exponential(key, id) / weight, where weight = exp((logit - highest) / temperature).
 
-   Every filter keeps the likeliest tokens up to some place in descending order. Finding a place does not sort the
-   vocabulary: tokens are put into buckets of nearly equal logits, a walk skips whole buckets by their counts and
-   masses, and only the bucket in which the walk ends is sorted. */
-#include <stdlib.h>
-
+   Nothing is sorted. Each filter keeps the tokens down to some place in descending order. So the draw takes the best of
+   all tokens, and if a filter drops that token, the filter drops every token behind it too: the draw goes on among the
+   tokens before it. Each round leaves a random share of the mass, so few rounds suffice. What top_k keeps is known only
+   between two bounds of weights, which are halved until they decide. */
 #include "vectors.h"
 
-#define BUCKETS_PER_NAT 64
-#define LIKELY (-9.0f) /* nats below the highest logit; less likely tokens get buckets only if a walk needs them */
-#define BLOCK (4 * LANES)
-#define NUM_BUCKETS (32 * BUCKETS_PER_NAT) /* the last bucket also holds tokens below e^-32 of the likeliest */
+typedef uint32_t vuint __attribute__((vector_size(LANES * 4)));
 
-struct token {
-    float logit; /* scaled, relative to the highest */
-    int32_t id;
+#define GROUP 4  /* vectors that are looked at together */
+#define BATCH 64 /* vectors whose sums are added up in float before they become double */
+#define LEAST_WEIGHT 1e-18f /* lighter tokens are a rounding error of every sum */
+
+struct share {
+    int64_t count;
+    double mass;
 };
 
 struct row {
+    const float *logits;
+    float *weights; /* [vocab] */
     int64_t vocab;
-    float *logits, *weights; /* [vocab + BLOCK], logits scaled and relative to the highest; weights = exp(logits) */
-    int32_t *next;           /* [vocab], linked list: the token added before to the same bucket */
-    struct token *tokens;    /* [vocab], scratch for sorting a bucket */
-    double masses[NUM_BUCKETS];
-    int32_t counts[NUM_BUCKETS], last[NUM_BUCKETS];
+    uint32_t key[2];
+    /* The weight of the top_k-th token is above `many` and at most `few`. The shares are of the tokens above these. */
+    float few, many;
+    struct share above_few, above_many;
 };
 
-struct place {
-    int64_t count; /* of tokens up to and including this place */
-    double mass;   /* of these tokens */
-    int32_t id;
-    int found; /* 0: the buckets hold too few tokens; this is the last one */
-};
-
-INLINE int bucket_of(float logit) {
-    const float bucket = -logit * BUCKETS_PER_NAT;
-    return bucket < NUM_BUCKETS - 1 ? (int)bucket : NUM_BUCKETS - 1;
+INLINE vfloat loaded(const float *from, int64_t count, float otherwise) {
+    if (count >= LANES) return load_floats(from);
+    vfloat values = splat(otherwise);
+    for (int64_t lane = 0; lane < count; lane++) values[lane] = from[lane];
+    return values;
 }
 
-static int likelier_first(const void *left, const void *right) {
-    const struct token *a = left, *b = right;
-    if (a->logit != b->logit) return a->logit > b->logit ? -1 : 1;
-    return a->id < b->id ? -1 : a->id > b->id;
+INLINE int any_lane(vint flags) {
+    int64_t halves[LANES / 2], some = 0;
+    memcpy(halves, &flags, sizeof flags);
+    for (int i = 0; i < LANES / 2; i++) some |= halves[i];
+    return some != 0;
 }
 
-static void sort_bucket(const struct row *row, int bucket) {
-    int32_t id = row->last[bucket];
-    for (int32_t i = 0; i < row->counts[bucket]; i++, id = row->next[id])
-        row->tokens[i] = (struct token){row->logits[id], id};
-    qsort(row->tokens, row->counts[bucket], sizeof(struct token), likelier_first);
+/* The random bits of the LANES tokens from `id` on. */
+INLINE vuint random_bits(const struct row *row, int64_t id) {
+    vuint bits;
+    for (int lane = 0; lane < LANES; lane++) bits[lane] = (uint32_t)lane;
+    bits = (bits + (uint32_t)id) ^ row->key[0];
+    bits = (bits ^ bits >> 16) * 0x7feb352du + row->key[1];
+    bits = (bits ^ bits >> 15) * 0x846ca68bu;
+    return bits ^ bits >> 16;
 }
 
-/* The first place in descending order that has `count` tokens, or more than `mass` (at least `mass`, if `reaches`), or
-   after which the next token is lighter than `lightest`. */
-static struct place walk(const struct row *row, int64_t count, double mass, int reaches, double lightest) {
-    struct place at = {0, 0.0, 0, 1};
-    for (int bucket = 0; bucket < NUM_BUCKETS; bucket++) {
-        const int32_t here = row->counts[bucket];
-        /* Compares the bucket's lower bound of weights, reduced a little because weights are rounded. */
-        const int all_heavy = lightest <= 0.0 || exp(-(bucket + 1.0) / BUCKETS_PER_NAT) * 0.9999 >= lightest;
-        const double mass_after = at.mass + row->masses[bucket];
-        if (here == 0) continue;
-        if (at.count + here < count && mass_after * (1.0 + 1e-12) < mass && all_heavy && bucket < NUM_BUCKETS - 1) {
-            at.count += here, at.mass = mass_after;
-            continue;
-        }
-        sort_bucket(row, bucket);
-        for (int32_t i = 0; i < here; i++) {
-            const struct token token = row->tokens[i];
-            const double weight = row->weights[token.id];
-            if (at.count > 0 && (weight < lightest || weight == 0.0)) return at;
-            at = (struct place){at.count + 1, at.mass + weight, token.id, 1};
-            if (at.count >= count || (reaches ? at.mass >= mass : at.mass > mass)) return at;
-        }
-    }
-    at.found = 0;
-    return at;
+static double exponential_variate(uint32_t bits) {
+    const double quantile = (bits + 0.5) / 4294967296.0;
+    return -log1p(-(quantile < 0.99999994 ? quantile : 0.99999994));
 }
 
-INLINE float highest(const float *logits, int64_t vocab) {
+/* Fills the weights and returns their sum. */
+static double weigh(struct row *row, float temperature) {
     vfloat tops = splat(-INFINITY);
-    int64_t id = 0;
-    for (; id + LANES <= vocab; id += LANES) tops = larger(tops, load_floats(logits + id));
-    float top = largest_lane(tops);
-    for (; id < vocab; id++) top = logits[id] > top ? logits[id] : top;
-    return top;
-}
-
-/* Computes the weights of BLOCK logits, and puts those of the first `count` that reach the cutoff into buckets. The
-   first logit is token `from`. Returns the sum of the weights. */
-INLINE double weigh_block(struct row *row, const float *logits, int64_t from, int count, float temperature, float top,
-                          float cutoff) {
-    float *scaled = row->logits + from, *weights = row->weights + from;
-    vfloat tops = splat(-INFINITY), sums = {0};
-    for (int i = 0; i < BLOCK; i += LANES) {
-        const vfloat relative = load_floats(logits + i) / temperature - top, weighed = exponential(relative);
-        store_floats(scaled + i, relative);
-        store_floats(weights + i, weighed);
-        tops = larger(tops, relative);
-        sums += weighed;
+    for (int64_t id = 0; id < row->vocab; id += LANES)
+        tops = larger(tops, loaded(row->logits + id, row->vocab - id, -INFINITY));
+    const float highest = largest_lane(tops);
+    double mass = 0.0;
+    for (int64_t from = 0; from < row->vocab; from += BATCH * LANES) {
+        vfloat sums = {0};
+        for (int64_t id = from; id < from + BATCH * LANES && id < row->vocab; id += LANES) {
+            const vfloat logits = loaded(row->logits + id, row->vocab - id, -INFINITY);
+            const vfloat weights = exponential((logits - highest) / temperature);
+            const int64_t count = row->vocab - id < LANES ? row->vocab - id : LANES;
+            memcpy(row->weights + id, &weights, count * sizeof(float));
+            sums += weights;
+        }
+        mass += sum_lanes(sums);
     }
-    for (int i = largest_lane(tops) < cutoff ? count : 0; i < count; i++) {
-        if (scaled[i] < cutoff) continue;
-        const int bucket = bucket_of(scaled[i]);
-        row->next[from + i] = row->last[bucket];
-        row->last[bucket] = (int32_t)(from + i);
-        row->counts[bucket]++;
-        row->masses[bucket] += weights[i];
+    return mass;
+}
+
+INLINE int is_before(const struct row *row, int64_t id, int64_t other) {
+    return row->logits[id] > row->logits[other] || (row->logits[id] == row->logits[other] && id < other);
+}
+
+/* The best of the tokens above the weight `many`, and before token `end` unless that is negative. -1: there is none. */
+static int64_t best_token(const struct row *row, int64_t end) {
+    const float least_weight = end < 0 ? 0.0f : row->weights[end];
+    double best_ratio = INFINITY;
+    int64_t best = -1;
+    for (int64_t from = 0; from < row->vocab; from += GROUP * LANES) {
+        vuint bits[GROUP];
+        vint may_win[GROUP], some = {0};
+        for (int part = 0; part < GROUP; part++) {
+            const int64_t id = from + part * LANES;
+            const vfloat weights = loaded(row->weights + id, row->vocab - id, 0.0f);
+            bits[part] = random_bits(row, id);
+            /* An exponential variate is at least its quantile, and this is at most its quantile. */
+            const vfloat quantiles = __builtin_convertvector((vint)(bits[part] >> 8), vfloat) * 0x1p-24f;
+            may_win[part] = (quantiles <= weights * (float)(best_ratio * 1.000001)) & (weights > row->many) &
+                            (weights >= least_weight);
+            some |= may_win[part];
+        }
+        if (!any_lane(some)) continue;
+        for (int64_t id = from; id < from + GROUP * LANES && id < row->vocab; id++) {
+            const int part = (int)(id - from) / LANES, lane = (int)(id - from) % LANES;
+            if (!may_win[part][lane] || (end >= 0 && !is_before(row, id, end))) continue;
+            const double ratio = exponential_variate(bits[part][lane]) / row->weights[id];
+            if (ratio < best_ratio) best_ratio = ratio, best = id;
+        }
     }
-    return sum_lanes(sums);
+    return best;
 }
 
-/* Fills the row and returns the mass of all tokens. Tokens below the cutoff are in no bucket. */
-static double weigh(struct row *row, const float *logits, float temperature, float cutoff) {
-    const float top = highest(logits, row->vocab) / temperature;
-    memset(row->masses, 0, sizeof row->masses);
-    memset(row->counts, 0, sizeof row->counts);
-    double total = 0.0;
-    int64_t from = 0;
-    for (; from + BLOCK <= row->vocab; from += BLOCK)
-        total += weigh_block(row, logits + from, from, BLOCK, temperature, top, cutoff);
-    float rest[BLOCK];
-    for (int i = 0; i < BLOCK; i++) rest[i] = from + i < row->vocab ? logits[from + i] : -INFINITY;
-    return total + weigh_block(row, rest, from, (int)(row->vocab - from), temperature, top, cutoff);
+static struct share share_above(const struct row *row, float weight) {
+    struct share above = {0, 0.0};
+    for (int64_t from = 0; from < row->vocab; from += BATCH * LANES) {
+        vfloat sums = {0};
+        vint counts = {0};
+        for (int64_t id = from; id < from + BATCH * LANES && id < row->vocab; id += LANES) {
+            const vfloat weights = loaded(row->weights + id, row->vocab - id, -1.0f);
+            const vint taken = weights > weight;
+            counts -= taken;
+            sums += (vfloat)((vint)weights & taken);
+        }
+        for (int lane = 0; lane < LANES; lane++) above.count += counts[lane];
+        above.mass += sum_lanes(sums);
+    }
+    return above;
 }
 
-/* Bytes of scratch for one draw. */
-EXPORT int64_t tandem_draw_scratch_bytes(int64_t vocab) {
-    const int64_t per_token = 2 * sizeof(float) + sizeof(int32_t) + sizeof(struct token);
-    return (int64_t)sizeof(struct row) + (vocab + BLOCK) * per_token;
+/* The tokens before token `end`. */
+static struct share share_before(const struct row *row, int64_t end) {
+    const float weight = row->weights[end];
+    struct share before = share_above(row, weight);
+    for (int64_t id = 0; id < row->vocab; id += LANES) {
+        const vint equal = loaded(row->weights + id, row->vocab - id, -1.0f) == weight;
+        if (!any_lane(equal)) continue;
+        for (int lane = 0; lane < LANES; lane++)
+            if (equal[lane] && is_before(row, id + lane, end)) before.count++, before.mass += weight;
+    }
+    return before;
 }
 
-/* The token at quantile `draw` in [0, 1) of the filtered distribution. logits: [vocab]; temperature > 0; top_k = 0
-   keeps all tokens. */
+INLINE int32_t bits_of(float value) {
+    int32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE float float_of(int32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Move one bound to the weight in the middle, whose logarithm is about the mean. Returns 0 if there is none between. */
+static int halve(struct row *row, int64_t top_k) {
+    const int32_t few = bits_of(row->few), many = bits_of(row->many); /* of positive floats: in the order of floats */
+    if (few - many <= 1) return 0;
+    const float middle = float_of(many + (few - many) / 2);
+    const struct share above = share_above(row, middle);
+    if (above.count < top_k) row->few = middle, row->above_few = above;
+    else row->many = middle, row->above_many = above;
+    return 1;
+}
+
+/* Whether `mass` is less than top_p of the mass of the tokens that top_k keeps. */
+static int is_within(struct row *row, double mass, int64_t top_k, double top_p) {
+    if (top_k <= 0) return mass < top_p * row->above_many.mass;
+    for (;;) {
+        const double missing = top_k - row->above_few.count; /* tokens with weights from above `many` to `few` */
+        const double most = row->above_few.mass + missing * row->few, all = row->above_many.mass;
+        if (mass >= top_p * (most < all ? most : all)) return 0;
+        if (mass < top_p * (row->above_few.mass + missing * row->many)) return 1;
+        if (!halve(row, top_k)) return mass < top_p * most;
+    }
+}
+
+/* logits: [vocab]; temperature > 0; top_k = 0 keeps all tokens; weights: float [vocab] scratch. */
 EXPORT int64_t tandem_draw_token(const float *logits, int64_t vocab, float temperature, int64_t top_k, double top_p,
-                                 double min_p, double draw, void *scratch) {
-    struct row *row = scratch;
-    row->vocab = vocab;
-    row->tokens = (struct token *)(row + 1);
-    row->logits = (float *)(row->tokens + vocab);
-    row->weights = row->logits + vocab + BLOCK;
-    row->next = (int32_t *)(row->weights + vocab + BLOCK);
-    for (float cutoff = LIKELY;; cutoff = -INFINITY) {
-        struct place kept = {vocab, weigh(row, logits, temperature, cutoff), 0, 1}, drawn = kept;
-        if (top_k > 0 && top_k < vocab) kept = walk(row, top_k, INFINITY, 1, 0.0);
-        if (kept.found && (top_p < 1.0 || min_p > 0.0))
-            kept = walk(row, kept.count, top_p < 1.0 ? top_p * kept.mass : INFINITY, 1, min_p);
-        if (kept.found) drawn = walk(row, kept.count, draw * kept.mass, 0, 0.0);
-        if ((kept.found && drawn.found) || cutoff == -INFINITY) return drawn.id;
+                                 double min_p, uint64_t key, float *weights) {
+    struct row row = {logits, weights, vocab, {(uint32_t)key, (uint32_t)(key >> 32)}, 1.0f, 0.0f, {0, 0.0}, {vocab, 0.0}};
+    row.above_many.mass = weigh(&row, temperature);
+    if (top_k >= vocab) top_k = 0;
+    if (top_k > 0) {
+        const struct share heavy = share_above(&row, LEAST_WEIGHT);
+        if (heavy.count >= top_k) row.many = LEAST_WEIGHT, row.above_many = heavy;
+        else top_k = 0; /* drops only tokens that are never drawn */
+    }
+    for (int64_t drawn = best_token(&row, -1), next;; drawn = next) {
+        if (drawn < 0) return 0; /* a row of NaN */
+        if (top_k <= 0 && top_p >= 1.0 && min_p <= 0.0) return drawn;
+        const struct share before = share_before(&row, drawn);
+        const int in_top_k = top_k <= 0 || before.count < top_k;
+        if (in_top_k && weights[drawn] >= min_p && (top_p >= 1.0 || is_within(&row, before.mass, top_k, top_p)))
+            return drawn;
+        while (!in_top_k && row.above_many.count > 2 * top_k && halve(&row, top_k)) continue;
+        if (before.count == 0 || (next = best_token(&row, drawn)) < 0) return drawn;
     }
 }

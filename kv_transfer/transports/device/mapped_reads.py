@@ -21,7 +21,7 @@ from kv_transfer.protocol.plan import Runs
 from kv_transfer.transports.process_name import has_died
 from kv_transfer.transports.transport import PoolMemory, ReadEnd, read_end
 
-LOOK_INTERVAL_S = 0.25  # between two looks for peers that have died
+CHECK_INTERVAL_S = 0.25  # between two looks for peers that have died
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class MappedReads:
         self._mapped: dict[str, _MappedPool] = {}  # by the peer's name
         self._leaving: list[_MappedPool] = []  # to be unmapped once no copy from them is in flight
         self._reads: dict[int, _MappedRead] = {}
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     @property
     def busy(self) -> bool:
@@ -93,7 +93,7 @@ class MappedReads:
             read.broken = TransportError("cancelled")
 
     def poll(self) -> list[ReadEnd]:
-        self._look_for_deaths()
+        self._drop_dead_peers()
         ends: list[ReadEnd] = []
         for handle, read in list(self._reads.items()):
             if not self._memory.has_ended(read.copy):
@@ -111,11 +111,11 @@ class MappedReads:
 
     # ---- inside
 
-    def _look_for_deaths(self) -> None:
+    def _drop_dead_peers(self) -> None:
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._check_at:
             return
-        self._look_at = now + LOOK_INTERVAL_S
+        self._check_at = now + CHECK_INTERVAL_S
         for name, mapped in list(self._mapped.items()):
             if not mapped.gone and has_died(mapped.peer.access.process):
                 logger.info("%s has died; its pool is unmapped", name)

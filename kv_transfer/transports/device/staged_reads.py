@@ -22,7 +22,7 @@ from itertools import count
 from core.errors import PeerDisconnected, TransportError
 from core.handoff import AgentAddress
 from kv_transfer.device.device_memory import Copy, DeviceMemory
-from kv_transfer.protocol.plan import Run, Runs, merged
+from kv_transfer.protocol.plan import ByteRun, Runs, merged
 from kv_transfer.transports.device.staging_messages import (
     MAX_RUNS,
     Ask,
@@ -53,7 +53,7 @@ class _SlotOwner:
 class _StagedRead:
     handle: int
     owner: _SlotOwner
-    waiting: deque[list[Run]]  # slices that have not started
+    waiting: deque[list[ByteRun]]  # slices that have not started
     slices: set[int] = field(default_factory=set)  # numbers of the slices in flight
     broken: TransportError | None = None
 
@@ -64,7 +64,7 @@ class _StagedSlice:
 
     number: int
     read: _StagedRead
-    runs: list[Run]
+    runs: list[ByteRun]
     slot: int | None  # of ours; None where our pool is in host memory
     asked_at: float
     trusted_until: float = 0.0
@@ -195,7 +195,7 @@ class StagedReads:
                     return
                 self._start_slice(read, read.waiting.popleft())
 
-    def _start_slice(self, read: _StagedRead, runs: list[Run]) -> None:
+    def _start_slice(self, read: _StagedRead, runs: list[ByteRun]) -> None:
         slot = None if self._ring is None else self._ring.for_reads.popleft()
         part = _StagedSlice(next(self._numbers), read, runs, slot, time.monotonic())
         self._slices[part.number] = part
@@ -297,9 +297,9 @@ class StagedReads:
             return
 
 
-def _slices(runs: Runs, slot_bytes: int) -> list[list[Run]]:
+def _slices(runs: Runs, slot_bytes: int) -> list[list[ByteRun]]:
     """Runs in the same order, cut into slices that fit into a slot."""
-    slices: list[list[Run]] = []
+    slices: list[list[ByteRun]] = []
     room = 0
     for source, target, num_bytes in runs:
         while num_bytes:
@@ -307,6 +307,6 @@ def _slices(runs: Runs, slot_bytes: int) -> list[list[Run]]:
                 slices.append([])
                 room = slot_bytes
             size = min(room, num_bytes)
-            slices[-1].append(Run(source, target, size))
+            slices[-1].append(ByteRun(source, target, size))
             source, target, num_bytes, room = source + size, target + size, num_bytes - size, room - size
     return slices

@@ -19,7 +19,7 @@ _ROW_BYTES = KVLayout("staging", "float32", 1, 1, 16, 1).block_bytes
 
 
 def slot_layout(slot_bytes: int) -> KVLayout:
-    """A layout whose blocks are as large as slots, since a transport registers pools of blocks."""
+    """A layout with blocks of the size of a slot: a transport registers pools of blocks."""
     return KVLayout("staging", "float32", 1, 1, 16, slot_bytes // _ROW_BYTES)
 
 

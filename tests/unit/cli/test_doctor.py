@@ -15,7 +15,7 @@ LONG_PATH = "/home/somebody/" + "a-long-name/" * 9 + "model.gguf"
 
 @pytest.mark.parametrize(("health", "code"), [(Health.OK, 0), (Health.WARN, 0), (Health.FAIL, 1)])
 def test_a_narrow_terminal_shows_a_finding_whole(health: Health, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def examine() -> list[Finding]:
+    def examine() -> list[Finding]:
         return [Finding("model", health, LONG_PATH, "fix it")]
 
     monkeypatch.setattr(doctor, "examine", examine)

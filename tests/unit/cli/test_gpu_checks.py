@@ -117,7 +117,7 @@ def test_a_machine_with_one_gpu_has_no_pairs(tmp_path: Path) -> None:
 
 def test_a_cpu_machine_is_one_line(tmp_path: Path) -> None:
     facts = read_facts(machine(tmp_path, {"sys/bus/pci/devices/0000:00:02.0/vendor": "0x8086\n"}), no_smi, {})
-    assert judge_gpus(facts, packages({})) == [Finding("GPU", Health.OK, "no GPU: workers run on the CPU")]
+    assert list(judge_gpus(facts, packages({}))) == [Finding("GPU", Health.OK, "no GPU: workers run on the CPU")]
 
 
 def test_a_gpu_without_a_driver_is_noticed(tmp_path: Path) -> None:
@@ -129,12 +129,13 @@ def test_a_gpu_without_a_driver_is_noticed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_wrong_with_a_good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "_compiler", list)
+    monkeypatch.setattr(gpu_checks, "_compiler", lambda: Finding("GPU kernels", Health.OK, "cc"))
     facts = replace(GOOD, gpus=(H100, replace(H100, index=1)), rdma=(NIC,), rdma_usable=True, gpudirect=True)
     found = findings_of(facts)
     assert {finding.health for group in found.values() for finding in group} == {Health.OK}
     assert found.keys() == {
-        "GPU 0", "GPU 1", "CUDA", "nixl-cu13", "peer access", "CUDA IPC", "mlx5_0", "RDMA", "GPUDirect RDMA",
+        "GPU 0", "GPU 1", "CUDA", "nixl-cu13", "GPU kernels", "peer access", "CUDA IPC", "mlx5_0", "RDMA",
+        "GPUDirect RDMA",
     }  # fmt: skip
     assert found["GPU 0"][0].text == "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GB free, NUMA node 0"
 

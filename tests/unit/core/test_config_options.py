@@ -13,10 +13,10 @@ from core.config import (
     ClusterConfig,
     EngineConfig,
     GatewayConfig,
-    ModelConfig,
     ModelRuleConfig,
     RouterConfig,
     SchedulerConfig,
+    ServedModelConfig,
     TandemConfig,
     TelemetryConfig,
     TransferConfig,
@@ -88,7 +88,7 @@ def test_entries_of_an_array_are_read() -> None:
     model = "small"
     """
     config = from_mapping(tomllib.loads(text))
-    assert config.models == (ModelConfig("small", aliases=("fast",)),)
+    assert config.models == (ServedModelConfig("small", aliases=("fast",)),)
     assert config.model_rules == (ModelRuleConfig("auto", "small"),)
 
 

@@ -212,6 +212,35 @@ def test_events_that_move_nothing_do_not_prolong_a_stall(num_events: int) -> Non
     assert failures(worker) == ["a"]
 
 
+# ---- beside local prompts
+
+
+def test_a_hand_off_that_fits_beside_older_local_prompts_does_not_wait_for_them() -> None:
+    """The prompts of 40 tokens wait for steps, not for blocks."""
+    worker = Decode(num_blocks=64)
+    for number in range(3):
+        worker.arrive_alone(request(f"local{number}", 40, first=100 * number + 1))
+    worker.arrive(request("pulled", 24, first=1000), ticket=1)
+    assert worker.is_wanted(1)
+    worker.arrive_alone(request("younger", 8, first=2000))
+    worker.pull()
+    worker.run_steps_and_reads()
+    assert worker.finished() == {"local0", "local1", "local2", "pulled", "younger"}
+
+
+def test_a_hand_off_that_does_not_fit_beside_older_local_prompts_waits_for_their_blocks() -> None:
+    worker = Decode(num_blocks=16)
+    worker.arrive_alone(request("local0", 40, first=1))
+    worker.arrive_alone(request("local1", 20, first=100))
+    worker.arrive(request("pulled", 24, first=1000), ticket=1)
+    assert not worker.is_wanted(1)
+    while not worker.is_wanted(1):
+        worker.finish_step()
+    worker.pull()
+    worker.run_steps_and_reads()
+    assert worker.finished() == {"local0", "local1", "pulled"}
+
+
 # ---- what a hand-off waits for, and what an end leaves behind
 
 

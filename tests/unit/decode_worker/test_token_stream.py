@@ -9,7 +9,7 @@ import pytest
 from core.errors import WorkerUnavailable
 from core.step import SampledToken
 from decode_worker import token_stream
-from decode_worker.token_stream import TokenStream
+from decode_worker.token_stream import TokenStreamWriter
 from tandem_client.stubs import worker_pb2
 
 
@@ -33,8 +33,8 @@ class Router:
         return list(zip(message.calls, message.indexes, message.token_ids, strict=True))
 
 
-def started(router: Router) -> tuple[TokenStream, asyncio.Task[None]]:
-    stream = TokenStream("router-1")
+def started(router: Router) -> tuple[TokenStreamWriter, asyncio.Task[None]]:
+    stream = TokenStreamWriter("router-1")
     return stream, asyncio.create_task(stream.write_all(router.write))
 
 
@@ -115,7 +115,7 @@ async def test_a_router_with_too_many_waiting_tokens_loses_its_stream(monkeypatc
 
 async def test_log_probabilities_count_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stream, "MAX_PENDING", 100)
-    stream = TokenStream("router-1")
+    stream = TokenStreamWriter("router-1")
     top = tuple((token_id, -1.0) for token_id in range(20))
     for index in range(10):
         stream.add(1, index, SampledToken(1, -1.0, top))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.request import SamplingParams, uniform_draw
+from core.request import SamplingParams
 from core.step import ScheduledChunk, SequenceView
 from engine.sampling import Sampler, adjust, choose, filtered_distribution
 
@@ -65,8 +65,8 @@ def test_each_filter_keeps_the_tokens_of_the_naive_implementation(options: dict[
     sampling = params(**options)
     token_ids, weights = filtered_distribution(LOGITS.astype(np.float64), sampling)
     expected = naive_distribution(LOGITS.astype(np.float64).tolist(), sampling)
-    assert token_ids.tolist() == list(expected)
-    np.testing.assert_allclose(weights / weights.sum(), list(expected.values()), rtol=1e-9)
+    assert set(token_ids.tolist()) == set(expected)
+    np.testing.assert_allclose(weights / weights.sum(), [expected[token] for token in token_ids], rtol=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,39 +79,43 @@ def test_ties_are_kept_lowest_id_first(logits: list[float], temperature: float, 
     sampling = params(temperature=temperature, top_k=top_k)
     token_ids, _ = filtered_distribution(np.array(logits), sampling)
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    assert token_ids.tolist() == ranked[: top_k or len(ranked)]
+    assert sorted(token_ids) == sorted(ranked[: top_k or len(ranked)])
 
 
-def test_draws_follow_the_distribution() -> None:
-    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
-    counts = np.zeros(4)
-    for seed in range(4000):
-        counts[choose(logits, chunk(params(seed=seed)))] += 1
-    expected = 4000 * np.array([0.5, 0.3, 0.15, 0.05])
-    # Chi-square with 3 degrees of freedom exceeds 16.3 once in a thousand runs. The seeds are fixed, so the test is
-    # deterministic.
-    assert ((counts - expected) ** 2 / expected).sum() < 16.3
-
-
-def test_the_draw_is_the_inverse_cdf_at_the_seed_and_position() -> None:
-    for position in range(1, 200):
-        token_ids, weights = filtered_distribution(LOGITS.astype(np.float64), params())
-        draw = uniform_draw(77, position) * weights.sum()
-        expected = next(token for token, reached in zip(token_ids, weights.cumsum(), strict=True) if reached > draw)
-        assert choose(LOGITS, chunk(params(seed=77), list(range(1, position + 1)))) == expected
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
-@pytest.mark.parametrize("options", [*FILTERS, {"top_p": 0.99}, {"min_p": 1e-4, "top_p": 0.999}], ids=str)
-def test_draws_from_a_large_vocabulary_equal_draws_with_a_full_sort(options: dict[str, float], spread: float) -> None:
-    """Distributions from almost flat to peaked, so that 64, some thousands or all tokens decide a draw."""
-    logits = np.random.default_rng(9).normal(0.0, spread, 5000).astype(np.float32)
+@pytest.mark.parametrize("options", [{}, *FILTERS], ids=str)
+def test_draws_follow_the_filtered_distribution(options: dict[str, float]) -> None:
+    logits, num_draws = LOGITS[:20], 4000
     token_ids, weights = filtered_distribution(logits, params(**options))
-    assert token_ids.tolist() == np.argsort(-logits, kind="stable")[: len(token_ids)].tolist()
-    cumulative = weights.cumsum()
-    for seed in range(40):
-        place = np.searchsorted(cumulative, uniform_draw(seed, 1) * cumulative[-1], side="right")
-        assert choose(logits, chunk(params(seed=seed, **options))) == token_ids[place]
+    counts = np.zeros(20)
+    for seed in range(num_draws):
+        counts[choose(logits, chunk(params(seed=seed, **options)))] += 1
+    assert counts.sum() == counts[token_ids].sum()
+    expected = num_draws * weights / weights.sum()
+    rare = expected < 5  # counted as one kind
+    found = np.append(counts[token_ids][~rare], counts[token_ids][rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum()) + 1e-9
+    # Above mean + 4 standard deviations of chi-square less than once in a thousand; the seeds never change.
+    assert ((found - expected) ** 2 / expected).sum() < len(found) + 4 * math.sqrt(2 * len(found))
+
+
+def test_the_positions_of_a_seed_draw_independently() -> None:
+    flat = np.zeros(4, np.float32)
+    drawn = [choose(flat, chunk(params(seed=3), [1] * position)) for position in range(1, 2001)]
+    pairs = np.zeros((4, 4))
+    np.add.at(pairs, (drawn[:-1], drawn[1:]), 1)
+    assert (((pairs - 2000 / 16) ** 2) / (2000 / 16)).sum() < 15 + 4 * math.sqrt(30)
+
+
+@pytest.mark.parametrize("spread", [1.0, 4.0])
+def test_logits_that_differ_by_rounding_draw_the_same_token(spread: float) -> None:
+    """The inverse CDF over sorted tokens changed 8 % of the draws from flat logits (spread 1)."""
+    rng = np.random.default_rng(2)
+    logits = rng.normal(0.0, spread, 49_152).astype(np.float32)
+    beside = (logits + rng.normal(0.0, 1e-5, len(logits))).astype(np.float32)
+    for options in ({"temperature": 0.9}, {"top_p": 0.95}, {"top_k": 50}):
+        for seed in range(20):
+            sampling = params(seed=seed, **options)
+            assert choose(logits, chunk(sampling)) == choose(beside, chunk(sampling))
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from core.config import ModelConfig, ModelRuleConfig
+from core.config import ModelRuleConfig, ServedModelConfig
 from core.errors import WorkerUnavailable
 from gateway import fleets as fleets_module
 from gateway.fleets import Fleets, ModelUnknown
 from tandem_client.stubs.inference_pb2 import GetModelResponse
 from tests.support.waiting import until
 
-MODELS = (ModelConfig("small", aliases=("fast",)), ModelConfig("big", router="away:2", aliases=("heavy",)))
+MODELS = (ServedModelConfig("small", aliases=("fast",)), ServedModelConfig("big", router="away:2", aliases=("heavy",)))
 RULES = (
     ModelRuleConfig("auto", "big", tag="batch"),
     ModelRuleConfig("auto", "small", max_prompt_chars=100),
@@ -65,7 +65,7 @@ async def opened(
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets_module, "OPEN_TIMEOUT_S", 0.05)
     monkeypatch.setattr(fleets_module, "RETRY_INTERVAL_S", 0.01)
-    monkeypatch.setattr(fleets_module, "ASK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(fleets_module, "POLL_INTERVAL_S", 0.01)
 
 
 async def test_without_models_the_name_is_that_of_the_router() -> None:

@@ -14,7 +14,7 @@ import pytest
 from core.errors import TransportError
 from core.handoff import AgentAddress, PoolAccess
 from core.kv_layout import KVLayout
-from kv_transfer.protocol.plan import Run
+from kv_transfer.protocol.plan import ByteRun
 from kv_transfer.transports.nixl_package import import_nixl
 from kv_transfer.transports.nixl_transport import NixlTransport
 from kv_transfer.transports.transport import PoolMemory
@@ -75,7 +75,7 @@ def test_each_side_is_described_by_its_own_device_and_kind_of_memory(
 ) -> None:
     reader, agent = transport(ours)
     reader.connect(peer(theirs))
-    reader.start_read("theirs", [Run(8, 16, 100)])
+    reader.start_read("theirs", [ByteRun(8, 16, 100)])
     reader.start_block_read("theirs", [1], [2])
     assert agent.registered == [((4096, 4 * LAYOUT.block_bytes, local[0], ""), local[1])]
     assert [(name, row[2], kind) for name, row, kind in agent.prepared] == [("", *local), ("theirs", *remote)]
@@ -90,7 +90,7 @@ def test_a_host_pool_connects_to_a_reader_on_a_device_and_refuses_to_read_from_i
     owner.connect(peer(1))
     assert [name for name, *_ in agent.prepared] == [""], "nothing of the peer's pool is registered"
     for start in (
-        lambda: owner.start_read("theirs", [Run(0, 0, 8)]),
+        lambda: owner.start_read("theirs", [ByteRun(0, 0, 8)]),
         lambda: owner.start_block_read("theirs", [0], [0]),
     ):
         with pytest.raises(TransportError, match="CUDA device 1, ours in host memory"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from core.lifecycle import ServiceRole
 from protos import codec
@@ -50,9 +51,16 @@ class Tokens:
         pass
 
 
+def load(**changed: Any) -> worker_pb2.LoadReport:
+    """The load of a serving worker."""
+    costs = worker_pb2.StepCost(step_s=0.004, sequence_s=0.0005)
+    fields: dict[str, Any] = {"state": worker_pb2.WORKER_STATE_SERVING, "step_cost": costs}
+    return worker_pb2.LoadReport(**(fields | changed))
+
+
 def snapshot(worker_id: str, role: ServiceRole = ServiceRole.DECODE) -> worker_pb2.WorkerReport:
     """The first report of a serving worker."""
-    report = worker_pb2.WorkerReport(load=worker_pb2.LoadReport(state=worker_pb2.WORKER_STATE_SERVING))
+    report = worker_pb2.WorkerReport(load=load())
     report.snapshot.worker_id, report.snapshot.role = worker_id, codec.ROLE_TO_WIRE[role]
     report.snapshot.agent.CopyFrom(codec.encode_agent(address(worker_id)))
     return report

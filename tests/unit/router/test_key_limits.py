@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from core.config import ApiKeyConfig
 from core.errors import KeyLimitReached
 from core.request import MAX_CACHE_SALT_CHARS
-from router.serving.callers import Callers, tenant_salt
 from router.serving.key_limits import WINDOW_S, KeyLimits
+from router.serving.tenant_admission import TenantAdmission, tenant_salt
 from runtime.rpc.api_keys import ApiKeys, hash_of
 from tandem_client.stubs import inference_pb2
 
@@ -71,12 +71,12 @@ def test_the_law_of_the_limits(steps: list[tuple[float, bool]], max_streams: int
 
 
 def test_a_request_belongs_to_the_tenant_of_its_key_whatever_it_says() -> None:
-    callers = Callers(ApiKeys((STREAMS, MINUTE)))
+    tenants = TenantAdmission(ApiKeys((STREAMS, MINUTE)))
     request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
-    with callers.admit(request, headers("bob's key"), 0.0):
+    with tenants.admit(request, headers("bob's key"), 0.0):
         assert (request.user, request.cache_salt) == ("builders", tenant_salt("builders", "mine"))
-        assert callers._limits.num_open("bob") == 1
-    assert callers._limits.num_open("bob") == 0
+        assert tenants._limits.num_open("bob") == 1
+    assert tenants._limits.num_open("bob") == 0
 
 
 def test_tenants_share_no_salt_and_a_tenant_s_own_salts_stay_apart() -> None:
@@ -86,23 +86,23 @@ def test_tenants_share_no_salt_and_a_tenant_s_own_salts_stay_apart() -> None:
 
 
 def test_a_salt_that_is_too_long_is_left_for_validation_to_refuse() -> None:
-    callers = Callers(ApiKeys((STREAMS,)))
+    tenants = TenantAdmission(ApiKeys((STREAMS,)))
     request = inference_pb2.GenerateRequest(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1))
-    with callers.admit(request, headers("alice's key"), 0.0):
+    with tenants.admit(request, headers("alice's key"), 0.0):
         assert request.cache_salt == "x" * (MAX_CACHE_SALT_CHARS + 1)
 
 
 def test_without_keys_a_request_stays_as_it_is() -> None:
     request = inference_pb2.GenerateRequest(user="alice", cache_salt="mine")
-    with Callers(ApiKeys(())).admit(request, [], 0.0):
+    with TenantAdmission(ApiKeys(())).admit(request, [], 0.0):
         assert (request.user, request.cache_salt) == ("alice", "mine")
 
 
 def test_the_slot_of_a_request_that_fails_is_free_again() -> None:
-    callers = Callers(ApiKeys((STREAMS,)))
+    tenants = TenantAdmission(ApiKeys((STREAMS,)))
     for _ in range(3):
         with (
             pytest.raises(RuntimeError, match="the stream broke"),
-            callers.admit(inference_pb2.GenerateRequest(), headers("alice's key"), 0.0),
+            tenants.admit(inference_pb2.GenerateRequest(), headers("alice's key"), 0.0),
         ):
             raise RuntimeError("the stream broke")

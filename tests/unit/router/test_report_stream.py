@@ -10,13 +10,15 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from core.errors import InvalidRequest
 from core.lifecycle import ServiceRole
 from core.service import Endpoint
+from protos import report_codec
 from router.links.worker_link import WorkerLink
 from router.requests.events import WorkerJoined, WorkerLost, WorkerReported
 from runtime.rpc.security import OPEN
 from tandem_client.stubs import worker_pb2
-from tests.unit.router.fake_reports import Reports, Tokens, snapshot
+from tests.unit.router.fake_reports import Reports, Tokens, load, snapshot
 
 
 class Worker:
@@ -70,7 +72,7 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
 def report(number: int) -> worker_pb2.WorkerReport:
     return worker_pb2.WorkerReport(
         sequence_number=number,
-        load=worker_pb2.LoadReport(state=worker_pb2.WORKER_STATE_SERVING),
+        load=load(),
         block_changes=[number],
         block_runs=[1],
     )
@@ -133,3 +135,20 @@ async def test_a_router_that_is_cut_off_now_and_then_never_loses_the_worker(work
         stream.put(snapshot("w"))
     worker.is_followed(*broken, stream_of(snapshot("w")))
     assert {type(await worker.next_event()) for _ in range(5)} == {WorkerJoined}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step_cost": worker_pb2.StepCost(step_s=float("nan"))},
+        {"step_cost": worker_pb2.StepCost(step_s=0.004, token_s=float("inf"))},
+        {"step_cost": worker_pb2.StepCost(step_s=-0.004)},
+        {"step_cost": None},
+        {"prompt_backlog": [float("inf")]},
+    ],
+)
+def test_a_load_of_impossible_seconds_is_refused(wrong: dict[str, Any]) -> None:
+    """The next request would end the router, and its restart, and every other router."""
+    with pytest.raises(InvalidRequest) as refused:
+        report_codec.decode_load(load(**wrong))
+    assert refused.value.field == f"load.{next(iter(wrong))}"

@@ -27,7 +27,7 @@ from engine.kv_pool import TORCH_DTYPES, KVPool
 from engine.linear import PlainLinear
 from engine.ops import TorchOps
 from engine.rotary import RotaryTable
-from engine.sampling import filtered_distribution
+from engine.sampling import exponentials, filtered_distribution
 from tests.unit.engine.cpu.quantized_cases import SeparateAllocations, quantized_differences, relative
 
 # bfloat16 has 8 bits: two roundings of a value near 4 differ by at most 1/64. Torch also rounds between its steps.
@@ -175,7 +175,7 @@ def linear_differences(kernels: Kernels, seed: int, num_threads: int = 1) -> lis
 
 
 def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:
-    """The distance of a draw from its token's share of the distribution: rounding moves the borders a little."""
+    """How far the score of the kernel's token is below the best score; infinite for a token that a filter drops."""
     draw = random.Random(seed)
     vocab, spread = draw.choice([1, 2, 15, 33, 300, 5000]), draw.choice([0.0, 0.3, 2.0, 30.0])
     logits = np.random.default_rng(seed).normal(0.0, spread, vocab).astype(np.float32)
@@ -186,17 +186,17 @@ def draw_differences(kernels: Kernels, seed: int) -> list[Difference]:
     sampling = SamplingParams(
         max_tokens=1,
         temperature=draw.choice([0.2, 1.0, 1.7]),
-        top_k=draw.choice([0, 0, 1, 7, vocab]),
+        top_k=draw.choice([0, 0, 1, 7, vocab // 2, vocab]),
         top_p=draw.choice([1.0, 1.0, 0.95, 0.5, 0.001]),
         min_p=draw.choice([0.0, 0.0, 0.1, 1.0]),
     )
     token_ids, probabilities = filtered_distribution(logits, sampling)
-    borders = np.concatenate([[0.0], probabilities.cumsum() / probabilities.sum()])
     native, found = NativeDraw(kernels), []
-    for at in [0.0, 1.0 - 2.0**-53, *(draw.random() for _ in range(6))]:
-        places = np.flatnonzero(token_ids == native(logits, sampling, at))
-        outside = max(borders[places[0]] - at, at - borders[places[0] + 1], 0.0) if len(places) else float("inf")
-        found.append((f"draw, seed {seed}: {vocab} tokens, {sampling}, at {at}", float(outside)))
+    for key in (draw.getrandbits(64) for _ in range(8)):
+        with np.errstate(divide="ignore"):
+            scores = dict(zip(token_ids, np.log(probabilities) - np.log(exponentials(key, token_ids)), strict=True))
+        below = max(scores.values()) - scores.get(native(logits, sampling, key), float("-inf"))
+        found.append((f"draw, seed {seed}: {vocab} tokens, {sampling}, key {key}", float(below)))
     return found
 
 

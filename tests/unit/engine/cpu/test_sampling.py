@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from core.request import MIN_REPETITION_PENALTY, SamplingParams
+from core.request import MIN_REPETITION_PENALTY, SamplingParams, draw_key
 from core.step import ScheduledChunk, SequenceView
 from engine.cpu.kernels import Kernels
 from engine.cpu.sampling import NativeDraw
@@ -19,7 +19,7 @@ def kernels() -> Kernels:
     return need_kernels()
 
 
-def test_a_draw_lies_within_the_share_of_its_token(kernels: Kernels) -> None:
+def test_no_other_token_that_the_filters_keep_has_a_better_score(kernels: Kernels) -> None:
     found = [difference for seed in range(400) for difference in draw_differences(kernels, seed)]
     assert [difference for difference in found if not difference[1] <= 1e-5] == []
 
@@ -42,9 +42,10 @@ def test_the_tokens_are_those_of_numpy_in_a_whole_vocabulary(
     sampling = SamplingParams(max_tokens=1, **filters)  # type: ignore[arg-type]
     native, rows = NativeDraw(kernels), rng.normal(0.0, spread, (20, 49_152)).astype(np.float32)
     drawn = [
-        (native(row, sampling, at), draw_token(row, sampling, at)) for row, at in zip(rows, rng.random(20), strict=True)
+        (native(row, sampling, draw_key(seed, 1)), draw_token(row, sampling, draw_key(seed, 1)))
+        for seed, row in enumerate(rows)
     ]
-    assert sum(ours == theirs for ours, theirs in drawn) >= 19, "rounding may move one draw across a border, not more"
+    assert all(ours == theirs for ours, theirs in drawn)
     assert len({ours for ours, _ in drawn}) > 1
 
 
@@ -61,11 +62,9 @@ def test_the_smallest_temperatures_and_penalties_draw_the_likeliest_token(
         assert Sampler([chunk]).sample(logits, draw=draw)["a"].token_id == likeliest
 
 
-def test_equal_logits_are_ordered_by_lowest_id(kernels: Kernels) -> None:
-    sampling, flat = SamplingParams(max_tokens=1), np.zeros(1000, np.float32)
-    native = NativeDraw(kernels)
-    assert [native(flat, sampling, at) for at in (0.0, 0.0005, 0.5004, 0.9995)] == [0, 0, 500, 999]
-    assert native(flat, SamplingParams(max_tokens=1, top_k=10), 0.999) == 9
+def test_of_equal_logits_the_lowest_ids_are_kept(kernels: Kernels) -> None:
+    flat, sampling = np.zeros(1000, np.float32), SamplingParams(max_tokens=1, top_k=10)
+    assert {NativeDraw(kernels)(flat, sampling, draw_key(seed, 1)) for seed in range(200)} == set(range(10))
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9, "min_p": 0.01}])

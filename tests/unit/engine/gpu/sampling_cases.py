@@ -11,7 +11,7 @@ import torch
 from core.request import SamplingParams
 from core.step import SampledToken, ScheduledChunk, SequenceView
 from engine.gpu.sampling import DeviceSampler
-from engine.sampling import Sampler, barred_tokens, choose, draw_token
+from engine.sampling import Sampler, barred_tokens, choose, exponentials, filtered_distribution
 
 EOS = frozenset({2, 5})
 CPU = torch.device("cpu")
@@ -95,27 +95,29 @@ def on_device(
 
 
 def differing(case: Case, found: Mapping[str, SampledToken], wanted: Mapping[str, SampledToken]) -> list[str]:
-    """The sequences with another token, and no such token at a quantile that differs by rounding alone."""
+    """The sequences with another token, whose score is not the best one's but for rounding."""
     return [
         chunk.sequence.sequence_id
         for row, chunk in enumerate(case.chunks)
         if (name := chunk.sequence.sequence_id)
         and found[name].token_id != wanted[name].token_id
-        and found[name].token_id not in _neighbours(case, row)
+        and found[name].token_id not in _within_rounding(case, row)
     ]
 
 
-def _neighbours(case: Case, row: int) -> list[int]:
-    """The tokens at quantiles and top_p one part in a million beside."""
-    chunk, found = case.chunks[row], []
-    barred = barred_tokens(chunk, EOS)
-    for shift in (-1e-6, 1e-6):
+def _within_rounding(case: Case, row: int) -> list[int]:
+    """The tokens with a score within rounding of the best, for values of top_p one part in a million beside too."""
+    chunk, tokens = case.chunks[row], list[int]()
 
-        def draw(logits: np.ndarray, params: SamplingParams, quantile: float, shift: float = shift) -> int:
-            return draw_token(logits, params, min(max(quantile + shift, 0.0), 1 - 2**-53))
-
+    def draw(logits: np.ndarray, params: SamplingParams, key: int) -> int:
         for share in (1 - 1e-6, 1.0, 1 + 1e-6):
-            sampling = replace(chunk.sequence.sampling, top_p=min(1.0, chunk.sequence.sampling.top_p * share))
-            beside = chunk._replace(sequence=replace(chunk.sequence, sampling=sampling))
-            found.append(choose(case.logits[row], beside, case.promised, draw, barred))
-    return found
+            sampling = replace(params, top_p=min(1.0, params.top_p * share))
+            token_ids, probabilities = filtered_distribution(logits, sampling)
+            with np.errstate(divide="ignore"):
+                scores = np.log(probabilities) - np.log(exponentials(key, token_ids))
+            rounding = 1e-5 + 1e-6 * float(np.abs(logits[np.isfinite(logits)]).max()) / params.temperature
+            tokens.extend(token_ids[scores >= scores.max() - rounding].tolist())
+        return tokens[0]
+
+    choose(case.logits[row], chunk, case.promised, draw, barred_tokens(chunk, EOS))
+    return tokens

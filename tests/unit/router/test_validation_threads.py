@@ -1,4 +1,4 @@
-"""BoundedPool limits the calls that run, the calls that wait, and the time of each call."""
+"""ValidationThreads limits the calls that run, the calls that wait, and the time of each call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import weakref
 import pytest
 
 from core.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from router.serving.bounded_pool import (
+from router.serving.validation_threads import (
     CORES_PER_LONG_CALL,
     MAX_INLINE_BYTES,
     MAX_LONG_CALLS,
     MAX_SHORT_BYTES,
-    BoundedPool,
+    ValidationThreads,
 )
 
 SHORT, LONG = MAX_SHORT_BYTES, MAX_SHORT_BYTES + 1
@@ -24,7 +24,7 @@ NUM_LONG = 2
 
 @pytest.fixture
 def pool():  # type: ignore[no-untyped-def]
-    pool = BoundedPool(max_pending=NUM_LONG + 2, num_cores=NUM_LONG * CORES_PER_LONG_CALL)
+    pool = ValidationThreads(max_pending=NUM_LONG + 2, num_cores=NUM_LONG * CORES_PER_LONG_CALL)
     yield pool
     pool.close()
 
@@ -37,20 +37,20 @@ def gate():  # type: ignore[no-untyped-def]
     gate.set()
 
 
-async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: BoundedPool) -> None:
+async def test_the_caller_gets_the_result_or_the_exception_of_the_function(pool: ValidationThreads) -> None:
     assert await pool.run(5.0, LONG, max, 1, 2) == 2
     with pytest.raises(InvalidRequest, match="text: no"):
         await pool.run(5.0, LONG, _refuse)
 
 
-async def test_a_call_runs_in_a_thread_unless_it_is_very_short(pool: BoundedPool) -> None:
+async def test_a_call_runs_in_a_thread_unless_it_is_very_short(pool: ValidationThreads) -> None:
     own = threading.get_ident()
     assert await pool.run(5.0, MAX_INLINE_BYTES, threading.get_ident) == own
     assert await pool.run(5.0, MAX_INLINE_BYTES + 1, threading.get_ident) != own
 
 
 async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
-    pool: BoundedPool, gate: threading.Event, caplog: pytest.LogCaptureFixture
+    pool: ValidationThreads, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     started, ended = threading.Event(), threading.Event()
 
@@ -74,7 +74,7 @@ async def test_the_exception_of_a_call_that_nobody_waits_for_is_not_logged(
 
 
 async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refused(
-    pool: BoundedPool, gate: threading.Event
+    pool: ValidationThreads, gate: threading.Event
 ) -> None:
     calls = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 2)]
     await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_calls_beyond_the_threads_wait_and_calls_beyond_the_bound_are_refu
     assert await pool.run(20.0, LONG, max, 1, 2) == 2
 
 
-async def test_a_call_that_waits_past_its_deadline_never_runs(pool: BoundedPool, gate: threading.Event) -> None:
+async def test_a_call_that_waits_past_its_deadline_never_runs(pool: ValidationThreads, gate: threading.Event) -> None:
     ran = threading.Event()
     busy = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
     await asyncio.sleep(0)
@@ -98,7 +98,9 @@ async def test_a_call_that_waits_past_its_deadline_never_runs(pool: BoundedPool,
     assert not ran.is_set()
 
 
-async def test_a_call_that_ends_early_leaves_nothing_in_the_queue(pool: BoundedPool, gate: threading.Event) -> None:
+async def test_a_call_that_ends_early_leaves_nothing_in_the_queue(
+    pool: ValidationThreads, gate: threading.Event
+) -> None:
     busy = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG)]
     await asyncio.sleep(0)
     late, cancelled = _Prompt(), _Prompt()
@@ -119,7 +121,7 @@ async def test_a_call_that_ends_early_leaves_nothing_in_the_queue(pool: BoundedP
 
 
 async def test_a_thread_is_free_again_only_when_its_function_has_ended(
-    pool: BoundedPool, gate: threading.Event
+    pool: ValidationThreads, gate: threading.Event
 ) -> None:
     started = threading.Event()
     for _ in range(NUM_LONG):
@@ -133,7 +135,7 @@ async def test_a_thread_is_free_again_only_when_its_function_has_ended(
     assert started.is_set()
 
 
-async def test_a_short_call_does_not_wait_for_long_ones(pool: BoundedPool, gate: threading.Event) -> None:
+async def test_a_short_call_does_not_wait_for_long_ones(pool: ValidationThreads, gate: threading.Event) -> None:
     busy = [asyncio.create_task(pool.run(20.0, LONG, gate.wait)) for _ in range(NUM_LONG + 1)]
     await asyncio.sleep(0)
     assert await pool.run(20.0, SHORT, max, 1, 2) == 2
@@ -144,7 +146,7 @@ async def test_a_short_call_does_not_wait_for_long_ones(pool: BoundedPool, gate:
 
 @pytest.mark.parametrize(("num_cores", "most"), [(1, 1), (2, 1), (4, 1), (8, 2), (256, MAX_LONG_CALLS)])
 async def test_long_calls_leave_most_cores_to_others(num_cores: int, most: int, gate: threading.Event) -> None:
-    pool = BoundedPool(20, num_cores)
+    pool = ValidationThreads(20, num_cores)
     running = threading.Semaphore(0)
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 The body is read before a route runs. A body over the limit is refused as soon as its length, or the part that has
 arrived, exceeds the limit. Then the connection closes. Many clients read no answer before they have sent the whole
-body, and a close would take the answer from them. So the rest is received and dropped for at most `LINGER_S`.
+body, and an early close would discard the answer. So the middleware receives and drops the rest for at most `LINGER_S`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BodyRefused(Exception):
         self.status, self.code = status, code
 
 
-class FrontDoor:
+class HttpMiddleware:
     def __init__(self, app: ASGIApp, config: GatewayConfig, metrics: GatewayMetrics, tracer: Tracer) -> None:
         self._app, self._metrics, self._tracer = app, metrics, tracer
         self._max_body_bytes = config.max_body_bytes

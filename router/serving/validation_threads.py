@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class BoundedPool:
+class ValidationThreads:
     """`max_pending` limits the calls that run or wait for a thread.
 
     Calls wait here, not in the queue of the executor: there, a call that ended early would keep its prompt until a

@@ -1,6 +1,6 @@
-"""The CPU twin of a CUDA graph: it holds a computation to the rules of a graph, and replays it.
+"""A CUDA graph without CUDA: `CpuGraph` holds a computation to the rules of a graph, and replays it.
 
-    rule of a graph                                  check of the twin
+    rule of a graph                                  check of `CpuGraph`
     only kernels; the host reads nothing             an operator that is not in ALLOWED is refused at capture
     each replay uses the addresses of the capture    a replay computes into the tensors of the capture
     nothing else is kept alive by the graph          other tensors are held weakly; a replay fails if one is gone
@@ -34,11 +34,11 @@ ALLOWED = _WITHOUT_CONTENTS | {f"aten::{name}" for name in _NAMES.split()}
 _OWN = "tandem::"
 
 
-class Refused(AssertionError):
+class NotCapturable(AssertionError):
     """The computation cannot be captured in a graph."""
 
 
-class _Call:
+class _OperatorCall:
     """One operator of the capture. Static tensors are held weakly."""
 
     def __init__(self, function: Any, inputs: tuple[Any, dict[str, Any]], outputs: list[torch.Tensor]) -> None:
@@ -65,16 +65,16 @@ def _alive(value: Any) -> Any:
         return value
     tensor = value.tensor()
     if tensor is None:
-        raise Refused("a graph reads a tensor that is gone")
+        raise NotCapturable("a graph reads a tensor that is gone")
     return tensor
 
 
-class Rehearsal(TorchDispatchMode):
+class CpuGraph(TorchDispatchMode):
     """Captures what `compute` does, and replays it. `result` has the tensors that `compute` returned."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         super().__init__()
-        self._calls: list[_Call] = []
+        self._calls: list[_OperatorCall] = []
         self._captured: dict[int, torch.Tensor] = {}  # every result of an operator, by the id of the object
         self._allocated: dict[int, torch.Tensor] = {}  # by the address of the memory
         with self:
@@ -89,7 +89,7 @@ class Rehearsal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name not in ALLOWED and not name.startswith(_OWN):
-            raise Refused(f"a graph must not hold {func.name()}")
+            raise NotCapturable(f"a graph must not hold {func.name()}")
         inputs = (args, kwargs or {})
         result = func(*args, **inputs[1])
         given = {_address(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
@@ -98,7 +98,7 @@ class Rehearsal(TorchDispatchMode):
         # A replay finds views as they are, and has nothing to compute for memory without contents.
         if name not in _WITHOUT_CONTENTS and (fresh or func._schema.is_mutable):
             assert not fresh or len(fresh) == len(made), f"{func.name()} returns new tensors and views"
-            self._calls.append(_Call(func, tree_map(self._weakly, inputs), fresh))
+            self._calls.append(_OperatorCall(func, tree_map(self._weakly, inputs), fresh))
         for tensor in made:
             self._captured[id(tensor)] = tensor
         for tensor in fresh:

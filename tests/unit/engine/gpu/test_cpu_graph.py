@@ -1,4 +1,4 @@
-"""The twin of a CUDA graph finds what a graph would do wrong."""
+"""`CpuGraph` finds what a graph would do wrong."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import itertools
 import pytest
 import torch
 
+from engine.gpu.cpu_graph import CpuGraph, NotCapturable
 from engine.gpu.graphs import buckets_up_to
-from engine.gpu.rehearsal import Refused, Rehearsal
 
 
 def test_a_replay_computes_with_new_inputs_at_the_same_addresses() -> None:
     given, kept = torch.ones(3), torch.zeros(3)
-    rehearsal = Rehearsal(lambda: kept.add_((given * 2).view(3)) + 1)
-    address = rehearsal.result.data_ptr()
+    graph = CpuGraph(lambda: kept.add_((given * 2).view(3)) + 1)
+    address = graph.result.data_ptr()
     kept.zero_()
     given.fill_(5.0)
-    rehearsal.replay()
-    assert rehearsal.result.tolist() == [11.0] * 3
-    assert rehearsal.result.data_ptr() == address
+    graph.replay()
+    assert graph.result.tolist() == [11.0] * 3
+    assert graph.result.data_ptr() == address
 
 
 def test_memory_of_the_capture_holds_nothing_between_replays() -> None:
     given = torch.ones(3)
-    rehearsal = Rehearsal(lambda: torch.empty(3).mul(0.0) + given)
-    rehearsal.replay()
-    assert rehearsal.result.isnan().all(), "the computation reads memory that it has not written"
+    graph = CpuGraph(lambda: torch.empty(3).mul(0.0) + given)
+    graph.replay()
+    assert graph.result.isnan().all(), "the computation reads memory that it has not written"
 
 
 def test_a_tensor_that_only_the_caller_of_the_capture_held_is_missed() -> None:
@@ -34,12 +34,12 @@ def test_a_tensor_that_only_the_caller_of_the_capture_held_is_missed() -> None:
         return torch.ones(3) + inputs.pop()
 
     inputs = [torch.ones(3)]
-    with pytest.raises(Refused, match="ones"):
-        Rehearsal(compute)
+    with pytest.raises(NotCapturable, match="ones"):
+        CpuGraph(compute)
     inputs = [torch.ones(3)]
-    rehearsal = Rehearsal(lambda: inputs.pop() * 2)
-    with pytest.raises(Refused, match="is gone"):
-        rehearsal.replay()
+    graph = CpuGraph(lambda: inputs.pop() * 2)
+    with pytest.raises(NotCapturable, match="is gone"):
+        graph.replay()
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_a_tensor_that_only_the_caller_of_the_capture_held_is_missed() -> None:
 )
 def test_operators_that_a_graph_must_not_hold_are_refused(compute: object) -> None:
     given = torch.ones(3)
-    with pytest.raises(Refused, match="a graph must not hold"):
-        Rehearsal(lambda: compute(given))  # type: ignore[operator]
+    with pytest.raises(NotCapturable, match="a graph must not hold"):
+        CpuGraph(lambda: compute(given))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("max_running", [1, 2, 7, 8, 64, 100, 256, 300])

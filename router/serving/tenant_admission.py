@@ -16,7 +16,7 @@ from runtime.rpc.api_keys import AUTHORIZATION, ApiKeys, Metadata
 from tandem_client.stubs import inference_pb2
 
 
-class Callers:
+class TenantAdmission:
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
         self._limits = KeyLimits()
