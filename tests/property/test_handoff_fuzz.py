@@ -35,7 +35,7 @@ from tests.unit.kv_transfer.transfer_pair import CONFIG, ID, Pair
 counters = st.integers(1, 2**64 - 1) | st.integers(1, 40)
 transfer_ids = st.just(ID) | st.integers(0, 2**128 - 1)
 incarnations = st.sampled_from([11, 22]) | counters  # mostly those of the pair
-positions = st.integers(0, 8) | st.integers(0, 2**32 - 1)
+positions = st.integers(0, 30) | st.integers(0, 2**32 - 1)  # small ones have neighbours
 rows = st.tuples(positions, positions, st.integers(0, 2**64 - 1))
 one_block, blocks = (
     st.lists(rows, min_size=least, max_size=most).map(OfferedBlocks.of) for least, most in ((1, 1), (0, 6))
@@ -45,7 +45,7 @@ entries = st.builds(HeartbeatEntry, transfer_ids, positions, positions)
 messages: st.SearchStrategy[HandoffMessage] = st.one_of(
     st.builds(
         Want, transfer_ids, incarnations, counters, st.integers(0, 2**64 - 1),
-        st.lists(positions, unique=True, max_size=6).map(lambda found: tuple(sorted(found))),
+        st.lists(positions, unique=True, max_size=20).map(lambda found: tuple(sorted(found))),
     ),
     st.builds(Ready, transfer_ids, incarnations, counters, counters, positions, one_block, st.just(False)),
     st.builds(
@@ -79,6 +79,11 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 # ---- the codec
+
+
+@given(messages)
+def test_every_message_arrives_as_it_was_sent(message: HandoffMessage) -> None:
+    assert decode(encode(message)) == message
 
 
 @settings(max_examples=400)

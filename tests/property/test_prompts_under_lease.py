@@ -10,14 +10,10 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.config import SchedulerConfig
-from core.request import Request, SamplingParams
-from core.scheduling.block_pool import BlockPool, Column
-from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Sequence
-from core.step import SampledToken, StepOutput, StepPlan
+from core.scheduling.block_pool import Column
+from core.step import StepPlan
+from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven
 
-BLOCK_SIZE = 4
 MAX_STEPS = 2000
 
 prompts = st.lists(
@@ -33,18 +29,22 @@ def test_every_prompt_ends_though_readers_keep_its_blocks(
     wanted: list[tuple[int, int, str, int]], num_blocks: int, max_running: int, spare: int, read_steps: int, ahead: bool
 ) -> None:
     """`wanted`: (tokens, priority, tenant, steps after the arrival before)."""
-    pool = BlockPool(num_blocks)
-    scheduler = Scheduler(SchedulerConfig(max_running + spare, max_running, 64), pool, BLOCK_SIZE, frozenset())
-    arriving = deque(_sequence(number, *prompt) for number, (*prompt, _) in enumerate(wanted))  # type: ignore[arg-type]
+    driven = Driven(num_blocks, budget=max_running + spare, max_running=max_running, max_waiting=64)
+    pool, scheduler = driven.pool, driven.scheduler
+    arriving = deque(enumerate(wanted))
     gaps = deque(gap for *_, gap in wanted)
-    sequences = list(arriving)
+    sequences = []
     leased: dict[str, list[int]] = {}
     reads_end: deque[tuple[int, list[int]]] = deque()  # (step, blocks)
     plans: deque[StepPlan] = deque()
     next_arrival = gaps.popleft()
     for step in range(MAX_STEPS):
         while arriving and step >= next_arrival:
-            scheduler.add(arriving.popleft())
+            number, (num_tokens, priority, tenant, _) = arriving.popleft()
+            tokens = range(100 * number + 1, 100 * number + 1 + num_tokens)
+            sequences.append(
+                driven.add(f"p{number}", tokens, arrival=number, priority=priority, tenant=tenant, sample_limit=1)
+            )
             next_arrival += gaps.popleft() if gaps else 0
         while reads_end and reads_end[0][0] <= step:
             pool.unlease(reads_end.popleft()[1])
@@ -52,34 +52,25 @@ def test_every_prompt_ends_though_readers_keep_its_blocks(
             plans.append(plan)
         if plans:
             plan = plans.popleft()
-            _lease_full_blocks(plan, scheduler, pool, leased)
-            ended = [chunk.sequence.sequence_id for chunk in plan.chunks if chunk.samples]
-            scheduler.complete_step(StepOutput(plan.step_id, {name: SampledToken(1) for name in ended}))
+            _lease_full_blocks(plan, driven, leased)
+            ended = [event.sequence_id for event in driven.end(plan)]
             reads_end.extend((step + read_steps, leased.pop(name, [])) for name in ended)
-        scheduler.check()
-        pool.check()
         if not arriving and not scheduler.queues.by_id:
             break
+    assert not arriving
     assert all(sequence.finish_reason is not None for sequence in sequences), "a prompt starves"
     assert scheduler.num_preemptions == 0
     assert pool.ledger()[Column.HELD] == 0
 
 
-def _lease_full_blocks(plan: StepPlan, scheduler: Scheduler, pool: BlockPool, leased: dict[str, list[int]]) -> None:
+def _lease_full_blocks(plan: StepPlan, driven: Driven, leased: dict[str, list[int]]) -> None:
     """Offer the full blocks of each chunk that has run."""
     for chunk in plan.chunks:
         name = chunk.sequence.sequence_id
         known = leased.setdefault(name, [])
         num_full = (chunk.start + chunk.num_tokens) // BLOCK_SIZE
-        sequence = scheduler.get(name)
+        sequence = driven.scheduler.get(name)
         assert sequence is not None
         new = sequence.block_table[len(known) : num_full]
-        pool.lease(new)
+        driven.pool.lease(new)
         known += new
-
-
-def _sequence(number: int, num_tokens: int, priority: int, tenant: str) -> Sequence:
-    tokens = tuple(range(100 * number + 1, 100 * number + 1 + num_tokens))
-    sampling = SamplingParams(max_tokens=8)
-    request = Request(f"p{number}", tokens, num_tokens, sampling, priority=priority, tenant=tenant)
-    return Sequence(request, number, sample_limit=1)

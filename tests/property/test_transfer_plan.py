@@ -133,16 +133,6 @@ def test_equal_layouts_move_whole_blocks(layout: KVLayout, maps: tuple[dict[int,
 LAYOUT = KVLayout(model="m", dtype="float16", num_layers=2, num_kv_heads=2, block_size=4, head_dim=2)
 
 
-def test_blocks_merge_only_if_they_are_adjacent_in_both_pools() -> None:
-    size = LAYOUT.block_bytes
-    runs = runs_of_blocks([(3, 7), (4, 8), (5, 1), (6, 2), (8, 3)], LAYOUT.block_bytes)
-    assert runs == [
-        ByteRun(3 * size, 7 * size, 2 * size),
-        ByteRun(5 * size, size, 2 * size),
-        ByteRun(8 * size, 3 * size, size),
-    ]
-
-
 def test_head_shards_of_equal_width_merge_within_a_layer() -> None:
     plan = TransferPlan(replace(LAYOUT, num_kv_heads=4), replace(LAYOUT, first_kv_head=2))
     runs = runs_of(plan, {0: 0}, {0: 0})

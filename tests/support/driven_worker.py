@@ -5,6 +5,7 @@ A step samples as token the number of tokens before it, so a test can predict ea
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -60,7 +61,7 @@ class DrivenWorker:
         self.core = WorkerCore(Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS})), self.pool, plans_ahead)
         transfers = TransferMachine(TransferConfig(lease_s=LEASE_S, transport="memory"), self.pool, self.me)
         self.machine = build(self.core, transfers)
-        self.actions: list[Any] = []
+        self._by_kind: defaultdict[type, list[Any]] = defaultdict(list)  # all actions, and the messages in them
         self.plans: list[StepPlan] = []  # the steps in flight, oldest first
         self._counter = 0
 
@@ -69,8 +70,10 @@ class DrivenWorker:
     def post(self, event: Any) -> list[Any]:
         actions = self.machine.handle(event, self.now)
         self.machine.check()
-        self.actions += actions
         for action in actions:
+            self._by_kind[type(action)].append(action)
+            if isinstance(action, SendMessage):
+                self._by_kind[type(action.message)].append(action.message)
             if isinstance(action, RunStep):
                 assert not self.plans or self.core.plans_ahead, "one step at a time"
                 self.plans.append(action.plan)
@@ -118,14 +121,15 @@ class DrivenWorker:
     # ---- reading
 
     def of(self, kind: type[A]) -> list[A]:
-        return [action for action in self.actions if isinstance(action, kind)]
+        return list(self._by_kind[kind])
 
     def only(self, kind: type[A]) -> A:
         (action,) = self.of(kind)
         return action
 
     def sent(self, kind: type[A]) -> list[A]:
-        return [action.message for action in self.of(SendMessage) if isinstance(action.message, kind)]
+        """The messages of this kind to the peer."""
+        return list(self._by_kind[kind])
 
     def chunks(self, step: int = 0) -> list[tuple[str, int, int]]:
         """(sequence, start, tokens) of a step in flight, by default of the oldest one."""

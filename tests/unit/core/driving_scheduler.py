@@ -44,10 +44,12 @@ class Driven:
         max_running: int = 8,
         max_waiting: int = 16,
         slo_itl_ms: float = 1000.0,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
         config = SchedulerConfig(budget, max_running, max_waiting, slo_itl_ms)
-        self.scheduler = Scheduler(config, self.pool, BLOCK_SIZE, frozenset({EOS}))
+        self.scheduler = Scheduler(config, self.pool, block_size, frozenset({EOS}))
         self.next_token = 9
 
     def add(self, name: str, prompt: Tokens[int], **options: object) -> Sequence:
@@ -59,7 +61,7 @@ class Driven:
         """Add a sequence whose prompt KV and first token come from a peer."""
         sequence = make_sequence(name, prompt, **options)  # type: ignore[arg-type]
         self.scheduler.hold_cached_prefix(sequence, len(prompt))
-        reserved = self.pool.reserve(-(-len(prompt) // BLOCK_SIZE) - len(sequence.block_table))
+        reserved = self.pool.reserve(-(-len(prompt) // self.block_size) - len(sequence.block_table))
         assert reserved is not None
         self.pool.arrive(reserved)
         sequence.block_table += reserved

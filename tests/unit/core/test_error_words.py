@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core import errors
-from core.errors import ConfigError, ErrorCode, InvalidRequest, LayoutMismatch, QueueFull, TandemError
+from core.errors import ConfigError, ErrorCode, InvalidRequest, LayoutMismatch, TandemError
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TandemError)]
 
@@ -20,17 +20,6 @@ def test_only_errors_of_unavailable_or_full_services_are_retryable(kind: type[Ta
     assert kind.retryable == temporary
 
 
-def test_an_invalid_request_names_its_field_and_limit() -> None:
-    error = InvalidRequest("top_p", "must be in (0, 1], is 2")
-    assert (error.field, error.message) == ("top_p", "must be in (0, 1], is 2")
-    assert str(error) == "top_p: must be in (0, 1], is 2"
-
-
 def test_a_layout_mismatch_names_each_field_with_both_values() -> None:
     error = LayoutMismatch({"block_size": (16, 32), "dtype": ("bfloat16", "float32")})
     assert str(error) == "KV layouts differ in block_size: 16 here, 32 there, dtype: 'bfloat16' here, 'float32' there"
-
-
-def test_a_full_queue_tells_the_client_when_to_retry() -> None:
-    assert QueueFull("full").retry_after_s == 1.0
-    assert QueueFull("full", retry_after_s=0.25).retry_after_s == 0.25

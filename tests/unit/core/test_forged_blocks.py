@@ -6,16 +6,13 @@ The forged tokens are a second preimage of XXH3_64 with our seed. A four-list se
 from __future__ import annotations
 
 import struct
+from itertools import chain
 
 import pytest
 
-from core.block_hash import FullBlock, chain_hash, extend_full_blocks, local_hash, root_hash, sequence_hashes
-from core.config import SchedulerConfig
-from core.request import Request, SamplingParams
-from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored, PrefixBlock
-from core.scheduling.scheduler import Scheduler
-from core.scheduling.sequence import Sequence
-from core.step import SampledToken, StepOutput
+from core.block_hash import FullBlock, extend_full_blocks, local_hash, sequence_hashes
+from core.scheduling.block_pool import BlockPool, BlockRemoved, BlockStored
+from tests.unit.core.driving_scheduler import Driven
 
 BLOCK_SIZE = 16
 HONEST = tuple(range(100, 116))
@@ -23,44 +20,23 @@ FORGED = (18463, 16220, 2202, 28542, 10122, 29752, 19119, 28519, 14555, 2512, 47
 OTHER = tuple(range(200, 216))
 
 
-def sequence(name: str, *blocks: tuple[int, ...], salt: str = "") -> Sequence:
-    """A sequence whose prompt is these blocks and one more token."""
-    prompt = (*(token for block in blocks for token in block), 7)
-    return Sequence(Request(name, prompt, len(prompt), SamplingParams(max_tokens=2), cache_salt=salt), arrival=0)
-
-
-class Worker:
-    """Runs one prompt at a time."""
+class Worker(Driven):
+    """Runs one prompt at a time. A prompt is some blocks and one more token."""
 
     def __init__(self, num_blocks: int = 32) -> None:
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(SchedulerConfig(512, 8, 8), self.pool, BLOCK_SIZE, frozenset())
+        super().__init__(num_blocks, budget=512, block_size=BLOCK_SIZE)
 
     def compute(self, name: str, *blocks: tuple[int, ...], salt: str = "") -> int:
         """Compute a prompt. Returns the number of its cached tokens."""
-        computed = sequence(name, *blocks, salt=salt)
-        self.scheduler.add(computed)
-        while (plan := self.scheduler.schedule()) is not None:
-            self.scheduler.complete_step(StepOutput(plan.step_id, {name: SampledToken(9)}))
-        self.pool.check()
+        computed = self.add(name, (*chain(*blocks), 7), max_tokens=2, salt=salt)
+        self.run_until_idle()
         return computed.num_cached_tokens
 
     def pull(self, name: str, *blocks: tuple[int, ...]) -> int:
         """Compute a prompt with KV from a peer. Returns the number of cached tokens, which are not pulled."""
-        pulled = sequence(name, *blocks)
-        self.scheduler.hold_cached_prefix(pulled, pulled.num_tokens)
-        num_skipped = len(pulled.block_table) * BLOCK_SIZE
-        targets = self.pool.reserve(len(blocks) + 1 - len(pulled.block_table))
-        assert targets is not None
-        self.pool.arrive(targets)
-        pulled.block_table += targets
-        pulled.num_computed_tokens = pulled.num_tokens
-        pulled.token_ids.append(9)
-        self.scheduler.add(pulled)
-        while (plan := self.scheduler.schedule()) is not None:
-            self.scheduler.complete_step(StepOutput(plan.step_id, {name: SampledToken(9)}))
-        self.pool.check()
-        return num_skipped
+        pulled = self.add_pulled(name, (*chain(*blocks), 7), max_tokens=2)
+        self.run_until_idle()
+        return pulled.num_cached_tokens
 
 
 def test_the_forged_tokens_have_the_hash_of_the_honest_tokens_at_every_depth() -> None:
@@ -101,27 +77,6 @@ def test_the_second_prompt_is_cached_once_the_first_is_evicted() -> None:
     assert worker.compute("forger again", FORGED, OTHER) == 0
 
 
-def test_a_block_behind_the_second_prompt_does_not_match_behind_the_first() -> None:
-    worker = Worker()
-    worker.compute("forger", FORGED)
-    worker.compute("honest", HONEST, OTHER)
-    assert worker.compute("forger again", FORGED, OTHER) == BLOCK_SIZE
-
-
-def test_a_block_computed_behind_a_forged_block_does_not_match_behind_the_honest_block() -> None:
-    """The block has the honest tokens and the honest hash, but its KV was computed from forged tokens."""
-    pool = BlockPool(2)
-    forged, honest = full_blocks(FORGED + OTHER), full_blocks(HONEST + OTHER)
-    assert forged[1] == honest[1]
-    first, behind = allocated(pool, 2)
-    pool.register(behind, forged[1], pool.register(first, forged[0], ""))
-    pool.release([first])
-    assert allocated(pool, 1) == [first], "evicted while the block behind is held"
-    pool.register(first, honest[0], "")
-    assert honest[1].sequence_hash in pool.registered_hashes()
-    assert [found.block for found in pool.match_prefix(honest, "")] == [first]
-
-
 def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool = BlockPool(3)
     blocks = full_blocks(HONEST + OTHER)
@@ -137,18 +92,6 @@ def test_a_block_that_no_match_can_reach_is_replaced() -> None:
     pool.check()
 
 
-def test_no_block_is_registered_behind_a_block_outside_the_cache() -> None:
-    pool = BlockPool(4)
-    blocks = full_blocks(HONEST + OTHER)
-    first, second, third, _ = allocated(pool, 4)
-    parent = pool.register(first, blocks[0], "")
-    assert isinstance(parent, PrefixBlock)
-    pool.invalidate([first])
-    assert pool.register(second, blocks[1], parent) is None
-    assert pool.register(third, blocks[1], None) is None
-    assert pool.registered_hashes() == []
-
-
 def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core.scheduling.sequence.root_hash", lambda _salt: 1)
     worker = Worker()
@@ -156,18 +99,6 @@ def test_a_match_needs_an_equal_salt_even_if_the_hashes_of_salts_are_equal(monke
     assert worker.compute("yours", HONEST, OTHER, salt="yours") == 0
     assert worker.compute("nobody's", HONEST, OTHER) == 0
     assert worker.compute("mine again", HONEST, OTHER, salt="mine") == 2 * BLOCK_SIZE
-
-
-def test_a_block_with_a_salt_does_not_match_without_the_salt() -> None:
-    pool = BlockPool(2)
-    root = root_hash("tenant")
-    assert root is not None
-    packed = struct.pack("<16I", *HONEST)
-    (block,) = allocated(pool, 1)
-    full = FullBlock(chain_hash(root, local_hash(packed)), packed)
-    pool.register(block, full, "tenant")
-    assert pool.match_prefix([full], "") == []
-    assert [found.block for found in pool.match_prefix([full], "tenant")] == [block]
 
 
 def full_blocks(tokens: tuple[int, ...]) -> list[FullBlock]:

@@ -56,15 +56,6 @@ def test_a_block_with_two_readers_counts_once() -> None:
     assert counts(readers, pool) == {"old": 1, "new": 0}
 
 
-def test_the_targets_of_a_pull_count_as_incoming() -> None:
-    pool = BlockPool(4)
-    targets = pool.reserve(3)
-    assert targets is not None
-    pull = Claim("pull", PullerState.WANTING, targets, since=2.0)
-    (holder,) = count_once([pull], pool, now=2.5)
-    assert (holder.claim.column, holder.num_counted, holder.age_s) == (Column.INCOMING, 3, 0.5)
-
-
 def test_the_oldest_holder_comes_first() -> None:
     pool = BlockPool(4)
     claims = [Claim(name, SequenceState.WAITING, [], since) for name, since in (("b", 3.0), ("a", 1.0), ("c", 7.0))]
@@ -78,9 +69,10 @@ def test_the_check_finds_a_held_block_without_a_claim() -> None:
         check_claims([Claim("one", SequenceState.RUNNING, blocks[:1], since=0.0)], pool)
 
 
-def test_a_claim_on_a_free_block_does_not_count() -> None:
+def test_the_targets_of_a_pull_count_as_incoming() -> None:
     pool = BlockPool(4)
-    blocks = allocated(pool, 2)
-    pool.release(blocks[1:])
-    claims = [Claim("one", SequenceState.RUNNING, blocks, since=0.0)]
-    assert counts(claims, pool) == {"one": 1}
+    targets = pool.reserve(3)
+    assert targets is not None
+    pull = Claim("pull", PullerState.WANTING, targets, since=2.0)
+    (holder,) = count_once([pull], pool, now=2.5)
+    assert (holder.claim.column, holder.num_counted, holder.age_s) == (Column.INCOMING, 3, 0.5)

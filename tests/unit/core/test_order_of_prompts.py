@@ -40,14 +40,6 @@ def test_a_prompt_that_falls_due_is_passed_no_more() -> None:
     assert passed == [True] * 5 + [False] * 5, "the prompt of 40 tokens may take twice as long as alone"
 
 
-def test_a_lower_priority_value_passes_a_half_computed_prompt_however_long_it_is() -> None:
-    driven = Driven(num_blocks=64, budget=8)
-    driven.add("first", range(1, 17), max_tokens=1)
-    driven.step()
-    driven.add("urgent", range(101, 141), arrival=1, priority=-1, max_tokens=1)
-    assert order_of_ends(driven) == ["urgent", "first"]
-
-
 def test_the_prompts_of_two_tenants_share_the_steps() -> None:
     """Each prompt takes half a quantum."""
     driven = Driven(num_blocks=64, budget=8, max_waiting=64)
@@ -123,33 +115,6 @@ def test_a_pulled_sequence_takes_a_free_place_unless_a_prompt_of_higher_rank_has
     assert driven.step() == {"running": 8}, "`prompt` waits longer, and will get the place"
     driven.scheduler.abort("prompt")
     assert driven.step() == {"pulled": 1, "running": 7}
-
-
-def test_a_failed_step_gives_the_tokens_of_the_step_ahead_back_to_the_order() -> None:
-    driven = Driven(num_blocks=64, budget=8)
-    driven.add("failed", range(1, 9), max_tokens=3)
-    driven.begin()
-    driven.add("other", range(21, 41), arrival=1, max_tokens=1)
-    before = works(driven)
-    driven.begin()
-    assert works(driven) < before
-    driven.scheduler.fail_step()
-    driven.scheduler.check()
-    assert works(driven) == before
-    assert order_of_ends(driven) == ["other"]
-
-
-def test_a_preempted_sequence_goes_before_prompts_that_have_not_begun() -> None:
-    driven = Driven(num_blocks=6, budget=16, max_running=2)
-    driven.add("first", range(1, 8), arrival=1, max_tokens=8)
-    second = driven.add("second", range(21, 32), arrival=2, max_tokens=12)
-    while not second.num_preemptions:
-        driven.step()
-    for number in range(3):
-        driven.add(f"new {number}", range(100 * number + 41, 100 * number + 55), arrival=3 + number, max_tokens=1)
-    ends = [event.sequence_id for event in driven.run_until_idle() if event.finish_reason is not None]
-    assert ends[0] == "first"
-    assert "second" in ends[:3]
 
 
 def test_new_prices_change_the_work_of_prompts_that_wait() -> None:

@@ -59,14 +59,10 @@ def test_an_error_names_the_field_that_is_beyond_its_limit(field: str, value: fl
     assert str(refused.value).startswith(refused.value.field)
 
 
-def test_too_many_stop_tokens_are_refused() -> None:
-    sampling(stop_token_ids=frozenset(range(MAX_STOP_TOKEN_IDS)))
+def test_too_many_stop_tokens_and_biases_are_refused() -> None:
+    sampling(stop_token_ids=frozenset(range(MAX_STOP_TOKEN_IDS)), logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
         sampling(stop_token_ids=frozenset(range(MAX_STOP_TOKEN_IDS + 1)))
-
-
-def test_too_many_biases_are_refused() -> None:
-    sampling(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
     with pytest.raises(InvalidRequest, match="logit_bias"):
         sampling(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
 
@@ -91,14 +87,12 @@ def request(token_ids: tuple[int, ...] = (1, 2, 3), num_prompt_tokens: int = 3, 
     return Request("r", token_ids, num_prompt_tokens, sampling(**options))
 
 
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="prompt"):
-        request((), 0)
-
-
-def test_a_prompt_longer_than_its_tokens_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="num_prompt_tokens"):
-        request((1, 2), 3)
+@pytest.mark.parametrize(("token_ids", "num_prompt", "named"), [((), 0, "prompt"), ((1, 2), 3, "num_prompt_tokens")])
+def test_an_empty_prompt_and_one_longer_than_its_tokens_are_refused(
+    token_ids: tuple[int, ...], num_prompt: int, named: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        request(token_ids, num_prompt)
 
 
 def test_a_resumed_request_must_have_a_token_left_to_sample() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from core.errors import InvalidRequest, QueueFull
 from core.lifecycle import FinishReason
-from core.scheduling.sequence import Sequence
-from tests.unit.core.driving_scheduler import BLOCK_SIZE, Driven, make_sequence
+from core.scheduling.block_pool import Column
+from tests.unit.core.driving_scheduler import BLOCK_SIZE, EOS, Driven
 
 # ---- the token budget
 
@@ -18,17 +18,6 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert [driven.step() for _ in range(3)] == [{"long": 8}, {"long": 8}, {"long": 4}]
 
 
-def test_only_the_last_chunk_of_a_prompt_samples() -> None:
-    driven = Driven(budget=8)
-    driven.add("long", range(1, 13))
-    first = driven.begin()
-    assert [chunk.samples for chunk in first.chunks] == [False]
-    assert driven.end(first) == []
-    last = driven.begin()
-    assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in last.chunks] == [(8, 4, True)]
-    assert [event.index for event in driven.end(last)] == [0]
-
-
 def test_a_decode_never_waits_behind_a_prefill_chunk() -> None:
     driven = Driven(budget=8)
     driven.add("decoding", [1, 2], arrival=1)
@@ -36,24 +25,6 @@ def test_a_decode_never_waits_behind_a_prefill_chunk() -> None:
     driven.add("urgent", range(1, 31), arrival=2, priority=-1)
     assert driven.step() == {"decoding": 1, "urgent": 7}
     assert driven.step() == {"decoding": 1, "urgent": 7}, "the higher rank leaves a token to the decode"
-
-
-def test_every_decoding_sequence_gets_a_token_with_the_smallest_budget() -> None:
-    driven = Driven(budget=3, max_running=3)
-    for name in ("a", "b", "c"):
-        driven.add(name, [1, 2, 3, 4, 5], max_tokens=4)
-    while driven.scheduler.waiting or driven.scheduler.running:
-        decoding = {s.sequence_id for s in driven.scheduler.running if s.num_uncomputed_tokens == 1}
-        assert decoding <= driven.step().keys()
-
-
-def test_at_most_max_running_sequences_run() -> None:
-    driven = Driven(max_running=2)
-    for name in ("a", "b", "c"):
-        driven.add(name, [1, 2])
-    assert driven.step().keys() == {"a", "b"}
-    driven.scheduler.abort("a")
-    assert driven.step().keys() == {"b", "c"}
 
 
 # ---- rank
@@ -122,14 +93,6 @@ def test_a_prefill_only_sequence_needs_blocks_only_for_its_prompt() -> None:
     assert driven.run_until_idle()[-1].finish_reason is FinishReason.HANDOFF
 
 
-def test_a_sequence_without_a_token_left_to_sample_fails_an_assertion() -> None:
-    driven = Driven()
-    sequence = make_sequence("done", [1, 2], max_tokens=1)
-    sequence.token_ids.append(3)
-    with pytest.raises(AssertionError, match="has all its tokens"):
-        driven.scheduler.add(sequence)
-
-
 # ---- the prefix cache
 
 
@@ -151,15 +114,6 @@ def test_a_full_prefix_hit_still_computes_the_last_token() -> None:
     assert [(chunk.start, chunk.num_tokens, chunk.samples) for chunk in plan.chunks] == [(4, 4, True)]
 
 
-def test_a_prefix_with_another_cache_salt_is_no_hit() -> None:
-    driven = Driven()
-    driven.add("mine", range(1, 11), max_tokens=1, salt="a")
-    driven.step()
-    yours = driven.add("yours", range(1, 11), max_tokens=1, salt="b")
-    assert driven.step() == {"yours": 10}
-    assert yours.num_cached_tokens == 0
-
-
 def test_blocks_filled_by_decoding_are_cached() -> None:
     driven = Driven()
     driven.add("talk", [1, 2, 3], max_tokens=6)
@@ -169,41 +123,21 @@ def test_blocks_filled_by_decoding_are_cached() -> None:
     assert follow_up.num_cached_tokens == 8
 
 
-def assert_never_found_again(driven: Driven, holder: Sequence) -> None:
-    """Neither the first two blocks, which were invalidated, nor the block computed from them is cached."""
-    first, second, third, *_ = [block.sequence_hash for block in holder.full_blocks(BLOCK_SIZE)]
-    assert not {first, second, third} & set(driven.pool.registered_hashes())
-
-
-def test_invalidated_blocks_are_not_registered_again_by_the_sequence_that_holds_them() -> None:
-    driven = Driven()
-    holder = driven.add("holder", range(1, 10), max_tokens=12)
-    driven.step()
-    driven.pool.invalidate(holder.block_table)
-    driven.run_until_idle()
-    assert_never_found_again(driven, holder)
-
-
-def test_cached_blocks_invalidated_during_a_step_are_not_registered_again() -> None:
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_invalidated_blocks_are_not_registered_again_by_the_sequence_that_holds_them(in_a_step: bool) -> None:
     driven = Driven()
     driven.add("before", range(1, 10), max_tokens=1)
     driven.run_until_idle()
     holder = driven.add("holder", range(1, 10), max_tokens=12)
     plan = driven.begin()
+    if not in_a_step:
+        driven.end(plan)
     driven.pool.invalidate(holder.block_table)
-    driven.end(plan)
+    if in_a_step:
+        driven.end(plan)
     driven.run_until_idle()
-    assert_never_found_again(driven, holder)
-
-
-def test_two_sequences_share_the_blocks_of_their_prefix_only() -> None:
-    driven = Driven()
-    first = driven.add("first", range(1, 11))
-    driven.step()
-    second = driven.add("second", [*range(1, 9), 50])
-    driven.step()
-    assert first.block_table[:2] == second.block_table[:2]
-    assert not set(first.block_table[2:]) & set(second.block_table[2:])
+    first, second, third, *_ = [block.sequence_hash for block in holder.full_blocks(BLOCK_SIZE)]
+    assert not {first, second, third} & set(driven.pool.registered_hashes()), "the third was computed from the others"
 
 
 # ---- preemption
@@ -288,13 +222,6 @@ def test_waiting_sequences_are_preempted_only_if_their_blocks_are_enough() -> No
 # ---- hand-offs
 
 
-def test_a_pulled_sequence_decodes_at_once() -> None:
-    driven = Driven()
-    driven.add_pulled("pulled", range(1, 8), max_tokens=3)
-    assert driven.step() == {"pulled": 1}
-    assert [event.index for event in driven.run_until_idle()] == [2]
-
-
 def test_a_preempted_pulled_sequence_is_recomputed() -> None:
     driven = Driven(num_blocks=4, max_running=1)
     pulled = driven.add_pulled("pulled", range(1, 8), arrival=2, max_tokens=2)
@@ -320,17 +247,48 @@ def test_a_running_sequence_without_blocks_yields_to_a_pulled_sequence_of_higher
     assert running.finish_reason is pulled.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("num_blocks", [5, 8, 64])
-def test_a_prefill_worker_always_has_blocks_for_the_rest_of_all_half_computed_prompts(num_blocks: int) -> None:
-    """Readers keep the leases of a half prompt until it is complete, so two half prompts could block each other."""
-    driven = Driven(num_blocks=num_blocks, budget=6, max_running=4)
-    sequences = [
-        driven.add(str(n), range(100 * n + 1, 100 * n + 9 + n), arrival=n, priority=-n, sample_limit=1)
-        for n in range(8)
-    ]
-    while any(sequence.finish_reason is None for sequence in sequences):
-        driven.step()
-        half_computed = [sequence for sequence in sequences if sequence.block_table]
-        missing = sum(-(-len(s.token_ids) // BLOCK_SIZE) - len(s.block_table) for s in half_computed)
-        assert missing <= driven.pool.num_available
-    assert driven.scheduler.num_preemptions == 0
+# ---- ends
+
+
+def test_an_end_of_sequence_token_stops_unless_it_is_ignored() -> None:
+    driven = Driven()
+    driven.next_token = EOS
+    driven.add("stops", [1], max_tokens=3)
+    driven.add("goes on", [2], max_tokens=3, ignore_eos=True)
+    ends = {e.sequence_id: (e.index, e.finish_reason) for e in driven.run_until_idle() if e.finish_reason}
+    assert ends == {"stops": (0, FinishReason.STOP), "goes on": (2, FinishReason.LENGTH)}
+
+
+def test_a_stop_token_stops_even_if_the_end_of_sequence_is_ignored() -> None:
+    driven = Driven()
+    driven.add("stops", [1], max_tokens=3, ignore_eos=True, stop_token_ids=frozenset({driven.next_token}))
+    assert [event.finish_reason for event in driven.run_until_idle()] == [FinishReason.STOP]
+
+
+def test_a_failed_step_ends_only_its_own_sequences() -> None:
+    driven = Driven(max_running=2)
+    for name in ("a", "b", "c"):
+        driven.add(name, range(1, 8))
+    driven.begin()
+    driven.scheduler.abort("b")
+    failed = driven.scheduler.fail_step()
+    assert [(s.sequence_id, s.finish_reason) for s in failed] == [("a", FinishReason.ERROR)]
+    assert driven.pool.ledger()[Column.HELD] == 0
+    assert driven.pool.registered_hashes() == [], "the prefix cache has a block of a failed step"
+    assert driven.step() == {"c": 7}
+
+
+def test_a_sequence_that_was_not_computed_ends_alone_and_its_blocks_enter_no_cache() -> None:
+    driven = Driven(max_running=3)
+    for arrival, name in enumerate(("a", "b", "c")):
+        driven.add(name, range(10 * arrival + 1, 10 * arrival + 9), arrival=arrival)
+    plan = driven.begin()
+    failing = driven.scheduler.get("b")
+    assert failing is not None
+    assert [event.sequence_id for event in driven.end(plan, failed=["b"])] == ["a", "c"]
+    assert failing.finish_reason is FinishReason.ERROR
+    assert failing.block_table == []
+    assert driven.scheduler.get("b") is None
+    assert driven.scheduler.num_prefilled_tokens == 16
+    assert len(driven.pool.registered_hashes()) == 4, "two full blocks of each of the others"
+    assert driven.step() == {"a": 1, "c": 1}

@@ -30,11 +30,6 @@ def learned(true: StepCost, *works: StepWork, fit: StepCostFit | None = None) ->
     return fit
 
 
-def test_without_data_the_cost_is_the_prior() -> None:
-    assert StepCostFit().cost == PRIOR
-    assert StepCostFit(GPU).cost == GPU
-
-
 @MODELS
 def test_a_known_cost_is_recovered_from_noisy_mixed_steps(true: StepCost) -> None:
     draw = random.Random(7)
@@ -125,10 +120,3 @@ def test_steps_that_scatter_widely_do_not_swing_the_cost_of_a_decode(seed: int) 
         if step >= 50:
             seen.append(fit.cost.sequence_s + 300 * fit.cost.context_s)
     assert max(seen) < 3 * (CPU.sequence_s + 300 * CPU.context_s)
-
-
-def test_a_step_of_no_duration_is_no_error() -> None:
-    fit = StepCostFit()
-    for _ in range(20):
-        fit.record(decodes(1), 0.0)
-    assert 0.0 <= fit.cost.seconds(decodes(1)) < 1e-4

@@ -40,14 +40,6 @@ def test_the_chunks_of_a_prompt_follow_each_other_over_two_steps_in_flight() -> 
     assert driven.scheduler.num_waiting_tokens == 10
 
 
-def test_a_sequence_that_arrives_during_a_step_is_admitted_ahead() -> None:
-    driven = Driven()
-    driven.add("a", [1, 2])
-    driven.begin()
-    driven.add("b", [3, 4, 5], arrival=1)
-    assert chunks(driven.begin()) == [("a", 2, 1, True), ("b", 0, 3, False)]
-
-
 @pytest.mark.parametrize("options", [{"max_tokens": 1}, {"sample_limit": 1}])
 def test_a_sequence_whose_promised_token_is_its_last_is_not_planned_ahead(options: dict[str, int]) -> None:
     driven = Driven()
@@ -69,26 +61,6 @@ def test_a_stop_token_drops_the_token_of_the_step_ahead_and_leaks_no_block() -> 
     assert driven.end(ahead) == []
     assert driven.pool.ledger()[Column.HELD] == 0
     assert driven.scheduler.get("stops") is None
-
-
-def test_an_aborted_sequence_keeps_its_blocks_until_both_steps_have_ended() -> None:
-    driven = Driven()
-    driven.add("aborted", [1, 2, 3, 4])
-    first, ahead = driven.begin(), driven.begin()
-    driven.scheduler.abort("aborted")
-    assert driven.end(first) == []
-    assert driven.pool.ledger()[Column.HELD] == 2
-    assert driven.end(ahead) == []
-    assert driven.pool.ledger()[Column.HELD] == 0
-
-
-def test_a_sequence_that_has_ended_leaves_its_place_to_a_waiting_one() -> None:
-    driven = Driven(max_running=1)
-    driven.add("aborted", [1, 2])
-    driven.add("waiting", [3, 4], arrival=1)
-    driven.begin()
-    driven.scheduler.abort("aborted")
-    assert chunks(driven.begin()) == [("waiting", 0, 2, False)]
 
 
 def test_a_step_that_needs_a_preemption_is_planned_after_the_step_in_flight() -> None:
@@ -130,36 +102,6 @@ def test_a_failed_step_drops_the_step_ahead_and_only_its_own_sequences_end() -> 
     assert other.num_planned_tokens == 0
     assert driven.step() == {"other": 5}
     assert {event.sequence_id for event in driven.run_until_idle()} == {"other"}
-    assert driven.pool.ledger()[Column.HELD] == 0
-
-
-def test_a_sequence_that_fails_keeps_its_blocks_until_the_step_ahead_has_ended() -> None:
-    driven = Driven()
-    driven.add("failed", range(1, 5))
-    other = driven.add("other", range(21, 25), arrival=1)
-    first, ahead = driven.begin(), driven.begin()
-    assert chunks(ahead) == [("failed", 4, 1, True), ("other", 4, 1, True)]
-    assert [event.sequence_id for event in driven.end(first, failed=["failed"])] == ["other"]
-    assert driven.pool.ledger()[Column.HELD] == 4, "the step ahead may still write to the blocks of the failed sequence"
-    third = driven.begin()
-    assert chunks(third) == [("other", 5, 1, True)], "a failed sequence is planned again"
-    assert [event.sequence_id for event in driven.end(ahead, failed=["failed"])] == ["other"]
-    assert driven.scheduler.get("failed") is None
-    assert driven.pool.ledger()[Column.HELD] == 2
-    driven.end(third)
-    driven.run_until_idle()
-    assert other.finish_reason is FinishReason.LENGTH
-    assert driven.pool.ledger()[Column.HELD] == 0
-
-
-def test_a_prompt_that_fails_ends_although_its_next_chunk_is_in_flight() -> None:
-    driven = Driven(budget=8)
-    driven.add("failed", range(1, 13))
-    first, ahead = driven.begin(), driven.begin()
-    assert chunks(ahead) == [("failed", 8, 4, False)]
-    assert driven.end(first, failed=["failed"]) == []
-    assert driven.end(ahead) == [], "a token of a failed sequence is taken"
-    assert driven.pool.registered_hashes() == []
     assert driven.pool.ledger()[Column.HELD] == 0
 
 

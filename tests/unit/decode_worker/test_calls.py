@@ -8,7 +8,6 @@ from core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LayoutMismatch,
-    OutOfDeviceMemory,
     QueueFull,
     RequestCancelled,
     TransferFailed,
@@ -36,42 +35,6 @@ def test_a_call_without_a_source_computes_its_prompt() -> None:
     done = worker.only(DecodeDone)
     assert done.pull is None
     assert [stage for stage, _, _ in done.timeline.history] == [Stage.QUEUE, Stage.PREFILL, Stage.DECODE]
-
-
-def test_decoding_continues_while_a_prompt_is_computed_in_chunks() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 4, max_tokens=8))
-    worker.finish_step()
-    worker.arrive_alone(request("b", 16, first=30))
-    worker.finish_step()
-    assert worker.chunks() == [("a", 5 + 0, 1), ("b", 0, 7)]
-
-
-def test_a_failed_step_ends_the_calls_in_it() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 4))
-    worker.fail_step()
-    assert worker.only(DecodeFailed).request_id == "a"
-    assert worker.ledger == {}
-    worker.arrive_alone(request("b", 4, max_tokens=1))
-    worker.run_until_idle()
-    assert worker.only(DecodeDone).request_id == "b"
-
-
-def test_a_sequence_without_memory_ends_alone_and_typed() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 2, max_tokens=3))
-    worker.arrive_alone(request("b", 2, first=30, max_tokens=3))
-    worker.finish_step()
-    worker.finish_step("b")
-    failed = worker.only(DecodeFailed)
-    assert failed.request_id == "b"
-    assert isinstance(failed.error, OutOfDeviceMemory)
-    worker.run_until_idle()
-    assert worker.only(DecodeDone).request_id == "a"
-    assert worker.emitted("a") == [2, 3, 4]
-    assert worker.ledger == {}
-    assert worker.machine.idle
 
 
 # ---- cancellation and deadlines
@@ -118,16 +81,6 @@ def test_a_call_cancelled_during_its_reads_keeps_the_target_blocks_until_they_en
     assert worker.sent(Release)[-1].reason is AbortReason.CANCELLED
     assert worker.emitted("a") == []
     assert worker.machine.idle
-
-
-def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_ends() -> None:
-    worker = Decode()
-    worker.arrive_alone(request("a", 4))
-    worker.post(DecodeCancelled("a"))
-    assert worker.ledger == {"held": 1}
-    worker.finish_step()
-    assert worker.ledger == {}
-    assert worker.emitted("a") == []
 
 
 def test_a_call_cancelled_in_mid_stream_emits_no_more_tokens() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from core.config import SchedulerConfig
 from core.errors import TransferFailed
-from core.handoff import Abort, AbortReason, Release, Want
+from core.handoff import AbortReason, Want
 from core.lifecycle import FinishReason, Stage
-from decode_worker.machine import DecodeDone, DecodeFailed, EmitTokens
+from decode_worker.machine import DecodeDone, DecodeFailed
 from kv_transfer.protocol.events import PeerLost, ReadFailed, ReadTimedOut, StartRead
-from tests.support.driven_worker import EOS, LEASE_S, request
+from tests.support.driven_worker import EOS, request
 from tests.unit.decode_worker.driven_decode import Decode
 
 
@@ -48,15 +48,6 @@ def test_the_answer_has_the_times_of_the_stages_and_the_pulled_blocks() -> None:
     assert done.pull.num_blocks == 2
 
 
-def test_a_resumed_request_continues_at_its_next_index() -> None:
-    worker = Decode()
-    worker.arrive(request("a", 4, max_tokens=4, resumed=(40, 41)))
-    worker.pull(token=42)
-    worker.run_until_idle()
-    assert worker.of(EmitTokens)[0].tokens[0].index == 2
-    assert worker.emitted("a") == [42, 7]
-
-
 @pytest.mark.parametrize(("max_tokens", "token", "reason"), [(1, 20, FinishReason.LENGTH), (4, EOS, FinishReason.STOP)])
 def test_a_pulled_first_token_may_end_the_request(max_tokens: int, token: int, reason: FinishReason) -> None:
     worker = Decode()
@@ -78,15 +69,6 @@ def test_hand_offs_get_their_blocks_in_order_of_arrival() -> None:
     assert worker.machine.load().num_pulls_waiting == 2
     worker.run_steps_and_reads()
     assert [want.transfer_id for want in worker.sent(Want)] == [1, 2, 3]
-
-
-def test_a_hand_off_leaves_the_next_block_of_each_running_sequence_free() -> None:
-    worker = Decode(num_blocks=5)
-    worker.arrive_alone(request("runs", 7, max_tokens=8))  # 2 blocks now, a third block soon
-    worker.arrive(request("pulls", 12, max_tokens=4, first=30))  # needs the other 3 blocks
-    assert not worker.is_wanted(1), "with no block left, the running sequence would be preempted"
-    worker.run_until_idle()
-    assert worker.wanted() == (0, 1, 2)
 
 
 def test_a_pull_leaves_the_next_block_of_each_running_sequence_free() -> None:
@@ -120,18 +102,6 @@ def test_a_full_queue_does_not_refuse_a_pulled_sequence() -> None:
     worker.pull()
     worker.run_until_idle()
     assert worker.emitted("pulls") == [20, 5, 6, 7]
-
-
-def test_a_waiting_hand_off_sends_heartbeats_to_its_owner() -> None:
-    worker = Decode(num_blocks=4)
-    worker.arrive(request("a", 16, max_tokens=1), ticket=1)
-    worker.ready_all(ticket=1)
-    worker.arrive(request("b", 16, max_tokens=1, first=30), ticket=2)
-    worker.pass_time(LEASE_S / 6 + 0.1)
-    beats = [
-        action.message for action in worker.actions if type(getattr(action, "message", None)).__name__ == "Heartbeat"
-    ]
-    assert {entry.transfer_id for entry in beats[-1].entries} == {1, 2}
 
 
 def serve_a_prompt(worker: Decode, num_tokens: int) -> None:
@@ -208,14 +178,6 @@ def test_a_read_past_its_time_limit_fails_the_call_and_keeps_the_target_blocks()
     worker.post(ReadFailed(read.read_id, AbortReason.READ_FAILED, "cancelled"))
     assert worker.ledger == {}
     assert worker.machine.idle
-
-
-def test_an_abort_of_the_owner_fails_the_call() -> None:
-    worker = Decode()
-    worker.arrive(request("a", 6))
-    worker.hear(lambda i, c: Abort(1, i, c, AbortReason.PREFILL_FAILED))
-    assert "prefill_failed" in str(worker.only(DecodeFailed).error)
-    assert worker.sent(Release)[-1].transfer_id == 1
 
 
 def test_preempted_pulled_prompts_are_recomputed_with_the_same_tokens() -> None:

@@ -6,12 +6,14 @@ from functools import partial
 
 import pytest
 
+from core.config import SchedulerConfig
 from core.errors import TransferFailed
-from core.handoff import AbortReason, Heartbeat, Release
-from decode_worker.machine import DecodeCancelled, DecodeFailed
+from core.handoff import AbortReason, Heartbeat, Release, Want
+from core.machine import Tick
+from decode_worker.machine import DecodeCancelled, DecodeDone, DecodeFailed
 from decode_worker.pull_queue import MAX_STALL_S
 from kv_transfer.protocol.events import ReadFailed, StartRead
-from tests.support.driven_worker import LEASE_S, request
+from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
 
@@ -131,15 +133,6 @@ def test_a_pull_that_ends_lets_the_next_one_take_its_blocks() -> None:
     assert targets_of(worker) == {"b": 5}
 
 
-def test_a_heartbeat_says_how_many_announced_blocks_lack_a_target() -> None:
-    worker = two_half_pulled()
-    announce(worker, 2, 0, 5)
-    worker.pass_time(LEASE_S / 6 + 0.1)
-    entries = {entry.transfer_id: entry for entry in worker.sent(Heartbeat)[-1].entries}
-    assert (entries[1].num_ready, entries[1].num_unplaced) == (2, 0)
-    assert (entries[2].num_ready, entries[2].num_unplaced) == (5, 3)
-
-
 # ---- when nothing runs, rank decides
 
 
@@ -205,23 +198,6 @@ def test_blocks_that_a_read_still_writes_to_are_waited_for() -> None:
     assert worker.finished() == {"runs"}
 
 
-def test_a_running_sequence_of_lower_rank_gives_its_blocks_to_a_pull() -> None:
-    worker = Decode(num_blocks=8)
-    worker.arrive(request("high", 24, max_tokens=2, priority=-1), ticket=1)
-    worker.arrive_alone(request("runs", 8, max_tokens=20, first=100))
-    announce(worker, 1, 0, 5)
-    worker.finish_reads()
-    while worker.plans:
-        worker.finish_step()
-    assert worker.ledger == {"held": 3, "incoming": 5}
-    worker.pass_time(5 * MAX_STALL_S)
-    assert worker.core.scheduler.num_preemptions == 0, "the pull waits for its owner, not for blocks"
-    announce(worker, 1, 5, 6, token=20)
-    worker.run_steps_and_reads()
-    assert worker.core.scheduler.num_preemptions > 0
-    assert worker.finished() == {"high", "runs"}
-
-
 @pytest.mark.parametrize("num_events", [1, 20])
 def test_events_that_move_nothing_do_not_prolong_a_stall(num_events: int) -> None:
     worker = two_half_pulled(second_priority=-1)
@@ -263,3 +239,87 @@ def test_a_hand_off_that_does_not_fit_beside_older_local_prompts_waits_for_their
     worker.pull()
     worker.run_steps_and_reads()
     assert worker.finished() == {"local0", "local1", "pulled"}
+
+
+# ---- what a hand-off waits for, and what an end leaves behind
+
+
+def with_a_cached_prompt(num_blocks: int = 16) -> Decode:
+    """A worker with two blocks of a prompt in its prefix cache."""
+    worker = Decode(num_blocks)
+    worker.arrive_alone(request("before", 9, max_tokens=1))
+    worker.run_until_idle()
+    assert worker.ledger == {}
+    return worker
+
+
+def test_a_hand_off_does_not_wait_for_a_later_prompt() -> None:
+    worker = Decode(num_blocks=6, scheduler=SchedulerConfig(max_batched_tokens=8, max_running=1))
+    worker.arrive_alone(request("runs", 16, max_tokens=1))
+    worker.arrive(request("a", 14, first=30))
+    worker.arrive_alone(request("later", 8, first=50))
+    while worker.chunks()[0][0] == "runs":
+        assert not worker.sent(Want), "the hand-off has blocks too early"
+        worker.finish_step()
+    assert worker.wanted() == (0, 1, 2, 3)
+    assert worker.chunks() == [("later", 0, 8)]
+
+
+def test_a_hand_off_that_waits_for_blocks_holds_no_cached_blocks() -> None:
+    worker = with_a_cached_prompt(num_blocks=6)
+    worker.arrive_alone(request("runs", 12, first=40, max_tokens=2))
+    assert worker.ledger == {"held": 2}
+    worker.arrive(request("a", 14))
+    assert worker.ledger == {"held": 2}
+    assert worker.machine.load().num_pulls_waiting == 1
+    worker.run_until_idle()
+    assert worker.wanted() == (2, 3), "the cached blocks are still in the cache"
+
+
+def test_a_hand_off_without_a_first_token_fails_and_releases_its_blocks() -> None:
+    worker = with_a_cached_prompt()
+    worker.arrive(request("a", 14))
+    worker.ready(*worker.wanted(), last=True)
+    worker.finish_reads()
+    failed = worker.only(DecodeFailed)
+    assert isinstance(failed.error, TransferFailed)
+    assert "delivered no first token" in str(failed.error)
+    assert worker.ledger == {}
+
+
+def test_a_worker_is_idle_only_when_its_calls_pulls_and_reads_have_ended() -> None:
+    worker = Decode()
+    assert worker.machine.idle
+    worker.arrive_alone(request("local", 4, max_tokens=2))
+    assert not worker.machine.idle
+    worker.run_until_idle()
+    assert worker.machine.idle
+    worker.arrive(request("pulled", 4, max_tokens=2))
+    assert not worker.machine.idle
+    worker.pull()
+    assert not worker.machine.idle
+    worker.run_until_idle()
+    assert worker.machine.idle
+
+
+def test_an_ended_call_leaves_no_deadline_and_its_id_may_be_used_again() -> None:
+    worker = Decode()
+    for _ in range(2):
+        worker.arrive_alone(request("a", 4, max_tokens=2))
+        worker.run_until_idle()
+        assert worker.machine.next_deadline() is None
+    assert [done.request_id for done in worker.of(DecodeDone)] == ["a", "a"]
+
+
+def test_a_waiting_hand_off_looks_for_blocks_again_only_after_a_change_of_the_pool() -> None:
+    worker = Decode(num_blocks=5)
+    worker.arrive(request("running", 12, max_tokens=6))
+    worker.pull()
+    worker.arrive(request("waits", 8, first=40, max_tokens=2), ticket=2)
+    assert not worker.is_wanted(2)
+    num_changes = worker.pool.num_changes
+    for _ in range(3):
+        worker.post(Tick())
+    assert worker.pool.num_changes == num_changes, "each event holds and drops the cached prefix"
+    worker.run_until_idle()
+    assert worker.is_wanted(2)

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from core.errors import InvalidRequest, TandemError, WorkerUnavailable
+from core.errors import InvalidRequest, WorkerUnavailable
 from core.lifecycle import FinishReason, Stage, Timeline
 from core.request import Request, SamplingParams
 from core.scheduling.worker_load import CallId
 from core.step import SampledToken, TokenEvent
-from decode_worker.machine import DecodeArrived, DecodeCancelled, DecodeDone, DecodeFailed, EmitTokens
+from decode_worker.machine import DecodeCancelled, DecodeDone, EmitTokens
 from decode_worker.servicer import DecodeServicer
 from protos import codec
 from tandem_client.stubs import worker_pb2
@@ -164,17 +164,6 @@ async def test_the_end_of_a_stream_ends_its_calls_and_no_other(scene: Scene) -> 
     await scene.close()
 
 
-async def test_a_router_may_use_the_id_of_an_ended_stream_again(scene: Scene) -> None:
-    first = await scene.stream(1)
-    first.task.cancel()
-    await turn_the_loop()
-    again = await scene.stream(1)
-    await scene.decode("a", 11, 1)
-    await scene.emit(("a", 0, 7))
-    assert again.written == [(11, 0, 7)]
-    await scene.close()
-
-
 async def test_a_cancelled_call_cancels_its_sequence(scene: Scene) -> None:
     stream = await scene.stream(1)
     call = await scene.decode("a", 11, 1)
@@ -183,17 +172,6 @@ async def test_a_cancelled_call_cancels_its_sequence(scene: Scene) -> None:
     assert scene.cancelled() == {"a"}
     await scene.emit(("a", 0, 7))
     assert stream.written == []
-    await scene.close()
-
-
-async def test_a_call_that_the_machine_fails_ends_with_its_error(scene: Scene) -> None:
-    await scene.stream(1)
-    call = await scene.decode("a", 11, 1)
-    scene.servicer.perform(DecodeFailed("a", TandemError("the step failed")))
-    with pytest.raises(TandemError, match="the step failed"):
-        await call
-    assert not scene.cancelled()
-    assert any(isinstance(event, DecodeArrived) for event in scene.driver.events)
     await scene.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from core.handoff import Want
 from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 
@@ -51,16 +50,6 @@ def test_later_local_requests_do_not_keep_a_hand_off_waiting(
     assert worker.ledger == {}
 
 
-def test_a_hand_off_behind_another_gets_blocks_before_later_local_requests() -> None:
-    worker = Busy()
-    worker.arrive(request("large", 59, first=5000), ticket=1)
-    worker.arrive(request("next", 40, first=6000), ticket=2)
-    worker.keep_busy_until_wanted(1, max_steps=20)
-    worker.finish_reads()
-    worker.keep_busy_until_wanted(2, max_steps=20)
-    assert worker.finished() <= {"large", "local1", "local2", "local3", "local4"}
-
-
 def test_a_waiting_hand_off_does_not_hold_up_local_requests_of_higher_priority() -> None:
     worker = Busy()
     worker.arrive(request("pulled", 59, first=5000))
@@ -70,29 +59,6 @@ def test_a_waiting_hand_off_does_not_hold_up_local_requests_of_higher_priority()
         worker.finish_step()
     worker.run_until_idle()
     assert worker.is_wanted(1)
-
-
-def test_hand_offs_wait_in_rank_order() -> None:
-    worker = Busy()
-    worker.arrive(request("later", 59, first=5000, priority=1), ticket=1)
-    worker.arrive(request("sooner", 59, first=6000, priority=0), ticket=2)
-    worker.run_until_idle()
-    assert [want.transfer_id for want in worker.sent(Want)] == [2, 1]
-
-
-def test_a_pulled_sequence_runs_while_a_hand_off_of_higher_rank_waits_for_its_blocks() -> None:
-    """The pulled sequence frees its blocks only by running."""
-    worker = Decode()
-    worker.arrive(request("pulled", 40, first=5000), ticket=1)
-    worker.ready_all(ticket=1)
-    worker.arrive(request("urgent", 40, first=6000, priority=-1), ticket=2)
-    assert not worker.is_wanted(2)
-    worker.finish_reads()
-    worker.run_until_idle()
-    assert worker.is_wanted(2)
-    worker.pull(ticket=2)
-    worker.run_until_idle()
-    assert worker.finished() == {"pulled", "urgent"}
 
 
 def test_a_preempted_sequence_waits_behind_a_hand_off_of_higher_rank_and_finishes() -> None:

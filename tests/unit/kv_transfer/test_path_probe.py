@@ -11,7 +11,7 @@ import pytest
 from core.errors import TransportError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
-from core.paths import Lane, PathState, PathStatus
+from core.paths import Lane
 from kv_transfer.location import COPIED_BYTES, locate
 from kv_transfer.path_probe import (
     MAX_DEVICE_PROBE_BYTES,
@@ -19,7 +19,6 @@ from kv_transfer.path_probe import (
     PathProber,
     Traffic,
     keep_for_probes,
-    log_path,
     seen,
     traffic,
 )
@@ -151,12 +150,3 @@ def test_a_location_says_how_fast_memory_is_and_leaves_every_block_as_it_is() ->
 
 def test_a_pool_that_lies_in_the_caches_promises_nothing(pair: Pair) -> None:
     assert locate(pair.reader.pool).memory_bytes_per_s == 0.0
-
-
-def test_the_log_warns_of_what_is_wrong_and_names_both_ends(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    log_path("decode-0", PathStatus("prefill-0", PathState.FALLBACK, Lane.TCP, 1e9, 5e9, 1e-4))
-    log_path("decode-0", PathStatus("prefill-0", PathState.FINE, Lane.SHARED_MEMORY, 5e9, 5e9, 1e-4))
-    warned, informed = caplog.records
-    assert (warned.levelname, informed.levelname) == ("WARNING", "INFO")
-    assert warned.getMessage().startswith("path prefill-0 -> decode-0 is fallback: TCP, 1 GB/s of 5, 100 us")

@@ -136,14 +136,6 @@ def measured(bytes_per_s: float, seen: Lane = Lane.UNKNOWN, location: Location =
     return reader
 
 
-def test_an_owner_that_joins_is_connected_to_and_sent_a_ping() -> None:
-    reader = Reader()
-    reader.join(agent("owner"))
-    assert reader.of(Connect) == [Connect(agent("owner"))]
-    assert [ping.ack for ping in reader.pings()] == [None]
-    assert reader.path().state is PathState.CONNECTING
-
-
 def test_the_shortest_round_trip_counts() -> None:
     reader = Reader()
     reader.join(agent("owner"))
@@ -190,11 +182,6 @@ def test_tcp_between_gpus_is_a_fallback_whatever_its_speed() -> None:
     reader = measured(20e9, seen=Lane.TCP, location=ON_A_GPU)
     assert (reader.path().state, reader.path().lane) == (PathState.FALLBACK, Lane.TCP)
     assert reader.logged() == [PathState.FALLBACK]
-
-
-def test_gpus_of_one_machine_without_tcp_are_fine() -> None:
-    reader = measured(20e9, location=ON_A_GPU)
-    assert (reader.path().state, reader.path().lane) == (PathState.FINE, Lane.CUDA_IPC)
 
 
 def test_one_slow_hand_off_does_not_make_a_path_slow_and_three_do() -> None:

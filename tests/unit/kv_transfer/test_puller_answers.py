@@ -11,7 +11,6 @@ from core.config import TransferConfig
 from core.errors import TransferFailed
 from core.handoff import Abort, AbortReason, Heartbeat, OfferedBlocks, OwnerState, PullerState, Ready, Want
 from core.scheduling.block_pool import BlockPool, Column
-from kv_transfer.protocol import puller
 from kv_transfer.protocol.events import (
     MessageReceived,
     PeerLost,
@@ -133,15 +132,6 @@ def test_reads_are_counted_and_timed() -> None:
     assert (stats.read_s, stats.total_s, stats.exposed_s) == (pair.read_seconds, 2.0, 2.0)
 
 
-def test_a_want_may_list_as_many_blocks_as_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(puller, "MAX_POSITIONS", 2)
-    pair = Pair()
-    pair.offer([0, 1])
-    pair.pull([0, 1])
-    pair.run()
-    assert_completed(pair)
-
-
 def test_from_an_owner_with_smaller_blocks_the_puller_wants_the_pieces_that_the_sequence_fills() -> None:
     pool = BlockPool(8)
     ours = address("puller", 22, num_blocks=8, layout=replace(LAYOUT, block_size=2 * LAYOUT.block_size))
@@ -162,14 +152,6 @@ def test_from_an_owner_with_smaller_blocks_the_puller_wants_the_pieces_that_the_
     reads = machine.puller.add_targets(ID, dict(enumerate(targets, 1)), 0.0)
     moved = [(r.pieces, r.sources, r.targets) for r in reads if isinstance(r, StartRead)]
     assert moved == [((2,), (22,), (targets[0],)), ((3, 4), (23, 24), (targets[0], targets[1]))]
-
-
-def test_a_position_that_has_its_target_already_is_not_asked_for() -> None:
-    pair = wanting(2)
-    pair.add_targets(pair.puller.targets([0]))
-    pair.add_ready([0, 1], last=True)
-    pair.deliver_all()
-    assert pair.puller.needed == {ID: [1]}
 
 
 def test_a_lost_owner_fails_its_own_pulls_alone_and_each_owner_gets_its_own_heartbeats() -> None:

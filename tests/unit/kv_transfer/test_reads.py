@@ -18,8 +18,9 @@ from kv_transfer.transports.transport import PoolMemory, TransportEvent
 
 LAYOUT = KVLayout("m", "float32", num_layers=4, num_kv_heads=8, block_size=16, head_dim=64)  # 256 KiB a block
 PER_SLICE = SLICE_BYTES // LAYOUT.block_bytes
-NUM_BLOCKS = 40 * PER_SLICE
+NUM_BLOCKS = 30 * PER_SLICE
 PLAN = TransferPlan(LAYOUT, LAYOUT)
+SOURCE = np.random.default_rng(1).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
 
 
 class Copier:
@@ -29,8 +30,7 @@ class Copier:
 
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
-        self.source = np.random.default_rng(1).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
-        self.target = np.zeros_like(self.source)
+        self.source, self.target = SOURCE, np.zeros_like(SOURCE)
         self.sizes: list[int] = []
         self.waiting: dict[int, Runs] = {}
         self.cancelled: list[int] = []

@@ -10,7 +10,6 @@ from core.errors import (
     InvalidRequest,
     OutOfDeviceMemory,
     QueueFull,
-    RequestCancelled,
     TransferFailed,
     WorkerUnavailable,
 )
@@ -18,7 +17,7 @@ from core.handoff import Abort, AbortReason, Heartbeat, HeartbeatEntry, Ready
 from core.lifecycle import FinishReason, Stage, WorkerState
 from core.machine import Tick
 from prefill_worker.machine import MAX_STALL_S, PrefillCancelled, PrefillDone, PrefillFailed
-from tests.support.driven_worker import EOS, LEASE_S, request
+from tests.support.driven_worker import EOS, request
 from tests.unit.prefill_worker.driven_prefill import Prefill
 from worker.core import DrainRequested
 
@@ -40,16 +39,6 @@ def test_each_chunk_offers_its_full_blocks_and_the_last_chunk_also_the_first_tok
     assert (worker.sent(Ready)[-1].last, worker.sent(Ready)[-1].first_token_id) == (True, 18)
 
 
-def test_a_chunk_that_ends_within_a_block_does_not_offer_this_block() -> None:
-    worker = Prefill(scheduler=SchedulerConfig(max_batched_tokens=6, max_running=4))
-    worker.arrive(request("a", 18))
-    worker.want(0, 1, 2, 3, 4)
-    worker.finish_step()
-    assert worker.offered() == [0]
-    worker.finish_step()
-    assert worker.offered() == [0, 1, 2]
-
-
 def test_the_answer_has_the_first_token_and_no_finish_reason() -> None:
     worker = Prefill()
     worker.arrive(request("a", 6))
@@ -59,13 +48,6 @@ def test_the_answer_has_the_first_token_and_no_finish_reason() -> None:
     assert (done.request_id, done.index, done.token.token_id, done.finish_reason) == ("a", 0, 6, None)
     assert done.timeline.seconds_in(Stage.PREFILL) == 2.0
     assert not worker.plans, "a prefill worker samples only one token"
-
-
-def test_a_resumed_request_continues_at_its_next_index() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 4, resumed=(40, 41)))
-    worker.finish_step()
-    assert worker.only(PrefillDone).index == 2
 
 
 def test_blocks_stay_leased_after_the_answer_until_the_reader_releases_them() -> None:
@@ -78,18 +60,6 @@ def test_blocks_stay_leased_after_the_answer_until_the_reader_releases_them() ->
     worker.release()
     assert worker.ledger == {}
     assert worker.machine.idle
-
-
-def test_blocks_of_a_silent_reader_are_free_after_the_lease() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 6))
-    worker.want(0, 1)
-    worker.finish_step()
-    worker.pass_time(LEASE_S - 0.1)
-    assert worker.ledger == {"leased": 2}
-    worker.pass_time(0.2)
-    assert worker.ledger == {}
-    assert worker.machine.load().num_expired_leases == 1
 
 
 def test_a_cached_prefix_is_offered_and_counted() -> None:
@@ -123,17 +93,6 @@ def test_a_first_token_that_ends_the_request_does_not_abort_the_offer(
     assert worker.ledger == {}
 
 
-def test_a_call_cancelled_in_the_queue_ends_at_once() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 16))
-    worker.arrive(request("b", 16, first=30), ticket=2)
-    worker.post(PrefillCancelled("b"))
-    failed = worker.only(PrefillFailed)
-    assert (failed.request_id, type(failed.error)) == ("b", RequestCancelled)
-    assert worker.sent(Abort)[-1].transfer_id == 2
-    assert worker.machine.load().num_waiting == 0
-
-
 def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_ends() -> None:
     worker = Prefill()
     worker.arrive(request("a", 16))
@@ -145,18 +104,6 @@ def test_a_call_cancelled_during_a_step_keeps_its_blocks_until_the_step_ends() -
     assert worker.ledger == {}
     assert worker.offered() == [], "blocks of a cancelled prompt are offered"
     assert worker.machine.idle
-
-
-def test_announced_blocks_of_a_cancelled_call_stay_leased_until_the_release() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 16))
-    worker.want(0, 1, 2, 3)
-    worker.finish_step()
-    worker.post(PrefillCancelled("a"))
-    worker.finish_step()
-    assert worker.ledger == {"leased": 2}
-    worker.release(reason=AbortReason.PREFILL_FAILED)
-    assert worker.ledger == {}
 
 
 def test_cancelling_an_ended_call_does_nothing() -> None:
@@ -203,20 +150,6 @@ def test_a_prompt_without_memory_ends_alone_and_its_chunk_is_not_offered() -> No
     assert worker.only(PrefillDone).request_id == "short"
     worker.release(ticket=1)
     worker.release(ticket=2, reason=AbortReason.PREFILL_FAILED)
-    assert worker.ledger == {}
-    assert worker.machine.idle
-
-
-def test_a_prompt_that_fails_in_its_second_chunk_withdraws_its_first_one() -> None:
-    worker = Prefill()
-    worker.arrive(request("a", 16))
-    worker.want(0, 1, 2, 3)
-    worker.finish_step()
-    assert worker.offered() == [0, 1]
-    worker.finish_step("a")
-    assert worker.only(PrefillFailed).request_id == "a"
-    assert worker.offered() == [0, 1]
-    worker.release(reason=AbortReason.PREFILL_FAILED)
     assert worker.ledger == {}
     assert worker.machine.idle
 
@@ -306,17 +239,6 @@ def test_an_offer_without_a_want_is_withdrawn_for_a_prompt_with_a_waiting_reader
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
 
 
-def test_an_offer_that_is_wanted_in_time_is_not_withdrawn() -> None:
-    worker = blocked_by_an_unread_offer()
-    worker.pass_time(MAX_STALL_S / 2)
-    worker.want(0, 1, 2, 3, ticket=1)
-    worker.pass_time(MAX_STALL_S)
-    assert worker.sent(Abort) == []
-    worker.release()
-    worker.run_until_idle()
-    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
-
-
 def lack_blocks(worker: Prefill, ticket: int, num_unplaced: int) -> None:
     """A heartbeat of the reader."""
     entry = HeartbeatEntry(ticket, 4, num_unplaced)
@@ -334,21 +256,24 @@ def test_an_offer_whose_reader_lacks_blocks_is_withdrawn() -> None:
     assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
 
 
-def test_an_offer_whose_reader_has_got_its_blocks_is_not_withdrawn() -> None:
+@pytest.mark.parametrize("unplaced", [{}, {1: (3, 0)}, {2: (1,)}], ids=["wanted", "got its blocks", "of highest rank"])
+def test_an_offer_that_is_wanted_is_not_withdrawn_while_its_reader_has_blocks(
+    unplaced: dict[int, tuple[int, ...]],
+) -> None:
+    """`unplaced`: what the heartbeats of the reader of each offer say, in order."""
     worker = blocked_by_an_unread_offer()
-    worker.want(0, 1, 2, 3, ticket=1)
-    lack_blocks(worker, 1, 3)
-    lack_blocks(worker, 1, 0)
-    worker.pass_time(5 * MAX_STALL_S)
+    worker.pass_time(MAX_STALL_S / 2)
+    worker.post(Tick())
     assert worker.sent(Abort) == []
-
-
-def test_the_highest_ranked_prompt_is_not_withdrawn_though_its_reader_lacks_blocks() -> None:
-    worker = blocked_by_an_unread_offer()
     worker.want(0, 1, 2, 3, ticket=1)
-    lack_blocks(worker, 2, 1)
-    worker.pass_time(5 * MAX_STALL_S)
+    for ticket, counts in unplaced.items():
+        for num_unplaced in counts:
+            lack_blocks(worker, ticket, num_unplaced)
+    worker.pass_time(5 * MAX_STALL_S if unplaced else MAX_STALL_S)
     assert worker.sent(Abort) == []
+    worker.release()
+    worker.run_until_idle()
+    assert [done.request_id for done in worker.of(PrefillDone)] == ["a", "b"]
 
 
 def test_each_stall_has_its_own_time_limit() -> None:
@@ -376,13 +301,6 @@ def test_no_offer_is_withdrawn_while_no_reader_waits_for_a_prompt() -> None:
     worker.arrive(request("b", 16, first=30), ticket=2)
     worker.run_until_idle()
     worker.pass_time(5 * MAX_STALL_S)
-    assert worker.sent(Abort) == []
-
-
-def test_no_offer_is_withdrawn_before_the_time_limit_of_a_stall() -> None:
-    worker = blocked_by_an_unread_offer()
-    worker.pass_time(MAX_STALL_S / 2)
-    worker.post(Tick())
     assert worker.sent(Abort) == []
 
 

@@ -29,10 +29,6 @@ def test_each_role_has_the_cost_of_its_typical_worker() -> None:
     assert (costs.prefill, costs.decode, costs.max_step_tokens) == (MIDDLE, SLOW, 256)
 
 
-def test_without_a_prefill_worker_prompts_cost_what_a_decode_worker_takes() -> None:
-    assert costs_of("a test", [worker("d0", FAST)], [REQUEST]).prefill == FAST
-
-
 def test_the_link_is_the_median_path() -> None:
     paths = [LinkCost(speed, 1e-5) for speed in (1e9, 3e9, 9e9)]
     assert costs_of("a test", [worker("d0", FAST, *paths)], [REQUEST]).link == LinkCost(3e9, 1e-5)

@@ -25,10 +25,6 @@ def test_a_built_in_name_needs_no_file() -> None:
     assert read_costs("h100-8b").layout(64).token_bytes == 128 * 1024
 
 
-def test_a_layout_has_the_bytes_of_the_costs() -> None:
-    assert replace(COSTS, token_bytes=23040).layout(16).block_bytes == 23040 * 16
-
-
 def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(data: dict[str, Any]) -> None:
         *parents, name = path.split(".")

@@ -69,11 +69,6 @@ def test_a_bad_row_is_named(tmp_path: Path, row: str, message: str) -> None:
         fit_file(written(tmp_path, "m,s,b,1,agg,1024,128,8,7.5", row), Filters())
 
 
-def test_points_of_two_pools_are_left_out(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no point passes the filters"):
-        fit_file(written(tmp_path, "m,s,b,1,disagg,1024,128,8,7.5"), Filters())
-
-
 def test_the_built_in_costs_follow_from_the_public_points() -> None:
     fit = fit_file(MEASURED, H100)
     assert astuple(fit.cost) == pytest.approx(astuple(H100_8B), rel=5e-3)

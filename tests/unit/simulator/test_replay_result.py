@@ -127,10 +127,6 @@ def test_a_histogram_of_gaps_is_within_1_percent(gaps: list[float], percent: int
     assert histogram.percentile(percent) == pytest.approx(percentile(sorted(gaps), percent), rel=0.01)
 
 
-def test_an_empty_histogram_has_percentile_0() -> None:
-    assert GapHistogram().percentile(50) == 0.0
-
-
 @pytest.mark.parametrize(
     ("points", "expected"),
     [

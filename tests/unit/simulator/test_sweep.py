@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.sweep import Axis, Point, answer, fewest_workers, grid, highest_rates, pareto_front, parse_sweep
+from simulator.sweep import Axis, Point, answer, grid, highest_rates, pareto_front, parse_sweep
 
 
 def point(num_prefill: int, num_decode: int, attainment: float, rate: float = 2.0) -> Point:
@@ -78,12 +78,6 @@ def test_the_front_is_what_no_pair_beats(values: list[tuple[int, float]]) -> Non
         assert twin_on_front != is_beaten
         assert not (index in front and is_beaten)
     assert [values[index][0] for index in front] == sorted({values[index][0] for index in front})
-
-
-def test_the_fewest_workers_reach_the_attainment() -> None:
-    points = [point(1, 1, 0.5), point(3, 1, 0.91), point(2, 2, 0.93), point(4, 4, 1.0)]
-    assert fewest_workers(points) == points[2]
-    assert fewest_workers(points[:1]) is None
 
 
 def test_the_answer_names_the_fewest_workers() -> None:

@@ -26,10 +26,6 @@ def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def test_a_line_becomes_a_request(tmp_path: Path) -> None:
-    assert read_trace(written(tmp_path, LINE)) == [TraceRequest(3.0, (7, 8), 1000, 9)]
-
-
 def test_divided_prompts_keep_their_hash_ids(tmp_path: Path) -> None:
     (request,) = read_trace(written(tmp_path, LINE), divisor=32, output_divisor=4)
     assert request == TraceRequest(3.0, (7, 8), 31, 2, tokens_per_hash_id=16)
@@ -60,13 +56,6 @@ def test_a_malformed_line_is_named(tmp_path: Path, changed: dict[str, object], m
 def test_a_divisor_must_divide_a_block(tmp_path: Path, divisor: int) -> None:
     with pytest.raises(ValueError, match="divisor must divide 512"):
         read_trace(written(tmp_path, LINE), divisor=divisor)
-
-
-def test_prompts_share_the_tokens_of_their_common_hash_ids() -> None:
-    first, second = TraceRequest(0.0, (1, 2, 3), 1200, 1), TraceRequest(0.0, (1, 2, 4), 1500, 1)
-    assert common_prefix(first.token_ids(), second.token_ids()) == 1024
-    assert len(first.token_ids()) == 1200
-    assert max(second.token_ids()) < 2**32
 
 
 def test_the_turns_of_a_conversation_are_known_by_their_second_block() -> None:

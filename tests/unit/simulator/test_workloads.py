@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulator.trace import TraceRequest
-from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
+from simulator.workloads import Synthetic, Workload, agent_sessions, azure, synthetic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,600,109
@@ -34,11 +34,6 @@ def azure_file(directory: Path, text: str = AZURE) -> Path:
 def test_a_workload_needs_a_request() -> None:
     with pytest.raises(ValueError, match="empty holds no request"):
         Workload("empty", [])
-
-
-def test_mooncake_spreads_its_times_over_3_seconds(tmp_path: Path) -> None:
-    row = {"timestamp": 0, "input_length": 10, "output_length": 9, "hash_ids": [0]}
-    assert mooncake(written(tmp_path, row)).granularity_s == 3.0
 
 
 # ---- Azure

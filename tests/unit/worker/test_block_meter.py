@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from core.config import SchedulerConfig
 from decode_worker.machine import DecodeDone
 from prefill_worker.machine import PrefillDone
 from tests.support.driven_worker import request
@@ -74,19 +73,3 @@ def test_a_hand_off_says_how_many_blocks_it_did_not_pull() -> None:
     done = worker.of(DecodeDone)[-1]
     assert done.pull is not None
     assert (done.num_skipped_blocks, done.pull.num_blocks) == (2, 1)
-
-
-def test_a_preempted_sequence_pays_only_for_the_time_in_which_it_held_blocks() -> None:
-    worker = Decode(num_blocks=4, scheduler=SchedulerConfig(max_batched_tokens=16, max_running=4))
-    worker.arrive_alone(request("a", 7, max_tokens=6))
-    worker.arrive_alone(request("b", 7, max_tokens=6, first=30))
-    started = worker.now
-    for _ in range(40):
-        if worker.plans:
-            worker.now += 1.0
-            worker.finish_step()
-    assert worker.finished() == {"a", "b"}
-    assert worker.core.scheduler.num_preemptions == 1
-    held = {done.request_id: done.kv_block_seconds for done in worker.of(DecodeDone)}
-    assert sum(held.values()) <= 4 * (worker.now - started), "more block-seconds than the pool has"
-    assert min(held.values()) > 0

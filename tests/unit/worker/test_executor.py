@@ -89,20 +89,6 @@ def test_the_callback_receives_the_output_from_an_idle_executor() -> None:
     assert seen.empty()
 
 
-def test_a_failed_step_returns_its_exception_and_the_next_step_runs() -> None:
-    runner = FailingRunner()
-    executor = StepExecutor(runner)
-    seen: queue.Queue[StepOutput | Exception] = queue.Queue(maxsize=8)
-    runner.gate.set()
-    runner.failing = True
-    executor.submit(plan(1), Planned.IDLE, seen.put)
-    assert seen.get(timeout=DEADLINE_S) is FAULT
-    runner.failing = False
-    executor.submit(plan(2), Planned.AT_END, seen.put)
-    assert isinstance(seen.get(timeout=DEADLINE_S), StepOutput)
-    assert executor.close(DEADLINE_S)
-
-
 def test_a_second_step_is_handed_to_the_runner_during_the_first_and_follows_without_the_caller() -> None:
     runner = GatedRunner()
     executor = StepExecutor(runner)

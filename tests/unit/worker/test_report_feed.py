@@ -182,3 +182,16 @@ async def test_a_router_that_goes_away_is_forgotten() -> None:
     with pytest.raises(asyncio.CancelledError):
         await watching
     assert not worker.feed._subscribers
+
+
+async def test_a_closed_feed_ends_its_streams_and_refuses_new_ones() -> None:
+    """Else the router would take a failed worker for a new one."""
+    worker, context = Worker(), Context()
+    watching = await worker.watch("r", context)
+    await worker.store(1)
+    worker.feed.close()
+    with pytest.raises(Refused, match="UNAVAILABLE"):
+        await watching
+    with pytest.raises(Refused, match="UNAVAILABLE"):
+        await (await worker.watch("r", context))
+    assert context.numbers == [0, 1]

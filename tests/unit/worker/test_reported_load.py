@@ -6,10 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
-from core.config import SchedulerConfig
 from core.cost.step_cost import PRIOR, StepCost, StepWork
-from core.cost.step_cost_fit import StepCostFit
-from core.scheduling.step_budget import LIMIT_SHARE
 from core.scheduling.worker_load import size_class
 from tests.support.driven_worker import EOS, request
 from tests.unit.decode_worker.driven_decode import Decode
@@ -53,31 +50,10 @@ def test_a_failed_step_teaches_nothing() -> None:
     assert worker.machine.load().step_cost == PRIOR
 
 
-def test_the_cost_in_use_before_the_first_step_is_that_of_the_fit() -> None:
-    worker = Decode()
-    worker.core.costs = StepCostFit(scaled(PRIOR, 3.0))
-    worker.core.__post_init__()
-    assert worker.core.scheduler.step_cost == worker.machine.load().step_cost == scaled(PRIOR, 3.0)
-
-
-@pytest.mark.parametrize(("factor", "is_reported"), [(1 + REPORTED_CHANGE / 2, False), (1 + REPORTED_CHANGE * 2, True)])
-def test_the_reported_cost_changes_only_by_more_than_noise(factor: float, is_reported: bool) -> None:
-    reported = ReportedCost(PRIOR)
-    changed = scaled(PRIOR, factor)
-    assert reported.update(changed) == (changed if is_reported else PRIOR)
-
-
 def test_small_changes_add_up_to_one_that_is_reported() -> None:
     reported = ReportedCost(PRIOR)
     costs = [scaled(PRIOR, 1.0 + step * 0.3 * REPORTED_CHANGE) for step in range(1, 5)]
     assert [reported.update(cost) for cost in costs] == [PRIOR] * 3 + [costs[-1]]
-
-
-def test_a_report_has_the_limits_of_a_step() -> None:
-    config = SchedulerConfig(max_batched_tokens=8, max_running=4, max_waiting=8, slo_itl_ms=50.0)
-    load = Decode(scheduler=config).machine.load()
-    assert load.max_step_tokens == 8
-    assert load.step_limit_s == pytest.approx(0.050 * LIMIT_SHARE)
 
 
 def test_sequences_in_decode_are_counted_with_the_tokens_that_they_attend_to() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
 from core.config import WorkerConfig
@@ -24,16 +20,14 @@ from core.handoff import (
     PullerState,
 )
 from core.kv_layout import KVLayout
-from core.lifecycle import ServiceRole, WorkerState
-from core.paths import PathState, PathStatus, PeerJoined, PeerLeft
-from core.scheduling.block_pool import BlockPool, Column
+from core.lifecycle import WorkerState
+from core.paths import PeerJoined, PeerLeft
+from core.scheduling.block_pool import Column
 from core.scheduling.ledger import BlockHolder, Claim, SequenceState
 from core.scheduling.worker_load import RouterCalls, WorkerLoad
 from protos import codec, report_codec
 from tandem_client.stubs import worker_pb2
 from worker.reports import MAX_HOLDERS, ReportFeed
-from worker.service import WorkerService
-from worker.view import WorkerMachineView
 
 NOBODY: Any = None  # the call's context, which is not used
 
@@ -95,62 +89,6 @@ async def test_news_of_the_fleet_arrives_in_order() -> None:
     assert met == news
     with pytest.raises(InvalidRequest, match="one of owner, reader and left"):
         codec.decode_change(worker_pb2.PeerChange())
-
-
-class Refused(Exception):
-    pass
-
-
-class Context:
-    """The context of a Watch call. It records written reports; `abort` raises, as in gRPC."""
-
-    def __init__(self) -> None:
-        self.written: asyncio.Queue[worker_pb2.WorkerReport] = asyncio.Queue()
-
-    async def write(self, report: worker_pb2.WorkerReport) -> None:
-        self.written.put_nowait(report)
-
-    async def abort(self, code: grpc.StatusCode, details: str, _: object) -> None:
-        raise Refused(code, details)
-
-
-async def test_a_closed_feed_ends_its_streams_and_refuses_new_ones() -> None:
-    """Else the router would take a failed worker for a new one."""
-    feed, context, request = feed_of(0, []), Context(), worker_pb2.WatchRequest(router_id="r")
-    watching = asyncio.create_task(feed.Watch(request, context))  # type: ignore[arg-type]
-    assert (await context.written.get()).HasField("snapshot")
-    feed.close()
-    with pytest.raises(Refused, match="UNAVAILABLE"):
-        await watching
-    with pytest.raises(Refused, match="UNAVAILABLE"):
-        await feed.Watch(request, context)  # type: ignore[arg-type]
-    assert context.written.empty()
-
-
-def test_a_snapshot_has_the_load_and_every_path_and_a_later_report_what_has_changed() -> None:
-    load = WorkerLoad(WorkerState.SERVING, ledger=dict.fromkeys(Column, 0))
-    paths = (PathStatus("p", PathState.FINE), PathStatus("q", PathState.FINE))
-    transfers = SimpleNamespace(paths=paths)
-    machine = SimpleNamespace(load=lambda: load, core=SimpleNamespace(pool=BlockPool(4)), transfers=transfers)
-    service = WorkerService(ServiceRole.DECODE, WorkerConfig(), NOBODY, NOBODY)
-    parts: Any = SimpleNamespace(
-        worker_id="w", machine=machine, agent=SimpleNamespace(num_malformed=0, address=agent("w"))
-    )
-    service._parts, service._view = parts, WorkerMachineView(machine)
-    assert service._changes() is not None, "everything, the first time"
-    assert service._changes() is None
-    transfers.paths = (PathStatus("q", PathState.SLOW),)
-    changed = service._changes()
-    assert changed is not None
-    assert [path.peer for path in changed.paths] == ["q"]
-    assert list(changed.removed_paths) == ["p"]
-    assert not changed.HasField("load")
-    load = replace(load, num_running=1)
-    changed = service._changes()
-    assert changed is not None
-    assert (changed.load.num_running, len(changed.paths)) == (1, 0)
-    snapshot = service._snapshot()
-    assert (snapshot.load.num_running, len(snapshot.paths)) == (1, 1)
 
 
 def agent(name: str) -> AgentAddress:

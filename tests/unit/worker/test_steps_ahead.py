@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import DeadlineExceeded, OutOfDeviceMemory, RequestCancelled, TandemError
-from core.lifecycle import FinishReason
+from core.errors import OutOfDeviceMemory, TandemError
 from core.machine import Tick
-from decode_worker.machine import DecodeCancelled, DecodeDone, DecodeFailed
+from decode_worker.machine import DecodeFailed
 from prefill_worker.machine import PrefillDone
-from tests.support.driven_worker import EOS, request
+from tests.support.driven_worker import request
 from tests.unit.decode_worker.driven_decode import Decode
 from tests.unit.prefill_worker.driven_prefill import Prefill
-from worker.core import PLAN_AHEAD_S, TIMER_EARLY_S, DrainRequested, Planned, RunStep, StepTimes
+from worker.core import PLAN_AHEAD_S, TIMER_EARLY_S, Planned, RunStep, StepTimes
 
 STEP_S = 0.1
 
@@ -61,13 +60,6 @@ def test_a_sequence_that_arrives_before_that_time_is_in_the_next_step_and_a_late
     worker.pass_time(PLAN_AHEAD_S + 1e-6)
     worker.arrive_alone(request("late", 3, first=30))
     assert worker.chunks(1) == [("a", 8, 1), ("early", 0, 3)]
-
-
-def test_any_event_after_that_time_plans_the_step() -> None:
-    worker = decoding()
-    worker.now += STEP_S - PLAN_AHEAD_S / 2
-    worker.arrive_alone(request("b", 3, first=20))
-    assert worker.chunks(1) == [("a", 8, 1), ("b", 0, 3)]
 
 
 def test_a_short_step_gets_its_successor_at_once() -> None:
@@ -122,48 +114,6 @@ def test_the_expected_duration_falls_at_once_and_rises_by_a_quarter() -> None:
 # ---- what becomes of the step ahead
 
 
-def with_a_step_ahead(max_tokens: int = 12) -> Decode:
-    worker = decoding(max_tokens)
-    worker.pass_time(STEP_S - PLAN_AHEAD_S + 1e-6)
-    assert len(worker.plans) == 2
-    return worker
-
-
-def test_a_stop_token_ends_the_call_and_the_token_of_the_step_ahead_is_dropped() -> None:
-    worker = with_a_step_ahead()
-    worker.finish_step(a=EOS)
-    assert worker.only(DecodeDone).finish_reason is FinishReason.STOP
-    emitted = worker.emitted("a")
-    assert worker.ledger == {"held": 3}, "the step ahead may still write to the blocks"
-    worker.finish_step()
-    assert worker.emitted("a") == emitted
-    assert worker.ledger == {}
-    assert worker.machine.idle
-    assert not worker.plans
-
-
-@pytest.mark.parametrize("num_ended", [0, 1])
-def test_a_cancelled_call_emits_no_token_of_either_step(num_ended: int) -> None:
-    worker = with_a_step_ahead()
-    for _ in range(num_ended):
-        worker.finish_step()
-    emitted = worker.emitted("a")
-    worker.post(DecodeCancelled("a"))
-    assert isinstance(worker.only(DecodeFailed).error, RequestCancelled)
-    worker.run_until_idle()
-    assert worker.emitted("a") == emitted
-    assert worker.ledger == {}
-
-
-def test_a_deadline_ends_the_call_during_two_steps() -> None:
-    worker = with_a_step_ahead()
-    worker.now += 100.0
-    worker.post(Tick())
-    assert isinstance(worker.only(DecodeFailed).error, DeadlineExceeded)
-    worker.run_until_idle()
-    assert worker.ledger == {}
-
-
 def test_a_failed_step_ends_its_calls_and_a_call_of_the_step_ahead_goes_on() -> None:
     worker = decoding()
     worker.pass_time(STEP_S / 2)
@@ -214,15 +164,6 @@ def test_a_step_with_a_failed_sequence_teaches_no_duration() -> None:
     worker.now += 100.0
     worker.finish_step()
     assert worker.core.costs.cost is not before
-
-
-def test_a_draining_worker_finishes_the_calls_of_both_steps() -> None:
-    worker = with_a_step_ahead(max_tokens=5)
-    worker.post(DrainRequested())
-    worker.run_until_idle()
-    assert worker.emitted("a") == [6, 7, 8, 9, 10]
-    assert worker.machine.idle
-    assert worker.ledger == {}
 
 
 def test_a_prompt_is_offered_chunk_by_chunk_over_two_steps_in_flight() -> None:

@@ -8,7 +8,6 @@ from core.config import EngineConfig
 from core.cost.step_cost import PRIOR, StepCost, StepWork, work_of
 from core.cost.step_cost_fit import StepCostFit
 from core.errors import OutOfDeviceMemory
-from core.kv_layout import KVLayout
 from core.step import StepOutput, StepPlan
 from engine.fake_runner import FakeRunner
 from worker.executor import StepExecutor
@@ -104,14 +103,3 @@ def test_a_step_without_memory_fails_the_start_of_the_worker() -> None:
 def test_a_step_that_fails_fails_the_start_of_the_worker() -> None:
     with pytest.raises(MemoryError):
         warmed(TimedRunner(FAST, fails=True))
-
-
-def test_blocks_longer_than_the_first_chunks_are_no_obstacle() -> None:
-    runner = TimedRunner(FAST)
-    layout = runner.layout
-    long = KVLayout(layout.model, layout.dtype, layout.num_layers, layout.num_kv_heads, 64, layout.head_dim)
-    FakeRunner.__init__(runner, runner.info, long, 16)
-    cost = warmed(runner)
-    assert cost.seconds(StepWork(0, 0, 256, 256 * 128.0)) == pytest.approx(
-        FAST.seconds(StepWork(0, 0, 256, 256 * 128.0)), rel=0.1
-    )
