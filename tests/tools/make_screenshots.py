@@ -18,9 +18,8 @@ import grpc.aio
 from playwright.async_api import Browser, Page, async_playwright
 
 from core.config import EngineConfig, SchedulerConfig, TandemConfig, TransferConfig
-from gateway.fleets import Fleets
 from tests.support.deployment import Deployment, deploy, tiny_config
-from tests.support.gateway import serving_gateway
+from tests.support.gateway import over_the_wire, serving_gateway
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 CHROMIUM = "/usr/bin/chromium"
@@ -104,7 +103,7 @@ async def take(url: str, seconds: float) -> None:
 async def main(model: str, seconds: float) -> None:
     IMAGES.mkdir(exist_ok=True)
     async with deploy(config_of(model), num_prefill=2, num_decode=2) as deployment:
-        async with serving_gateway(Fleets(deployment.router_address)) as url:
+        async with serving_gateway(over_the_wire(deployment.router_address)) as url:
             until = time.monotonic() + 3 * seconds
             chats = [asyncio.create_task(chat(deployment, number, until)) for number in range(NUM_CHATS)]
             try:
