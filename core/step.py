@@ -71,6 +71,7 @@ class StepOutput:
     step_id: int
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, TandemError] = field(default_factory=lambda: NO_FAILURES)
+    seconds: float | None = None  # that the engine took; None if nobody measured it
 
 
 class TokenEvent(NamedTuple):

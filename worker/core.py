@@ -213,7 +213,8 @@ class WorkerCore:
         events = self.scheduler.complete_step(output)
         work = self._step_works.pop(0)
         if not output.failed:  # a step that runs short of memory is computed in several parts
-            self.record_step(work, now - self.step_started_at)
+            # The loop may have stood still over two steps; then the second one seems to take no time.
+            self.record_step(work, now - self.step_started_at if output.seconds is None else output.seconds)
         self._on_step_ended(now)
         self.num_sampled_tokens += len(events)
         for request_id in [name for name in self._prefilling if name in output.sampled]:

@@ -10,9 +10,9 @@ most. A third thread would share the interpreter with the event loop, and steps 
 If a step fails, the step behind it is dropped: the exception of the failed step answers for both. A step that was
 planned ahead before its planner knew of the failure is dropped, too.
 
-The engine thread calls `on_done` with the output of the step, or with the exception that ended the step. An asyncio
-caller hands both to its loop with call_soon_threadsafe. The thread pins itself before its first step, and so pins every
-compute thread that the runner's libraries start from it.
+The engine thread calls `on_done` with the output of the step and its duration, or with the exception that ended the
+step. An asyncio caller hands both to its loop with call_soon_threadsafe. The thread pins itself before its first step,
+and so pins every compute thread that the runner's libraries start from it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from core.scheduling.scheduler import MAX_STEPS_IN_FLIGHT
@@ -97,6 +98,8 @@ class StepExecutor:
             result = self._collect(work)
             ended_at = time.monotonic()
             self.step_seconds += ended_at - started_at
+            if isinstance(result, StepOutput):
+                result = replace(result, seconds=ended_at - started_at)
             work.on_done(result)
 
     def _collect(self, work: _Work) -> StepOutput | Exception:

@@ -69,8 +69,9 @@ class StepCostFit:
 
     def _learn(self, key: tuple[int, int, int], work: StepWork, seconds: float, predicted: float) -> None:
         sums = self._bins.get(key)
-        # Relative to the prediction, the noise of the steps cancels out. A prediction far off would distort the weight.
-        unit = min(max(predicted, seconds / 2.0), seconds * 2.0)
+        # Relative to the prediction, the noise of the steps cancels out. A step far above it counts as twice its unit.
+        # A step far below it stays small: relative to its own duration, its row would outweigh all others.
+        unit = max(predicted, seconds / 2.0)
         step_s, sequence_s, context_s, token_s, pair_s = self._prior
         terms = (
             step_s / unit,

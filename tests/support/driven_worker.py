@@ -79,9 +79,9 @@ class DrivenWorker:
                 self.plans.append(action.plan)
         return actions
 
-    def finish_step(self, *failed: str, **tokens: int) -> list[Any]:
+    def finish_step(self, *failed: str, seconds: float | None = None, **tokens: int) -> list[Any]:
         """End the oldest step in flight. `failed`: sequences that the device had no memory for. `tokens` replaces
-        sampled tokens, by sequence id."""
+        sampled tokens, by sequence id. `seconds`: what the engine has measured."""
         assert self.plans, "no step is in flight"
         plan = self.plans.pop(0)
         sampled = {
@@ -92,7 +92,7 @@ class DrivenWorker:
             if chunk.samples and chunk.sequence.sequence_id not in failed
         }
         errors = {name: OutOfDeviceMemory(f"no memory for {name}") for name in failed}
-        return self.post(StepFinished(StepOutput(plan.step_id, sampled, errors)))
+        return self.post(StepFinished(StepOutput(plan.step_id, sampled, errors, seconds)))
 
     def fail_step(self) -> list[Any]:
         self.plans.clear()

@@ -120,3 +120,14 @@ def test_steps_that_scatter_widely_do_not_swing_the_cost_of_a_decode(seed: int) 
         if step >= 50:
             seen.append(fit.cost.sequence_s + 300 * fit.cost.context_s)
     assert max(seen) < 3 * (CPU.sequence_s + 300 * CPU.context_s)
+
+
+@MODELS
+@pytest.mark.parametrize("seconds", [1e-4, 10.0])
+def test_one_wrong_measurement_of_a_new_kind_of_step_moves_no_price_by_half(true: StepCost, seconds: float) -> None:
+    """A new bin has nothing to compare a step with."""
+    fit = learned(true, *[decodes(count, context) for count in (1, 4, 16) for context in (100, 900)] * 5, chunk(64))
+    for _ in range(2):
+        fit.record(chunk(512), seconds)
+    for work in (decodes(1), decodes(16), decodes(8, 2000)):
+        assert fit.cost.seconds(work) == pytest.approx(true.seconds(work), rel=0.5)

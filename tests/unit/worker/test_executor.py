@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -77,7 +78,14 @@ def test_the_callback_receives_the_output_from_an_idle_executor() -> None:
     def on_done(result: StepOutput | Exception) -> None:
         seen.put((result, executor.busy, threading.current_thread().name))
 
+    executor.submit(plan(-1), Planned.IDLE, on_done)
+    assert runner.started.wait(DEADLINE_S)
+    time.sleep(0.05)
     runner.gate.set()
+    slow, _, _ = seen.get(timeout=DEADLINE_S)
+    assert isinstance(slow, StepOutput)
+    assert slow.seconds is not None
+    assert slow.seconds >= 0.05
     for step_id in range(3):
         executor.submit(plan(step_id), Planned.IDLE, on_done)
         result, busy, thread = seen.get(timeout=DEADLINE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from core.cost.step_cost import StepWork
 from core.errors import OutOfDeviceMemory, TandemError
 from core.machine import Tick
 from decode_worker.machine import DecodeFailed
@@ -164,6 +165,14 @@ def test_a_step_with_a_failed_sequence_teaches_no_duration() -> None:
     worker.now += 100.0
     worker.finish_step()
     assert worker.core.costs.cost is not before
+
+
+def test_the_time_of_the_engine_counts_and_not_that_of_a_loop_that_stood_still() -> None:
+    worker = decoding()
+    before = worker.core.costs.cost.seconds(decode := StepWork(1, 8, 0, 0.0))
+    worker.now += 100.0
+    worker.finish_step(seconds=before)
+    assert worker.core.costs.cost.seconds(decode) == pytest.approx(before, rel=0.1)
 
 
 def test_a_prompt_is_offered_chunk_by_chunk_over_two_steps_in_flight() -> None:
