@@ -29,7 +29,7 @@ priorities come on top.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import floor
 
@@ -86,6 +86,15 @@ class _Share:
         self.queued += left - prompt.left
         prompt.left = left
         insort(self.shortest, prompt.by_left)
+        self._first = None
+
+    def reprice(self, lefts: Mapping[str, float], factor: float) -> None:
+        self.served *= factor
+        for prompt in self.prompts.values():
+            prompt.left, prompt.due = lefts[prompt.name], prompt.due * factor
+        self.queued = sum(prompt.left for prompt in self.prompts.values())
+        self.shortest = sorted(prompt.by_left for prompt in self.prompts.values())
+        self.next_due = sorted(prompt.by_due for prompt in self.prompts.values())
         self._first = None
 
     def serve(self, prompt: _Prompt, work: float, left: float) -> None:
@@ -227,6 +236,15 @@ class PromptOrder:
         if left != prompt.left:
             prompt.share.resize(prompt, left)
             self._levels[prompt.priority].update(prompt.share)
+
+    def reprice(self, lefts: Mapping[str, float]) -> None:
+        """Work has other prices: `lefts` has what is left of each prompt, and due points change in proportion."""
+        before = sum(prompt.left for prompt in self._prompts.values())
+        factor = sum(lefts.values()) / before if before else 1.0
+        for level in self._levels.values():
+            for share in level.shares.values():
+                share.reprice(lefts, factor)
+                level.update(share)
 
     def discard(self, name: str) -> bool:
         """Returns False if the order does not have it."""

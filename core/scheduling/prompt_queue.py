@@ -73,8 +73,7 @@ class PromptQueue:
         self._offered, known = cost, self._cost
         if _differ(cost.token_s, known.token_s) or _differ(cost.pair_s, known.pair_s):
             self._cost = cost
-            for sequence in self._sequences.values():
-                self._order.resize(sequence.sequence_id, self._work_left(sequence))
+            self._order.reprice({name: self._work_left(sequence) for name, sequence in self._sequences.items()})
 
     def _work_left(self, sequence: Sequence) -> float:
         return self._cost.prompt_seconds(*self.left(sequence))

@@ -224,3 +224,29 @@ def test_after_any_changes_the_order_is_whole_and_every_prompt_ends(data: st.Dat
         worker.order.check()
     worker.run_until(float("inf"))
     assert worker.order.first() is None
+
+
+@settings(max_examples=100)
+@given(st.lists(works, min_size=2, max_size=12), st.integers(-10, 10), st.integers(0, 20))
+def test_other_prices_change_no_order(sizes: list[float], exponent: int, num_steps: int) -> None:
+    """A prompt that came before the first fit of a GPU kept a due point in the seconds of a CPU."""
+    first, second, factor = Worker(), Worker(), 2.0**exponent  # exact products
+    for number, work in enumerate(sizes):
+        for worker in (first, second):
+            worker.add(f"p{number}", work)
+    for _ in range(num_steps):
+        if first.left:
+            assert first.step() == second.step()
+    if not first.left:
+        return
+    second.order.reprice({name: left * factor for name, left in second.left.items()})
+    second.order.check()
+    second.left = {name: left * factor for name, left in second.left.items()}
+    while first.left:
+        name = first.order.first()
+        assert name == second.order.first()
+        assert name is not None
+        for worker in (first, second):
+            worker.order.serve(name, worker.left[name], 0.0)
+            worker.order.discard(name)
+            del worker.left[name]
