@@ -65,6 +65,25 @@ class HostActor(ServiceHost):
         return await self.start(factory, placement)
 
 
+class Router(HostActor):
+    """`ps` shows the name of an actor's class: ray::Router."""
+
+
+class PrefillWorker(HostActor):
+    """ray::PrefillWorker"""
+
+
+class DecodeWorker(HostActor):
+    """ray::DecodeWorker"""
+
+
+ACTORS = {
+    ServiceRole.ROUTER: Router,
+    ServiceRole.PREFILL: PrefillWorker,
+    ServiceRole.DECODE: DecodeWorker,
+}
+
+
 class RayHost:
     """A `fleet.supervisor.Host`: the handle of one `HostActor`."""
 
@@ -78,7 +97,7 @@ class RayHost:
             options["scheduling_strategy"] = on_this_machine()
         self._member = member
         self._spec = spec
-        self._actor: Any = ray.remote(HostActor).options(**options).remote(claims, claim)
+        self._actor: Any = ray.remote(ACTORS[member.role]).options(**options).remote(claims, claim)
 
     async def machine(self) -> str:
         machine: str = await self._finish(self._actor.machine.remote())

@@ -13,6 +13,8 @@ first.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,8 @@ from engine.gpu.attention_tiles import (
     softmax_scale,
 )
 from engine.gpu.tile_sizes import PREFILL_TILE_TOKENS
+
+SHARED_BYTES = 163_840  # that a program takes at most with all its stages
 
 
 @triton.jit
@@ -129,7 +133,7 @@ def prefill_attention_kernel(
     HAS_SCALES: tl.constexpr,
 ):
     first_head = tl.program_id(0) * HEADS
-    part = tl.num_programs(1) - 1 - tl.program_id(1)
+    part = tl.program_id(1)  # the first tiles attend to most positions (engine/gpu/step_arrays.py)
     chunk = tl.load(tile_chunk + part // PARTS)
     if chunk < 0:
         return
@@ -192,7 +196,17 @@ def prefill_attention_kernel(
     tl.store(target, (sum_of_values / weight_sum[:, None]).to(attended.dtype.element_ty), mask=exists)
 
 
-def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> dict[str, int]:
+@functools.cache
+def has_small_shared_memory(device: torch.device) -> bool:
+    """Whether a program has 100 KB, as on sm_86, sm_89 and sm_120, and not 160 KB or more."""
+    if device.type != "cuda":
+        return False
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) < SHARED_BYTES
+
+
+def shape_of(
+    head_dim: int, group: int, element_size: int, has_scales: bool, small_shared_memory: bool = False
+) -> dict[str, int]:
     """Tokens and heads of a program, positions of a tile of the context, warps and stages of loads.
 
     The results and the scores of a program stay in registers, and a spill costs more than a larger tile gains. The
@@ -214,6 +228,8 @@ def _shape(head_dim: int, group: int, element_size: int, has_scales: bool) -> di
     tile = 32 if head_dim > 128 else 64 * heads
     if has_scales:  # converted codes take registers, too
         tile = min(tile, 64) if head_dim <= 128 or heads == 2 else 16
+    if small_shared_memory:  # `num_stages` tiles of keys and values lie there
+        tile = min(tile, 16 * 512 // padded(head_dim, 16))
     return {
         "TOKENS": PREFILL_TILE_TOKENS,
         "HEADS": heads,
@@ -245,7 +261,8 @@ def prefill_attention(
         return
     assert heads.stride()[1:] == attended.stride()[1:] == (head_dim, 1)
     group = num_heads // num_kv_heads
-    shape = _shape(head_dim, group, heads.element_size(), scales is not None)
+    small = has_small_shared_memory(heads.device)
+    shape = shape_of(head_dim, group, heads.element_size(), scales is not None, small)
     parts = PREFILL_TILE_TOKENS // shape["TOKENS"]
     prefill_attention_kernel[num_heads // shape["HEADS"], len(tile_chunk) * parts](
         heads,

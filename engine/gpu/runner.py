@@ -91,7 +91,7 @@ class GpuRunner:
         setup = ModelSetup.of(config, cache_dir)
         limits = limits or StepLimits()
         device = setup.device
-        _refuse_kv_dtype(config, device)
+        _refuse_fp8(config, device)
         self.info = setup.info
         self.layout: KVLayout = setup.layout
         self.sizes: ModelSizes | None = setup.sizes
@@ -301,17 +301,17 @@ def _sorted(error: Exception) -> Exception:
     return sort_error(error) or error
 
 
-def _refuse_kv_dtype(config: EngineConfig, device: torch.device) -> None:
+def _refuse_fp8(config: EngineConfig, device: torch.device) -> None:
     """Raises `ConfigError` for a GPU without conversions from and to 8 bits."""
-    if (
-        config.kv_dtype == FP8
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY
-    ):
-        raise ConfigError(
-            f"kv_dtype = {FP8} needs a GPU of compute capability {_FLOAT8_CAPABILITY[0]}.{_FLOAT8_CAPABILITY[1]}: "
-            f"{torch.cuda.get_device_name(device)} has less, set kv_dtype to auto"
-        )
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY:
+        return
+    wanted = (("kv_dtype", config.kv_dtype, "auto"), ("quantization", config.quantization, "none"))
+    for option, value, otherwise in wanted:
+        if value == FP8:
+            raise ConfigError(
+                f"{option} = {FP8} needs a GPU of compute capability {_FLOAT8_CAPABILITY[0]}.{_FLOAT8_CAPABILITY[1]}: "
+                f"{torch.cuda.get_device_name(device)} has less, set {option} to {otherwise}"
+            )
 
 
 def _load(setup: ModelSetup, on_progress: Progress | None, share: float) -> Model:

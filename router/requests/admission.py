@@ -21,15 +21,17 @@ class QueueWait:
 
     def __init__(self) -> None:
         self._interval_s = 0.0  # 0 = unknown
-        self._last_at: float | None = None  # of the last dispatch since the queue was empty
+        self._last_at: float | None = None  # of the last dispatches since the queue was empty
+        self._num_at_once = 0  # dispatches at that moment
 
     def note_dispatch(self, now: float) -> None:
-        """A request that had waited for room is dispatched."""
-        if self._last_at is not None:
-            interval_s = now - self._last_at
+        """A request that had waited for room is dispatched. One event may give room to several."""
+        if self._last_at is not None and now > self._last_at:
+            interval_s = (now - self._last_at) / self._num_at_once
             self._interval_s = (
                 self._interval_s + (interval_s - self._interval_s) / 8 if self._interval_s else interval_s
             )
+        self._num_at_once = self._num_at_once + 1 if now == self._last_at else 1
         self._last_at = now
 
     def note_empty(self) -> None:

@@ -33,12 +33,14 @@ class DispatchQueue:
         self._workers = workers
         self._queue = RequestQueue()
         self._blocked: RoutedRequest | None = None  # first in the queue; found no room before `workers.room_changed`
+        self._room_at: float | None = None  # when the newest blocked request was priced again
         self._wait = QueueWait()
 
     def refuse_arrival(self, event: RequestArrived, now: float) -> None:
         """Raise `QueueFull` if the wait for room alone is too long."""
         if self._blocked is not None and not self._workers.room_changed:
-            predicted_s = now - event.arrived_at + self._wait.seconds(len(self._queue))
+            num_ahead = sum(routed.request.priority <= event.request.priority for routed in self._queue)
+            predicted_s = now - event.arrived_at + self._wait.seconds(num_ahead)
             late = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
             if late is not None:
                 raise late
@@ -62,7 +64,9 @@ class DispatchQueue:
             return None
         routed.hashes = routed.hashes or hashes_of(routed.resumed())
         candidate = self._workers.choose(routed.hashes, routed.failed_workers, now)
-        had_waited = routed is self._blocked
+        if routed is self._blocked:
+            self._room_at = now
+        had_waited = self._room_at == now and routed.queued_at < now
         self._blocked, self._workers.room_changed = (routed if candidate is None else None), False
         if candidate is None:
             return None

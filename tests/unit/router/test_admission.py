@@ -139,6 +139,29 @@ def test_the_wait_follows_the_intervals_between_dispatches() -> None:
     assert wait.seconds(1) == 6.0, "time without a queue is no interval"
 
 
+def test_dispatches_at_one_moment_share_an_interval() -> None:
+    wait = QueueWait()
+    for moment in (10.0, 12.0, 14.0):
+        for _ in range(4):
+            wait.note_dispatch(moment)
+    assert wait.seconds(0) == 0.5
+
+
+def test_requests_of_a_lower_rank_are_not_ahead() -> None:
+    router = DrivenRouter(replace(SHED, max_in_flight_per_worker=1, slo_ttft_ms=3000.0), prefill=())
+    for number in range(4):
+        router.arrive(request(f"r{number}", max_tokens=1, priority=1))
+    for number in range(2):  # a dispatch each second
+        router.now += 1.0
+        router.tokens(0, 11, dispatch=f"r{number}#1")
+        router.decoded(f"r{number}#1")
+    for number in range(4, 6):
+        router.arrive(request(f"r{number}", max_tokens=1, priority=1))
+    router.arrive(request("urgent", max_tokens=1))
+    with pytest.raises(QueueFull):
+        router.arrive(request("r7", max_tokens=1, priority=1))
+
+
 def test_a_prediction_at_the_limit_is_admitted() -> None:
     assert refusal(SHED, 1.0, 60.0) is None
     assert refusal(SHED, 1.001, 60.0) is not None
