@@ -14,6 +14,7 @@ first.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -201,7 +202,8 @@ def has_small_shared_memory(device: torch.device) -> bool:
     """Whether a program has 100 KB, as on sm_86, sm_89 and sm_120, and not 160 KB or more."""
     if device.type != "cuda":
         return False
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) < SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the field
+    return int(properties.shared_memory_per_block_optin) < SHARED_BYTES
 
 
 def shape_of(
