@@ -1,7 +1,7 @@
 """The requests that wait for a worker with room, and the decision which of them is dispatched next.
 
 A request that found no room is priced again only after a change of room: events come by the thousand. The requests
-behind it wait, too, so that none of a lower rank overtakes it.
+behind it wait, too, so that none overtakes it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from core.config import RouterConfig
 from core.errors import QueueFull
+from core.request import Request
 from router.requests.admission import QueueWait, refusal
 from router.requests.events import RequestArrived
 from router.requests.request_queue import RequestQueue
@@ -39,11 +40,23 @@ class DispatchQueue:
     def refuse_arrival(self, event: RequestArrived, now: float) -> None:
         """Raise `QueueFull` if the wait for room alone is too long."""
         if self._blocked is not None and not self._workers.room_changed:
-            num_ahead = sum(routed.request.priority <= event.request.priority for routed in self._queue)
-            predicted_s = now - event.arrived_at + self._wait.seconds(num_ahead)
+            predicted_s = now - event.arrived_at + self._wait.seconds(self._queue.num_ahead(event.request))
             late = refusal(self._config, predicted_s, event.deadline - event.arrived_at)
             if late is not None:
                 raise late
+
+    def displaced_by(self, request: Request, num_queued: int) -> tuple[RoutedRequest, QueueFull] | None:
+        """The queued request that ends with this error so that `request` may join a full queue; None if there is room.
+
+        Raises `QueueFull` if `request` is of the tenant with most requests, or below all of them in priority.
+        """
+        if num_queued < self._config.max_queued:
+            return None
+        full = QueueFull(f"{num_queued} requests are queued, and max_queued is {self._config.max_queued}")
+        displaced = self._queue.to_displace(request)
+        if displaced is None:
+            raise full
+        return displaced, full
 
     def add(self, routed: RoutedRequest, now: float) -> None:
         routed.hashes, routed.queued_at = None, now
@@ -56,7 +69,7 @@ class DispatchQueue:
             self._blocked = None
 
     def take(self, now: float) -> Taken | None:
-        """Take the request of the highest rank that does not pause; None if no worker has room for it."""
+        """Take the first request that does not pause; None if no worker has room for it."""
         routed = self._queue.first(now)
         if routed is None or (routed is self._blocked and not self._workers.room_changed):
             if not self._queue:
@@ -70,10 +83,13 @@ class DispatchQueue:
         self._blocked, self._workers.room_changed = (routed if candidate is None else None), False
         if candidate is None:
             return None
-        self._queue.remove(routed)
         refused = self._refusal(routed, candidate, now)
-        if had_waited and refused is None:
-            self._wait.note_dispatch(now)
+        if refused is not None:
+            self._queue.remove(routed)
+        else:
+            self._queue.take_first(now)
+            if had_waited:
+                self._wait.note_dispatch(now)
         return Taken(routed, candidate, refused)
 
     def _refusal(self, routed: RoutedRequest, candidate: Candidate, now: float) -> QueueFull | None:

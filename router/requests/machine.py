@@ -90,9 +90,9 @@ class RouterMachine:
     # ---- the contract
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
-        """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait, or when
-        the wait for room alone is too long, and `InvalidRequest` when no pool can hold the request. `WorkerJoined`
-        raises `LayoutMismatch`."""
+        """A refused event changes nothing. `RequestArrived` raises `QueueFull` when `max_queued` requests wait and its
+        tenant has most of them, or when the wait for room alone is too long, and `InvalidRequest` when no pool can hold
+        the request. `WorkerJoined` raises `LayoutMismatch`."""
         actions = self._handlers[type(event)](event, now)
         if self._queue:
             actions = actions + self._dispatch_queued(now)
@@ -105,15 +105,14 @@ class RouterMachine:
     # ---- requests arrive and wait
 
     def _on_arrived(self, event: events.RequestArrived, now: float) -> list[RouterAction]:
-        num_queued = self.view.num_queued
-        if num_queued >= self._config.max_queued:
-            raise QueueFull(f"{num_queued} requests are queued, and max_queued is {self._config.max_queued}")
+        displaced = self._queue.displaced_by(event.request, self.view.num_queued)
         self.workers.refuse_oversized(event.request)
         self._queue.refuse_arrival(event, now)
+        actions = [] if displaced is None else self._fail(*displaced, now)
         first, *others = [self._admit(request, event, now) for request in (event.request, *event.others)]
         first.held_choices = others
         self._enqueue(first, now)
-        return []
+        return actions
 
     def _admit(self, request: Request, event: events.RequestArrived, now: float) -> RoutedRequest:
         request_id = request.request_id

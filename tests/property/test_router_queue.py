@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +55,39 @@ def test_the_queue_gives_what_a_sorted_list_would_give(operations: list[tuple[st
         queue.check()
         assert len(queue) == len(model)
     assert Counter(map(id, queue)) == Counter(map(id, model))
+
+
+ARRIVALS = st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 50), st.integers(0, 3)), max_size=60)
+
+
+@given(ARRIVALS, st.integers(1, 50))
+def test_tenants_that_wait_all_the_time_are_served_alike(arrivals: list[tuple[str, int, int]], longest: int) -> None:
+    """Two tenants always have a hundred requests. Others come, are served, leave and return, with prompts up to 50."""
+    queue, everyone = RequestQueue(), list[RoutedRequest]()
+
+    def add(tenant: str, length: int) -> None:
+        asked = replace(request(str(len(everyone)), range(length)), tenant=tenant)
+        everyone.append(RoutedRequest(asked, len(everyone), 0.0, 1e9, Timeline(Stage.QUEUE, 0.0)))
+        queue.add(everyone[-1], 0.0)
+
+    for number in range(200):
+        add("ab"[number >= 150], 1 + number % longest)  # the 50 of "b" are behind all of "a"
+    served: Counter[str] = Counter()
+    taken: list[int] = []
+    for tenant, length, num_taken in arrivals:
+        add(tenant, length)
+        for _ in range(num_taken):
+            routed = queue.first(0.0)
+            assert routed is not None
+            queue.take_first(0.0)
+            queue.check()
+            served[routed.request.tenant] += routed.request.num_prompt_tokens
+            taken.append(routed.arrival)
+            if {"a", "b"} <= {waiting.request.tenant for waiting in queue}:
+                assert abs(served["a"] - served["b"]) <= longest
+                assert all(served[other] <= served["a"] + 50 + longest for other in "xyz")
+    of_tenant = {tenant: [n for n in taken if everyone[n].request.tenant == tenant] for tenant in "abxyz"}
+    assert all(numbers == sorted(numbers) for numbers in of_tenant.values())
 
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=70)
