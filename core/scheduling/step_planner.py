@@ -134,6 +134,9 @@ class StepPlanner:
             return prompts.first_of(prefilling)
         if admit_before is None or not self.waiting or self.waiting[-1].rank < admit_before:
             return prompts.first()
+        first = prompts.first()
+        if first is None or first.rank < admit_before or first.block_table:
+            return first  # O(1), where `first_of` would look at every waiting sequence for each admitted one
         admissible = self.waiting[: bisect_left(self.waiting, admit_before, key=by_rank)]
         return prompts.first_of(chain(prefilling, admissible, self.queues.waiting_with_blocks))
 
