@@ -31,6 +31,7 @@ from kv_transfer.protocol.peers import MAX_IDLE_PEERS, Drop, Peers
 from kv_transfer.protocol.plan import plan_from
 
 MAX_PATHS = MAX_IDLE_PEERS
+MAX_REMEMBERED = 1024  # fine paths above MAX_PATHS: a hand-off on one of them does not measure it again
 PING_INTERVAL_S = 0.2  # until the answer
 NUM_PINGS = 4  # the first PING ends a pause of the peer's agent; the shortest round trip counts
 FIRST_PROBE_BYTES = 65_536
@@ -98,6 +99,7 @@ class Paths:
         self._config = config
         self._peers = peers
         self._paths: dict[str, _Path] = {}  # by the peer's name; least recently used first
+        self._remembered: dict[str, _Path] = {}  # fine paths that had to leave `_paths`, oldest first
         # Caches: every event and every report reads these values, and most events change no path.
         self._statuses: tuple[PathStatus, ...] | None = None  # None: out of date
         self._first_due: list[float] | None = None  # the same; of all paths, none or one
@@ -113,7 +115,7 @@ class Paths:
         if path is not None:
             return self._connect(path, in_use, now) if path.state is PathState.UNREACHABLE else []
         path = self._add(peer)
-        if path is None:
+        if path is None or path.state is PathState.FINE:
             return []
         try:
             plan_from(peer.layout, self._peers.address.layout)
@@ -128,12 +130,18 @@ class Paths:
         return "" if path is None else path.lane.value
 
     def _add(self, peer: AgentAddress) -> _Path | None:
-        """Above MAX_PATHS, a fine path is forgotten; None where no path is fine."""
+        """Above MAX_PATHS, a fine path is only remembered; None where no path is fine. A remembered path stays fine."""
         if len(self._paths) >= MAX_PATHS:
             fine = next((name for name, path in self._paths.items() if path.state is PathState.FINE), None)
             if fine is None:
                 return None
-            del self._paths[fine]
+            self._remembered[fine] = self._paths.pop(fine)
+            if len(self._remembered) > MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+        known = self._remembered.pop(peer.name, None)
+        if known is not None and known.peer == peer:
+            self._paths[peer.name] = known
+            return known
         ours = self._peers.address
         expected = expected_bytes_per_s(ours.location, peer.location, self._config.expected_path_bytes_per_s)
         path = _Path(peer, expected, min(ours.probe_bytes, peer.probe_bytes))
@@ -144,6 +152,7 @@ class Paths:
         """The peer has left the fleet."""
         self._note_change()
         self._paths.pop(name, None)
+        self._remembered.pop(name, None)
         if self._peers.address_of(name) is None or name in in_use:
             return []
         self._peers.forget(name)
@@ -243,6 +252,7 @@ class Paths:
 
     def on_peer_lost(self, name: str, detail: str, now: float) -> Actions:
         self._note_change()
+        self._remembered.pop(name, None)
         path = self._paths.get(name)
         if path is None or path.state is PathState.REFUSED:
             return []
@@ -298,7 +308,9 @@ class Paths:
         return self._statuses
 
     def check(self) -> None:
-        assert len(self._paths) <= MAX_PATHS
+        assert len(self._paths) <= MAX_PATHS and len(self._remembered) <= MAX_REMEMBERED
+        assert self._paths.keys().isdisjoint(self._remembered)
+        assert all(path.state is PathState.FINE for path in self._remembered.values())
         known = self.deadlines()
         self._first_due = None
         assert known == self.deadlines()

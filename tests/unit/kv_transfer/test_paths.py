@@ -121,7 +121,8 @@ class Reader:
         self.now = end
 
     def path(self) -> PathStatus:
-        (path,) = self.machine.paths
+        """To the owner."""
+        (path,) = [path for path in self.machine.paths if path.peer == "owner"]
         return path
 
     def logged(self) -> list[PathState]:
@@ -345,3 +346,26 @@ def test_paths_are_bounded_and_a_fine_one_makes_room() -> None:
     assert (len(names), "owner" in names, "one more" in names) == (MAX_PATHS, False, True)
     reader.join(agent("too many"))
     assert len(reader.machine.paths) == MAX_PATHS, "no other path is fine"
+
+
+def test_a_fine_path_that_had_to_leave_is_not_measured_again() -> None:
+    reader = measured(6e9)
+    for number in range(MAX_PATHS):
+        reader.join(agent(f"owner-{number}"))
+    assert "owner" not in {path.peer for path in reader.machine.paths}
+    reader.post(PeerLeft("owner-0"))
+    reader.of(ProbePath)
+    reader.pings()
+    reader.hand_off(6e9)
+    assert reader.path().state is PathState.FINE
+    assert (reader.of(ProbePath), reader.pings()) == ([], [])
+
+
+def test_a_path_that_had_to_leave_is_measured_again_after_its_peer_was_lost() -> None:
+    reader = measured(6e9)
+    for number in range(MAX_PATHS):
+        reader.join(agent(f"owner-{number}"))
+    reader.post(PeerLost("owner", "killed"))
+    reader.post(PeerLeft("owner-0"))
+    reader.hand_off(6e9)
+    assert reader.path().state is PathState.CONNECTING
