@@ -308,7 +308,8 @@ class Paths:
         return self._statuses
 
     def check(self) -> None:
-        assert len(self._paths) <= MAX_PATHS and len(self._remembered) <= MAX_REMEMBERED
+        assert len(self._paths) <= MAX_PATHS
+        assert len(self._remembered) <= MAX_REMEMBERED
         assert self._paths.keys().isdisjoint(self._remembered)
         assert all(path.state is PathState.FINE for path in self._remembered.values())
         known = self.deadlines()

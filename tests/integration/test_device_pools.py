@@ -251,6 +251,37 @@ def test_a_pool_on_a_device_that_no_code_of_ours_reaches_is_read_directly() -> N
     transport.close()
 
 
+class DirectUnregistered(HostNixl):
+    def register(self, pool: PoolMemory) -> None:  # noqa: ARG002
+        raise TransportError("nvidia-peermem is not loaded")
+
+
+def unregistered(*paths: DevicePath) -> Kind:
+    def open_transport(name: str, on_device: bool) -> Transport:
+        return DirectUnregistered(name) if on_device else NixlTransport(name)
+
+    return Kind(
+        lambda name: DeviceTransport(name, open_transport, frozenset(paths), 16 * LAYOUT.block_bytes), device_pool
+    )
+
+
+def test_a_pool_that_cannot_be_registered_is_read_by_the_next_path_with_a_warning(
+    sides: list[Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    sides += [Side("a", unregistered(DIRECT, STAGED), content=True), Side("b", on_device(DIRECT, STAGED))]
+    assert "nvidia-peermem is not loaded" in caplog.text
+    assert sides[0].transport.access().paths == {STAGED}
+    connect(sides)
+    handle = sides[1].transport.start_block_read("a", (1, 2), (3, 5))
+    assert poll_all(sides, 1)["b"] == [ReadDone(handle)]
+    assert np.array_equal(sides[1].bytes[[3, 5]], sides[0].bytes[[1, 2]])
+
+
+def test_a_pool_that_cannot_be_registered_and_has_no_other_path_is_refused() -> None:
+    with pytest.raises(TransportError, match="nvidia-peermem"):
+        Side("a", unregistered(DIRECT))
+
+
 def test_many_that_read_from_each_other_at_once_all_get_their_bytes(sides: list[Side]) -> None:
     """Each agent has slots for 8 blocks of its own reads and 8 for its readers: nobody may wait in a circle."""
     sides += [Side(name, on_device(STAGED), content=True) for name in "abc"]

@@ -90,10 +90,7 @@ class DeviceTransport:
         if on_device and memory is not None and DevicePath.MAPPED in self._paths:
             fields |= self._offer_map(memory, pool)
         if on_device and DevicePath.DIRECT in self._paths:
-            self._direct = self._open_transport(self.name + DIRECT_SUFFIX, True)
-            self._direct.register(pool)
-            self._reads_by[DevicePath.DIRECT] = PlainReads(self._direct, _direct_address, shared=False)
-            fields["direct_metadata"] = self._direct.metadata()
+            fields |= self._offer_direct(pool)
         if DevicePath.STAGED in self._paths:
             self._staged = StagedReads(self._underlying, memory, pool, ring, self._send)
             self._reads_by[DevicePath.STAGED] = self._staged
@@ -114,6 +111,22 @@ class DeviceTransport:
             return {}
         self._reads_by[DevicePath.MAPPED] = MappedReads(memory, pool)
         return {"map_handle": handle, "process": own_process()}
+
+    def _offer_direct(self, pool: PoolMemory) -> dict[str, object]:
+        """Where the transport cannot register memory of the device, the agent has only the other paths, if any."""
+        direct = self._open_transport(self.name + DIRECT_SUFFIX, True)
+        try:
+            direct.register(pool)
+        except TransportError as error:
+            direct.close()
+            unmapped = {DevicePath.MAPPED} - self._reads_by.keys()
+            if not self._paths - unmapped - {DevicePath.DIRECT}:
+                raise
+            logger.warning("peers cannot read our pool directly: %s", error)
+            return {}
+        self._direct = direct
+        self._reads_by[DevicePath.DIRECT] = PlainReads(direct, _direct_address, shared=False)
+        return {"direct_metadata": direct.metadata()}
 
     def _register_underlying(self, pool: PoolMemory) -> StagingRing | None:
         """Register a pool in host memory, or else the slots for staging. Without staging this is the smallest ring,

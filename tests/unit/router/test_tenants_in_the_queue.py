@@ -37,7 +37,8 @@ def test_a_full_queue_gives_up_the_newest_request_of_the_tenant_with_most() -> N
         arrive(router, "more", "flood")
     arrive(router, "other", "quiet")
     ended = router.only(events.Fail)
-    assert ended.request_id == f"f{MAX_QUEUED}" and isinstance(ended.error, QueueFull)
+    assert ended.request_id == f"f{MAX_QUEUED}"
+    assert isinstance(ended.error, QueueFull)
     assert router.machine.view.num_queued == MAX_QUEUED
 
 
