@@ -168,6 +168,7 @@ def _worker_parts(
     """Returns the function that builds a worker's parts: runner, pool, transfer agent, machine. Runs in a thread."""
 
     def build(post: Callable[[Any], None], fail: Callable[[BaseException], None]) -> WorkerParts:
+        from engine.backend import choose_device
         from engine.factory import build_runner
         from engine.runner import StepLimits
 
@@ -176,11 +177,12 @@ def _worker_parts(
             check_environment(os.environ, paths_of(config.transfer.device_path, True, has_gpudirect()))
         cores = placement.cores if engine.pin_threads and engine.num_threads <= len(placement.cores) else ()
         with pinned(cores):  # loading must not use the other workers' cores
-            limits = StepLimits(config.scheduler.max_running, config.scheduler.max_batched_tokens)
+            step = config.scheduler.on_device(choose_device(engine.device).type == "cuda")
+            limits = StepLimits(step.max_running, step.max_batched_tokens)
             runner = build_runner(engine, cache_dir, limits, gpu_share=placement.gpus or 1.0)
         executor, costs = StepExecutor(runner, cores), StepCostFit()
         if not engine.model.startswith("fake:"):
-            max_tokens = min(config.scheduler.max_batched_tokens, runner.info.context_length - 1)
+            max_tokens = min(step.max_batched_tokens, runner.info.context_length - 1)
             warm_up(executor, costs, runner.layout.block_size, runner.num_blocks, max_tokens)
         # The identity includes an incarnation, so peers treat a restarted worker as a new worker.
         identity = AgentIdentity(f"{role.value}-{placement.ordinal}", secrets.randbits(63) | 1)
@@ -205,7 +207,7 @@ def _worker_parts(
         address = agent.start()
         runner.start_background_work()
         pool = BlockPool(num_blocks)
-        scheduler = Scheduler(config.scheduler, pool, runner.layout.block_size, runner.info.eos_token_ids)
+        scheduler = Scheduler(step, pool, runner.layout.block_size, runner.info.eos_token_ids)
         peak = Peak(engine.peak_tflops * 1e12, engine.peak_gb_per_s * 1e9)
         core = WorkerCore(scheduler, pool, costs=costs, stats=StepStats(runner.sizes, peak))
         machine = make_machine(core, TransferMachine(transfer, pool, address))

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from core.config.requirements import require, require_finite_floats, require_function, require_given, require_positive
+from core.config.worker import SchedulerConfig
 
 MAX_MIN_INTERVAL_MS = 60_000
 MAX_KEY_NAME_CHARS = 128
@@ -18,7 +19,7 @@ class RouterConfig:
     host: str = "127.0.0.1"  # address that the router listens on; 0.0.0.0 = every address of this machine
     port: int = 50051  # 0 = any free port
     max_queued: int = 1024  # requests waiting for a worker; more are refused with RESOURCE_EXHAUSTED
-    max_in_flight_per_worker: int = 64  # unfinished requests on one worker, of all routers together
+    max_in_flight_per_worker: int = 0  # open requests on a worker, of all routers; 0 = 64 on a CPU, 256 on a GPU
     default_timeout_s: float = 600.0  # time limit of a call without a deadline
     max_attempts: int = 3  # dispatches of one request in a row that deliver no token
     retry_pause_s: float = 0.05  # pause before the third of them, doubled for each later one; the second has none
@@ -37,11 +38,15 @@ class RouterConfig:
         require_given(self, "host")
         require(0 <= self.port <= 65535, f"port must be in [0, 65535], is {self.port}")
         require_positive(
-            self, "max_queued", "max_in_flight_per_worker", "default_timeout_s", "max_attempts", "report_stale_s",
+            self, "max_queued", "default_timeout_s", "max_attempts", "report_stale_s",
             "retry_pause_s", "worker_lost_s", "worker_wait_s", "max_message_bytes", "max_prompt_chars",
             "drain_timeout_s", "slo_ttft_ms",
         )  # fmt: skip
         require_finite_floats(self)
+        require(
+            self.max_in_flight_per_worker >= 0,
+            f"max_in_flight_per_worker must be 0 (automatic) or more, is {self.max_in_flight_per_worker}",
+        )
         require(
             self.max_message_bytes >= MIN_MESSAGE_BYTES,
             f"max_message_bytes must be at least {MIN_MESSAGE_BYTES}, is {self.max_message_bytes}",
@@ -49,6 +54,10 @@ class RouterConfig:
         require(self.admission in ("queue", "shed"), f"admission must be queue or shed: {self.admission}")
         require(self.local_prefill in ("auto", "never"), f"local_prefill must be auto or never: {self.local_prefill}")
         require_function(self, "policy")
+
+    def max_in_flight(self, on_gpu: bool) -> int:
+        """Of one worker. Automatic, it is what a step of the worker holds: see `SchedulerConfig.on_device`."""
+        return self.max_in_flight_per_worker or SchedulerConfig().on_device(on_gpu).max_running
 
     def pause_after(self, num_attempts: int) -> float:
         """Seconds to wait after `num_attempts` attempts in a row without a token.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.config.requirements import require, require_finite_floats, require_given, require_positive
 
@@ -13,19 +13,31 @@ HOST_KV_MEMORY_MB = 512  # an automatic KV pool of a CPU worker: a laptop has ro
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    max_batched_tokens: int = 512  # token budget of one step
-    max_running: int = 64  # sequences in one step
+    max_batched_tokens: int = 0  # token budget of one step; 0 = 512 on a CPU, 8192 on a GPU
+    max_running: int = 0  # sequences in one step; 0 = 64 on a CPU, 256 on a GPU
     max_waiting: int = 256  # sequences waiting for a step; more are refused with RESOURCE_EXHAUSTED
     slo_itl_ms: float = 100.0  # wanted time between tokens: a step with sequences in decode takes no longer
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms")
+        require_positive(self, "max_waiting", "slo_itl_ms")
         require_finite_floats(self)
+        for name in ("max_batched_tokens", "max_running"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 (automatic) or more, is {getattr(self, name)}")
         require(
-            self.max_batched_tokens >= self.max_running,
+            self.max_batched_tokens >= self.max_running or not self.max_batched_tokens,
             f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_running ({self.max_running}), "
             "so that one step can hold a token of every sequence",
         )
+
+    def on_device(self, is_gpu: bool) -> SchedulerConfig:
+        """These options with the sizes for a CPU or a GPU where they are automatic.
+
+        A step of a CPU is slow, so a short one holds decodes up less. A GPU computes 8,192 tokens of a prompt in the
+        time that it needs to be busy at all, and 256 decodes in about the time of one.
+        """
+        tokens, running = (8192, 256) if is_gpu else (512, 64)
+        budget = self.max_batched_tokens or max(tokens, self.max_running)
+        return replace(self, max_batched_tokens=budget, max_running=self.max_running or min(running, budget))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,11 @@ class WorkerLiveness:
 
     def record_of(self, event: WorkerJoined, now: float) -> WorkerRecord:
         """Raises `LayoutMismatch` if the worker does not fit the others. Changes nothing."""
+        max_in_flight = self._config.max_in_flight(event.agent.location.on_gpu)
+        paths = {path.peer: path for path in event.paths}
         record = WorkerRecord(
-            event.worker_id, event.role, event.agent, event.load, reported_at=now, router_id=self._router_id,
-            max_in_flight=self._config.max_in_flight_per_worker, paths={path.peer: path for path in event.paths},
-        )  # fmt: skip
+            event.worker_id, event.role, event.agent, event.load, now, self._router_id, max_in_flight, paths=paths
+        )
         self._workers.refuse_layout(record)
         return record
 

@@ -281,7 +281,7 @@ class WorkerTable:
         assert all(r.num_routers == self._num_routers == len(routers) + 1 for r in self._records.values())
         for record in self._records.values():
             record.check()
-            assert len(record.dispatched) <= self._config.max_in_flight_per_worker
+            assert len(record.dispatched) <= record.max_in_flight
 
 
 def hashes_of(request: Request) -> PromptHashes:

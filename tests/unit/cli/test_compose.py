@@ -6,6 +6,7 @@ from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from cli.compose import _engine_config, _worker_parts, build_router, open_transport, router_host
 from core.config import EngineConfig, RouterConfig, SchedulerConfig, TelemetryConfig, TransferConfig
@@ -71,8 +72,22 @@ def test_a_prefill_worker_has_its_own_block_size_and_the_threads_of_its_place() 
 
 
 @pytest.mark.parametrize(("gpus", "share"), [(None, 1.0), (0.0, 1.0), (1.0, 1.0), (0.25, 0.25)])
+@pytest.mark.parametrize(
+    ("scheduler", "on_cpu", "on_gpu"),
+    [
+        (SchedulerConfig(), StepLimits(64, 512), StepLimits(256, 8192)),
+        (SchedulerConfig(max_batched_tokens=32), StepLimits(32, 32), StepLimits(32, 32)),
+        (SchedulerConfig(max_running=9000), StepLimits(9000, 9000), StepLimits(9000, 9000)),
+        (SchedulerConfig(max_running=8, max_batched_tokens=32), StepLimits(8, 32), StepLimits(8, 32)),
+    ],
+)
 def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
-    gpus: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerConfig,
+    on_cpu: StepLimits,
+    on_gpu: StepLimits,
+    gpus: float | None,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[tuple[object, float]] = []
 
@@ -81,11 +96,12 @@ def test_a_runner_gets_the_share_of_its_place_and_the_limits_of_the_scheduler(
         raise ConfigError("no runner here")
 
     monkeypatch.setattr("engine.factory.build_runner", build_runner)
-    config = replace(tiny_config(), scheduler=SchedulerConfig(max_running=8, max_batched_tokens=32))
+    monkeypatch.setattr("engine.backend.choose_device", lambda wanted: torch.device(wanted.replace("auto", "cpu")))
+    config = replace(tiny_config(), scheduler=scheduler)
     build = _worker_parts(ServiceRole.DECODE, config, replace(PLACE, gpus=gpus), Mock(), None)
     with pytest.raises(ConfigError, match="no runner here"):
         build(Mock(), Mock())
-    assert given == [(StepLimits(max_running=8, max_batched_tokens=32), share)]
+    assert given == [(on_gpu if gpus else on_cpu, share)]
 
 
 def test_a_pool_in_host_memory_has_a_plain_transport_and_one_on_a_gpu_a_device_transport(

@@ -106,7 +106,7 @@ def test_float_options_refuse_negative_and_infinite_values_and_nan(value: float)
 
 
 POSITIVE = {
-    SchedulerConfig: ["max_batched_tokens", "max_running", "max_waiting", "slo_itl_ms"],
+    SchedulerConfig: ["max_waiting", "slo_itl_ms"],
     EngineConfig: ["block_size"],
     TransferConfig: ["lease_s", "connect_timeout_s", "min_bytes_per_s", "max_reads_in_flight", "max_transfers"],
     WorkerConfig: ["report_interval_s", "idle_report_interval_s", "drain_timeout_s", "max_pulls_waiting"],
@@ -153,6 +153,9 @@ OUT_OF_RANGE = [
     (TelemetryConfig, {"otlp_endpoint": "ftp://collector:4317"}, "otlp_endpoint"),
     (TelemetryConfig, {"otlp_endpoint": "http://collector"}, "otlp_endpoint"),
     (SchedulerConfig, {"max_batched_tokens": 63, "max_running": 64}, "max_batched_tokens"),
+    (SchedulerConfig, {"max_batched_tokens": -1}, "max_batched_tokens must be 0"),
+    (SchedulerConfig, {"max_running": -1}, "max_running must be 0"),
+    (RouterConfig, {"max_in_flight_per_worker": -1}, "max_in_flight_per_worker must be 0"),
 ]
 
 

@@ -29,7 +29,7 @@ def empty_table() -> WorkerTable:
 
 
 def record(name: str, role: ServiceRole = ServiceRole.DECODE, load: WorkerLoad = SERVING) -> WorkerRecord:
-    return WorkerRecord(name, role, agent(name), load, 0.0, "router", CONFIG.max_in_flight_per_worker)
+    return WorkerRecord(name, role, agent(name), load, 0.0, "router", CONFIG.max_in_flight(False))
 
 
 def table(*records: WorkerRecord) -> WorkerTable:
