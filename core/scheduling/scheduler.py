@@ -11,13 +11,16 @@ a time limit, too (core/scheduling/step_budget.py):
        blocks, and the scheduler preempts the lowest-ranked holder of blocks. This sequence loses its blocks and is
        recomputed later, mostly from the prefix cache. If no holder ranks lower, the chunk shrinks to the available
        blocks, or waits.
-    3. A prompt passes a half-computed prompt only if the pool has blocks for the rest of both. If the first waiting
-       prompt in the order lacks blocks, the step admits no other prompt. If, besides, no prompt is half computed, the
-       step admits waiting sequences by rank, up to the first that does not fit. A caller with a queue of its own
-       passes the rank of its first sequence; waiting sequences of lower rank then get no first blocks.
+    3. While sequences run, a prompt starts only if the pool has blocks for the rest of it and of every half-computed
+       prompt, and one for the next tokens of each running sequence. If the first waiting prompt in the order lacks
+       blocks, the step admits no other prompt. If, besides, no prompt is half computed, the step admits waiting
+       sequences by rank, up to the first that does not fit. A caller with a queue of its own passes the rank of its
+       first sequence; waiting sequences of lower rank then get no first blocks.
 
 The highest-ranked holder can take the blocks of every other holder, and `add` refuses a sequence that is larger than
-the pool. So a step always makes progress, unless leases or reservations keep the blocks.
+the pool. So a step always makes progress, unless leases or reservations keep the blocks. No prompt waits for ever for
+all its blocks: once it is first in the order, no other is admitted, running sequences end, and with none running it
+starts with the blocks that there are.
 
 One step may be planned ahead, while another is in flight. It counts on the tokens of the step in flight:
 

@@ -216,9 +216,7 @@ class StepPlanner:
             # The last token is computed even if it is cached: the next token is sampled from its logits.
             self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
         num_tokens = self._tokens_within(draft.budget, sequence)
-        half_computed = self.queues.prefilling.values()
-        fits = not half_computed or self._has_blocks_for_all_of((sequence, *half_computed))
-        if not (fits and self.blocks.grow(sequence, sequence.num_planned_tokens + num_tokens)):
+        if not (self._has_room_for_all_of(sequence) and self.blocks.grow(sequence, sequence.num_planned_tokens + num_tokens)):
             if not had_blocks:
                 self.blocks.drop(sequence)
             return False
@@ -230,10 +228,18 @@ class StepPlanner:
         self._add_chunk(draft, sequence, num_tokens)
         draft.admitted.append(sequence)
 
-    def _has_blocks_for_all_of(self, prompts: Iterable[Sequence]) -> bool:
-        """Whether all these prompts can be computed to their end. Readers keep the leased blocks of half a prompt."""
+    def _has_room_for_all_of(self, sequence: Sequence) -> bool:
+        """Whether the pool has blocks for the rest of this prompt and of all half-computed ones, and a block for the
+        next tokens of each running sequence. Without running sequences, a prompt may start with less.
+
+        A prompt that starts with less is preempted and computed again, or preempts others. Readers keep the leased
+        blocks of half a prompt.
+        """
+        if not self.running:
+            return True
+        prompts = (sequence, *self.queues.prefilling.values())
         wanted = (-(-prompt.num_tokens // self.block_size) - len(prompt.block_table) for prompt in prompts)
-        return sum(wanted) <= self.pool.num_available
+        return sum(wanted) + len(self.running) <= self.pool.num_available
 
     def admit(self, draft: Draft, admit_before: Rank | None) -> bool:
         """Move waiting sequences to `running`, in rank order, up to the first that does not fit.
@@ -250,6 +256,9 @@ class StepPlanner:
                 self.blocks.hold_cached_prefix(sequence, sequence.num_tokens - 1)
             num_tokens = self._tokens_within(draft.budget, sequence)
             end = sequence.num_computed_tokens + num_tokens
+            if not (had_blocks or self._has_room_for_all_of(sequence)):
+                self.blocks.drop(sequence)
+                return True
             has_blocks = self.blocks.grow(sequence, end)
             others_help = not has_blocks and self._preemption.others_have_blocks_for(sequence, end)
             if others_help and not self.is_ahead:

@@ -155,7 +155,7 @@ def test_the_lowest_ranked_sequence_is_preempted_and_finishes_later() -> None:
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_in_the_cache() -> None:
-    driven = Driven(num_blocks=6)
+    driven = Driven(num_blocks=7)
     driven.add("first", range(1, 8), arrival=1, max_tokens=10)
     second = driven.add("second", range(21, 34), arrival=2, max_tokens=10)
     while not second.num_preemptions:
@@ -169,14 +169,50 @@ def test_a_preempted_sequence_finds_its_own_blocks_in_the_cache() -> None:
     assert second.num_cached_tokens == cached_before == 0, "blocks of an earlier run count as cached tokens"
 
 
+def test_a_prompt_starts_once_the_pool_has_blocks_for_all_of_it_and_a_next_token_of_each_running_sequence() -> None:
+    driven = Driven(num_blocks=6, budget=8)
+    driven.add("runs", [1, 2], max_tokens=5)
+    driven.step()
+    driven.add("prompt", range(21, 41), arrival=1, max_tokens=1)  # 5 blocks
+    assert [driven.step() for _ in range(4)] == [{"runs": 1}] * 4, "5 blocks of the prompt, 1 of a next token, of 5"
+    assert [driven.step() for _ in range(3)] == [{"prompt": 8}, {"prompt": 8}, {"prompt": 4}]
+    assert driven.scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_waits_for_many_blocks_is_passed_by_short_ones_only_until_it_is_due() -> None:
+    driven = Driven(num_blocks=8, budget=64, max_running=8, max_waiting=64)
+    driven.add("short-0", [101, 102], arrival=0, max_tokens=30)
+    driven.step()
+    long = driven.add("long", range(1, 25), arrival=1, max_tokens=1)  # 6 blocks
+    for number in range(1, 400):
+        if number % 2:
+            driven.add(f"short-{number}", [number % 90 + 1, 2], arrival=number + 1, max_tokens=8)
+        driven.step()
+        if long.finish_reason is not None:
+            break
+    assert 2 < number < 100
+    assert long.num_preemptions == 0
+
+
+def test_a_prompt_starts_with_fewer_blocks_where_no_sequence_runs() -> None:
+    driven = Driven(num_blocks=6, budget=8)
+    reserved = driven.pool.reserve(4)
+    assert reserved is not None
+    driven.add("prompt", range(21, 41), max_tokens=1)
+    assert driven.step() == {"prompt": 8}
+
+
 def test_the_lowest_ranked_sequence_waits_for_blocks_and_keeps_its_own() -> None:
-    driven = Driven(num_blocks=4)
+    driven = Driven(num_blocks=5)
     driven.add("first", range(1, 6), arrival=1, max_tokens=4)  # 5 .. 8 slots, 2 blocks
     second = driven.add("second", range(21, 28), arrival=2, max_tokens=4)  # 7 .. 10 slots, wants a third block
     driven.step()
+    reserved = driven.pool.reserve(1)
+    assert reserved is not None
     driven.step()
     assert driven.step() == {"first": 1}, "no sequence of lower rank than `second` has blocks"
     assert len(second.block_table) == 2
+    driven.pool.cancel_reservation(reserved)
     driven.run_until_idle()
     assert second.num_preemptions == 0
 

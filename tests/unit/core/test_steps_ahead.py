@@ -64,10 +64,11 @@ def test_a_stop_token_drops_the_token_of_the_step_ahead_and_leaks_no_block() -> 
 
 
 def test_a_step_that_needs_a_preemption_is_planned_after_the_step_in_flight() -> None:
-    driven = Driven(num_blocks=2)
+    driven = Driven(num_blocks=3)
     driven.add("first", range(1, 5), max_tokens=4)
     driven.add("second", range(21, 25), arrival=1, max_tokens=4)
     plan = driven.begin()
+    driven.pool.reserve(1)
     held = driven.pool.ledger()[Column.HELD]
     assert driven.scheduler.schedule() is None, "both need a second block"
     assert driven.pool.ledger()[Column.HELD] == held
@@ -77,17 +78,17 @@ def test_a_step_that_needs_a_preemption_is_planned_after_the_step_in_flight() ->
     assert driven.scheduler.num_preemptions == 1
 
 
-def test_a_waiting_sequence_preempts_a_pulled_one_only_after_the_step_in_flight() -> None:
+def test_a_pulled_sequence_preempts_a_later_one_only_after_the_step_in_flight() -> None:
     driven = Driven(num_blocks=7, max_running=2)
     driven.add("running", [1, 2], max_tokens=8)
     plan = driven.begin()
-    pulled = driven.add_pulled("pulled", range(1, 12), arrival=2)
-    driven.add("large", range(41, 58), arrival=1, max_tokens=1)
+    driven.add_pulled("pulled", range(1, 13), arrival=1)  # lacks a block for its next token
+    later = driven.add_pulled("later", range(21, 32), arrival=2)
     assert driven.scheduler.schedule() is None
-    assert len(pulled.block_table) == 3
+    assert len(later.block_table) == 3
     driven.end(plan)
-    assert driven.step() == {"running": 1, "large": 17}
-    assert pulled.num_preemptions == 1
+    assert driven.step() == {"running": 1, "pulled": 1}
+    assert later.num_preemptions == 1
 
 
 def test_a_failed_step_drops_the_step_ahead_and_only_its_own_sequences_end() -> None:
@@ -106,10 +107,11 @@ def test_a_failed_step_drops_the_step_ahead_and_only_its_own_sequences_end() -> 
 
 
 def test_a_view_belongs_to_one_block_table_that_never_shrinks() -> None:
-    driven = Driven(num_blocks=2)
+    driven = Driven(num_blocks=3)
     driven.add("first", range(1, 5), max_tokens=4)
     second = driven.add("second", range(21, 25), arrival=1, max_tokens=4)
     driven.step()
+    driven.pool.reserve(1)
     view, table = second.view, list(second.block_table)
     driven.step()
     assert second.num_preemptions == 1
