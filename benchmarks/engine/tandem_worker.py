@@ -43,7 +43,7 @@ from worker.core import WorkerCore
 
 NEVER = float("inf")
 MAX_OUTPUT = 1024
-SCHEDULER = SchedulerConfig(slo_itl_ms=60_000.0)  # a limit of steps would keep the prompts of a full batch apart
+SCHEDULER = SchedulerConfig(512, 64, slo_itl_ms=60_000.0)  # a limit of steps would keep the prompts of a full batch apart
 READ_BYTES = 1 << 29  # far more than any cache
 MATRIX = 2048
 FLOOR_TRIES = 5

@@ -67,6 +67,7 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, block_size: int, eos_token_ids: frozenset[int]
     ) -> None:
+        assert config.max_running > 0, "the sizes are automatic: see SchedulerConfig.on_device"
         self.config = config
         self.pool = pool
         self.block_size = block_size

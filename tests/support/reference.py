@@ -19,7 +19,7 @@ class CoLocatedEngine:
         """Output token ids, computed with an empty prefix cache."""
         pool = BlockPool(self.runner.num_blocks)
         layout, info = self.runner.layout, self.runner.info
-        scheduler = Scheduler(SchedulerConfig(max_batched_tokens=8192), pool, layout.block_size, info.eos_token_ids)
+        scheduler = Scheduler(SchedulerConfig(8192, max_running=1), pool, layout.block_size, info.eos_token_ids)
         sequence = Sequence(request, arrival=0)
         scheduler.add(sequence)
         while (plan := scheduler.schedule()) is not None:
