@@ -67,7 +67,6 @@ class Replay:
                 step_cost=step_cost,
                 step_noise=config.step_noise,
                 link=config.link,
-                joins_steps=config.join_steps,
             )
             for role, count, num_tokens, step_cost in pools
             for number in range(count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, assert_never
@@ -17,7 +17,7 @@ from router.requests import events
 from router.requests.machine import RouterMachine
 from simulator.machine_timer import MachineTimer
 from simulator.replay_config import ReplayConfig
-from simulator.replay_worker import Caller, ReplayWorker, TimedTokens
+from simulator.replay_worker import ReplayWorker
 from simulator.stream import Stream
 from simulator.world import World
 
@@ -43,20 +43,6 @@ class Served:
     @property
     def tpot_s(self) -> float:
         return (self.last_token_at - self.first_token_at) / max(1, self.num_tokens - 1)
-
-    def take_each(self, arrivals: Sequence[float]) -> None:
-        """One token at each of these times."""
-        if self.num_tokens:
-            last = self.last_token_at
-            for arrived_at in arrivals:
-                self.gaps_s.append(arrived_at - last)
-                last = arrived_at
-            self.last_token_at = last
-            self.num_tokens += len(arrivals)
-        else:
-            self.take(1, arrivals[0])
-            if len(arrivals) > 1:
-                self.take_each(arrivals[1:])
 
     def take(self, num_tokens: int, now: float) -> None:
         """Tokens that arrive together."""
@@ -91,14 +77,11 @@ class ReplayRouter:
             worker_id: Stream(world, name, worker_id, config.message_delay_s, worker.post)
             for worker_id, worker in workers.items()
         }
-        self._as_caller = {
-            worker_id: Caller(
-                world, Stream(world, worker_id, name, config.message_delay_s, self.post), self.take_tokens
-            )
-            for worker_id in workers
+        self._from_workers = {
+            worker_id: Stream(world, worker_id, name, config.message_delay_s, self.post) for worker_id in workers
         }
         for worker_id, worker in workers.items():
-            worker.subscribe(self._as_caller[worker_id])
+            worker.subscribe(self._from_workers[worker_id])
 
     # ---- the driver
 
@@ -106,16 +89,6 @@ class ReplayRouter:
         now = self._world.now
         for action in self.machine.handle(event, now):
             self._perform(action, now)
-        self._timer.update()
-
-    def take_tokens(self, message: TimedTokens) -> None:
-        """The client gets each token at its own time, also if the tokens of several steps come in one message."""
-        now, arrivals = self._world.now, message.arrivals
-        for action in self.machine.handle(message.tokens, now):
-            if type(action) is events.Deliver and len(action.token_ids) == len(arrivals):
-                self._served[action.request_id].take_each(arrivals)
-            else:
-                self._perform(action, now)
         self._timer.update()
 
     # ---- clients
@@ -159,5 +132,5 @@ class ReplayRouter:
         self._on_end()
 
     def _call(self, worker_id: str, arrived: PrefillArrived | DecodeArrived) -> None:
-        accept = partial(self._workers[worker_id].accept, caller=self._as_caller[worker_id])
+        accept = partial(self._workers[worker_id].accept, caller=self._from_workers[worker_id])
         self._to_workers[worker_id].send(arrived, accept)

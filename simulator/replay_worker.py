@@ -4,23 +4,14 @@
 
 Unlike `simulator/node.py`, no fault happens, the KV has no content, and any number of routers call the worker and hear
 its reports. Reports follow worker/reports.py: at once after a change, then at most one per `report_interval_s`.
-
-Steps in which nothing but decodes happens are handled together (`simulator/decode_stretch.py`):
-
-    planned ends     |  |  |  |  |  |        a call, a message, a timer or a report arrives here
-                     +--+--+--+--+--+----------------*
-                     these four are skipped, the last one before * is handled as usual, then *
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from core.config import SchedulerConfig, TransferConfig, WorkerConfig
 from core.cost.step_cost import StepCost, work_of
@@ -29,7 +20,6 @@ from core.errors import TandemError
 from core.handoff import AgentAddress
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole, Stage
-from core.machine import Tick
 from core.scheduling.block_pool import BlockPool, Column
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.worker_load import WorkerChanges
@@ -41,8 +31,7 @@ from prefill_worker.machine import PrefillArrived, PrefillCancelled, PrefillDone
 from router.requests import events
 from simulator.agent import SimulatedAgent
 from simulator.cost_model import LinkCost
-from simulator.decode_stretch import skip_steps, stretch_length
-from simulator.machine_timer import TIMER_LATENESS_S, MachineTimer
+from simulator.machine_timer import MachineTimer
 from simulator.memory import Memory
 from simulator.stream import Stream
 from simulator.world import SimulationError, World
@@ -93,32 +82,11 @@ class ReplayWorkerSpec:
     step_cost: StepCost
     step_noise: float  # standard deviation of the logarithm of a step's time
     link: LinkCost
-    joins_steps: bool = True  # handles steps together in which only decodes happen
-
-
-class TimedTokens(NamedTuple):
-    """Tokens of consecutive steps. Each call in `tokens` has one token at each of these times of arrival."""
-
-    tokens: events.StepTokens
-    arrivals: list[float]
-
-
-class Caller:
-    """A router, as a worker sees it. `stream` takes its events."""
-
-    def __init__(self, world: World, stream: Stream, take_tokens: Callable[[TimedTokens], None]) -> None:
-        self._world, self.stream, self._take_tokens = world, stream, take_tokens
-
-    def send_tokens(self, calls: list[int], indexes: list[int], sent_at: list[float]) -> None:
-        """One token of each call for each time, step by step. The router handles them when the last ones arrive."""
-        arrivals = [self.stream.arrival(at) for at in sent_at]
-        tokens = events.StepTokens(calls, indexes, (OUTPUT_TOKEN.token_id,) * len(calls), logprobs={})
-        self._world.at(arrivals[-1], partial(self._take_tokens, TimedTokens(tokens, arrivals)))
 
 
 @dataclass(slots=True)
 class _OpenCall:
-    caller: Caller
+    caller: Stream  # of events to the router
     number: int
     num_tokens: int = 0  # sent
 
@@ -137,14 +105,11 @@ class ReplayWorker:
         self.view = WorkerMachineView(self.machine)
         self.busy_s = 0.0  # time in steps
         self._steps: deque[StepPlan] = deque()  # submitted; the first one is being computed
-        self._ends: list[float] = []  # of the step that is being computed, and of those that may be handled with it
-        self._factors: deque[float] = deque()  # noise of the steps after the one that is being computed, drawn so far
-        self._planned_end: float | None = None  # the time at which the world handles the ends
         self._calls: dict[str, _OpenCall] = {}  # by id
         self._timer = MachineTimer(world, self.machine, self.post)
         self._used_sum, self._num_samples = 0.0, 0
         self._noise = random.Random(f"steps of {spec.worker_id}, {world.seed}")
-        self._subscribers: list[Caller] = []
+        self._subscribers: list[Stream] = []
         self._changed = False
         self._next_report_at = 0.0
         world.after(spec.worker.idle_report_interval_s, self._report_idle)
@@ -161,28 +126,21 @@ class ReplayWorker:
     # ---- the driver
 
     def post(self, event: Any) -> None:
-        self._catch_up()
-        try:
-            self._handle(event, self._world.now)
-        finally:
-            self._plan_ends()
-
-    def _handle(self, event: Any, now: float) -> None:
-        for action in self.machine.handle(event, now):
-            self._perform(action, now)
-        self._mark_changed(now)
+        for action in self.machine.handle(event, self._world.now):
+            self._perform(action)
+        self._mark_changed()
         self._timer.update()
 
     # ---- acting
 
-    def _perform(self, action: Any, now: float) -> None:
+    def _perform(self, action: Any) -> None:
         match action:
             case RunStep(plan=plan):
                 self._steps.append(plan)
                 if len(self._steps) == 1:
-                    self._start_step(plan, now)
+                    self._start_step(plan)
             case EmitTokens(tokens):
-                self._emit(tokens, now)
+                self._emit(tokens)
             case PrefillDone(request_id=call_id):
                 self._end_call(call_id, _prefill_result(action))
             case DecodeDone(request_id=call_id):
@@ -197,94 +155,23 @@ class ReplayWorker:
 
     # ---- steps
 
-    def _start_step(self, plan: StepPlan, now: float) -> None:
-        factor = self._factors.popleft() if self._factors else self._draw_factor()
-        seconds = self.spec.step_cost.seconds(work_of(plan)) * factor
+    def _start_step(self, plan: StepPlan) -> None:
+        noise = self._noise.lognormvariate(0.0, self.spec.step_noise) if self.spec.step_noise else 1.0
+        seconds = self.spec.step_cost.seconds(work_of(plan)) * noise
         self.busy_s += seconds
-        self._ends = [now + seconds]
+        self._world.after(seconds, self._end_step)
 
-    def _draw_factor(self) -> float:
-        return self._noise.lognormvariate(0.0, self.spec.step_noise) if self.spec.step_noise else 1.0
-
-    def _plan_ends(self) -> None:
-        """Find the steps that may be handled with the one that is being computed, up to the next report."""
-        ends, machine = self._ends, self.machine
-        if not ends:
-            return
-        del ends[1:]
-        if self.spec.joins_steps and ends[0] < self._next_report_at and isinstance(machine, DecodeMachine):
-            self._mark_changed(ends[0])
-            self._plan_stretch(machine, self._next_report_at)
-        if self._planned_end != ends[-1]:
-            self._planned_end = ends[-1]
-            self._world.at(ends[-1], partial(self._on_planned_end, ends[-1]))
-
-    def _plan_stretch(self, machine: DecodeMachine, until: float) -> None:
-        length = stretch_length(machine)
-        if length == 1:
-            return
-        ends, factors, cost = self._ends, self._factors, self.spec.step_cost
-        work, at = work_of(self._steps[0]), ends[0]
-        while at < until and len(ends) < length:
-            if len(ends) > len(factors):
-                factors.append(self._draw_factor())
-            work = work._replace(decode_context=work.decode_context + work.num_decodes)
-            at += cost.seconds(work) * factors[len(ends) - 1]
-            ends.append(at)
-
-    def _on_planned_end(self, planned: float) -> None:
-        if planned == self._planned_end:
-            self._planned_end = None
-            self._catch_up()
-            self._plan_ends()
-
-    def _catch_up(self) -> None:
-        """Handle the steps that have ended by now, and the timer of the machine behind them."""
-        now = self._world.now
-        if not self._ends or self._ends[0] > now:
-            return
-        while self._ends and self._ends[0] <= now:
-            count = bisect_right(self._ends, now)
-            ended_at = self._ends[count - 1]
-            if count > 1:
-                self._skip(self._ends[: count - 1], ended_at)
-            self._ends = []
-            self._end_step(ended_at)
-        deadline = self.machine.next_deadline()
-        if deadline is not None and deadline + TIMER_LATENESS_S <= now:
-            self._handle(Tick(), deadline + TIMER_LATENESS_S)
-
-    def _end_step(self, now: float) -> None:
+    def _end_step(self) -> None:
         """The next submitted step begins before the machine takes the output."""
         plan = self._steps.popleft()
         if self._steps:
-            self._start_step(self._steps[0], now)
+            self._start_step(self._steps[0])
         sampled = {chunk.sequence.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
-        self._handle(StepFinished(StepOutput(plan.step_id, sampled)), now)
-
-    def _skip(self, ends: list[float], last_end: float) -> None:
-        """Handle the ends of steps of decodes together. The step after them ends at `last_end`."""
-        assert isinstance(self.machine, DecodeMachine)
-        rows: dict[Caller, tuple[list[int], list[int]]] = {}
-        for view, start, _, _, _ in self._steps[0].chunks:
-            call = self._calls.get(view.sequence_id)
-            if call is not None:
-                call.num_tokens += len(ends)
-                numbers, firsts = rows.setdefault(call.caller, ([], []))
-                numbers.append(call.number)
-                firsts.append(start + 1 - view.num_prompt_tokens)
-        skip_steps(self.machine, OUTPUT_TOKEN.token_id, ends)
-        self._steps = deque(self.machine.core.scheduler.steps_in_flight)
-        for _ in ends:
-            self._factors.popleft()
-        self.busy_s += last_end - ends[0]  # the first one was counted when it began
-        for caller, (numbers, firsts) in rows.items():
-            indexes = [first + number for number in range(len(ends)) for first in firsts]
-            caller.send_tokens(numbers * len(ends), indexes, ends)
+        self.post(StepFinished(StepOutput(plan.step_id, sampled)))
 
     # ---- calls
 
-    def accept(self, arrived: PrefillArrived | DecodeArrived, caller: Caller) -> None:
+    def accept(self, arrived: PrefillArrived | DecodeArrived, caller: Stream) -> None:
         """Start a call. `caller` takes its tokens and its end."""
         call_id = arrived.request.request_id
         self._calls[call_id] = _OpenCall(caller, arrived.call.number)
@@ -298,9 +185,9 @@ class ReplayWorker:
             is_prefill = self.spec.role is ServiceRole.PREFILL
             self.post(PrefillCancelled(call_id) if is_prefill else DecodeCancelled(call_id))
 
-    def _emit(self, tokens: tuple[TokenEvent, ...], now: float) -> None:
+    def _emit(self, tokens: tuple[TokenEvent, ...]) -> None:
         """One message for each router."""
-        rows: dict[Caller, tuple[list[int], list[int]]] = {}
+        rows: dict[Stream, tuple[list[int], list[int]]] = {}
         for event in tokens:
             call = self._calls.get(event.sequence_id)
             if call is not None:
@@ -309,13 +196,13 @@ class ReplayWorker:
                 numbers.append(call.number)
                 indexes.append(event.index)
         for caller, (numbers, indexes) in rows.items():
-            caller.send_tokens(numbers, indexes, [now])
+            caller.send(events.StepTokens(numbers, indexes, (OUTPUT_TOKEN.token_id,) * len(numbers), logprobs={}))
 
     def _end_call(self, call_id: str, result: Any) -> None:
         call = self._calls.pop(call_id, None)
         if call is not None:
             is_prefill = self.spec.role is ServiceRole.PREFILL
-            call.caller.stream.send((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
+            call.caller.send((events.PrefillReturned if is_prefill else events.DecodeReturned)(call_id, result))
 
     # ---- use of the pool
 
@@ -331,19 +218,19 @@ class ReplayWorker:
 
     # ---- reports
 
-    def subscribe(self, subscriber: Caller) -> None:
+    def subscribe(self, subscriber: Stream) -> None:
         """Send the snapshot now, and every report from now on."""
         self._publish()
         view = self.view
-        subscriber.stream.send(
+        subscriber.send(
             events.WorkerJoined(self.worker_id, self.spec.role, self.address, view.cached_blocks, view.load, view.paths)
         )
         self._subscribers.append(subscriber)
 
-    def _mark_changed(self, now: float) -> None:
+    def _mark_changed(self) -> None:
         if not self._changed:
             self._changed = True
-            self._world.at(max(now, self._next_report_at), self._report_change)
+            self._world.at(self._next_report_at, self._report_change)
 
     def _report_change(self) -> None:
         if self._changed:
@@ -356,15 +243,13 @@ class ReplayWorker:
 
     def _publish(self, *, unchanged: bool = False) -> None:
         """Send what has changed; without changes, an empty report if `unchanged`."""
-        self._catch_up()
         self._changed = False
         self._next_report_at = self._world.now + self.spec.worker.report_interval_s
         changes = self.view.take_changes(self.view.load)
         if changes is not None or unchanged:
             report = events.WorkerReported(self.worker_id, changes or WorkerChanges())
             for subscriber in self._subscribers:
-                subscriber.stream.send(report)
-        self._plan_ends()
+                subscriber.send(report)
 
 
 def _prefill_result(done: PrefillDone) -> events.PrefillResult:

@@ -23,10 +23,6 @@ class Stream:
 
     def send(self, message: Any, deliver: Callable[[Any], None] | None = None) -> None:
         """Send a message now. `deliver` replaces that of the stream."""
-        self._world.at(self.arrival(self._world.now), partial(deliver or self._deliver, message))
-
-    def arrival(self, sent_at: float) -> float:
-        """The time at which a message sent at `sent_at` arrives. The caller delivers it. Times of sending rise."""
-        when = sent_at + self._delay_s * (SHORTEST + (LONGEST - SHORTEST) * self._chance.random())
-        self._arrives_last = when = max(when, self._arrives_last)
-        return when
+        delay_s = self._delay_s * (SHORTEST + (LONGEST - SHORTEST) * self._chance.random())
+        self._arrives_last = when = max(self._world.now + delay_s, self._arrives_last)
+        self._world.at(when, partial(deliver or self._deliver, message))

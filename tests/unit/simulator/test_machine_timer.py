@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 from core.machine import Tick
@@ -93,8 +94,12 @@ def test_the_delays_of_a_stream_depend_on_its_ends_and_the_seed_alone() -> None:
         world = World(seed)
         for _ in range(draws):
             world.random.random()
-        stream = Stream(world, "a", target, 0.01, print)
-        return [stream.arrival(float(number)) for number in range(3)]
+        arrived: list[float] = []
+        stream = Stream(world, "a", target, 0.01, lambda _: arrived.append(world.now))
+        for number in range(3):
+            world.at(float(number), partial(stream.send, number))
+        world.run_until(4.0)
+        return arrived
 
     assert delays(0, "b", 0) == delays(0, "b", 5)
     assert delays(0, "b", 0) != delays(1, "b", 0)
