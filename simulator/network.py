@@ -12,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from core.handoff import HandoffMessage
-from simulator.world import World
+from simulator.world import SimulationError, World
+
+if TYPE_CHECKING:
+    from simulator.worker_shell import WorkerShell
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,20 @@ class CallState(Enum):
     ENDED = "ended"  # by its answer, an error or a cancel
 
 
+def _not_connected(worker: WorkerShell, result: Any) -> None:
+    raise SimulationError(f"{worker.spec.worker_id} answers {result}, but is not connected")
+
+
 @dataclass(slots=True, eq=False)
 class Call:
-    """One gRPC call, with the state at each end. Messages of different calls overtake each other."""
+    """One gRPC call, or one token stream. Messages of different calls overtake each other."""
 
     call_id: str
     worker_id: str
+    reply: Callable[[WorkerShell, Any], None] = _not_connected  # sends an answer, or the tokens of a stream
     caller: CallState = CallState.OPEN
-    worker: CallState = CallState.OPEN
     cut: bool = False  # the last answers were lost when the worker died
+    is_broken: bool = False  # a token stream; its ends notice later
     number: int = 0  # of a decode call
     tokens: Call | None = None  # the StreamTokens call of a decode call
     num_tokens: int = 0  # of a decode call, put on the token stream

@@ -12,20 +12,24 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from core.config import RouterConfig, SchedulerConfig, TransferConfig
+from core.config import RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from core.cost.step_cost import StepCost
+from core.handoff import Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
-from simulator.agent import ReadFaults
+from simulator.agent import PROBED_BYTES_PER_S, ReadFaults
 from simulator.memory import VOCAB_SIZE
 from simulator.network import NetworkFaults
-from simulator.node import WorkerSpec
+from simulator.worker_spec import WorkerSpec
 
 NUM_REQUESTS = 50
 NUM_HARSH_REQUESTS = 90
 ARRIVALS_S = 3.0
 BLOCK_SIZES = (4, 8)
 PATIENT_TIMEOUT_S = 60.0
+STEP_COST = StepCost(step_s=0.004, sequence_s=0.0002, context_s=0.0, token_s=0.0002, pair_s=0.0)
+SLOW_STEP_COST = replace(STEP_COST, sequence_s=0.002, token_s=0.002)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,14 @@ def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tup
                 max_waiting=256 if calm else chance.choice((4, 256)),
             ),
             transfer=transfer,
+            worker=WorkerConfig(report_interval_s=0.1, idle_report_interval_s=0.4, max_pulls_waiting=32),
+            step_cost=STEP_COST,
+            step_spread=(0.7, 1.5),
+            location=Location("one machine", memory_bytes_per_s=PROBED_BYTES_PER_S),
+            probe_bytes=1 << 20,
+            has_content=True,
             step_failure=step_failure,
+            polls_reports=True,
         )
         for role, index in names
     )
@@ -175,7 +186,7 @@ def _with_slow_prefill(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[Work
     if random.Random(f"slow prefill of {seed}").random() > 0.33:  # a separate generator: other worlds stay the same
         return workers
     return tuple(
-        replace(spec, token_s=0.002, scheduler=replace(spec.scheduler, max_batched_tokens=16))
+        replace(spec, step_cost=SLOW_STEP_COST, scheduler=replace(spec.scheduler, max_batched_tokens=16))
         if spec.role is ServiceRole.PREFILL
         else spec
         for spec in workers

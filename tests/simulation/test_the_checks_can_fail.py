@@ -25,9 +25,9 @@ from router.requests.machine import RouterMachine
 from router.requests.routed_request import RoutedRequest
 from simulator.agent import ReadFaults
 from simulator.network import Call, NetworkFaults
-from simulator.node import WorkerNode
 from simulator.scenario import ClientRequest, Fault, Scenario, make_scenario
 from simulator.simulation import run_scenario
+from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError
 
 MAX_SEEDS = 30
@@ -119,10 +119,10 @@ def test_a_router_that_waits_for_a_broken_token_stream_is_caught(monkeypatch: py
 
 
 def test_a_worker_that_keeps_the_calls_of_a_broken_token_stream_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: WorkerNode, stream: Call) -> None:
+    def forget(self: WorkerShell, stream: Call) -> None:
         self.token_streams.pop(stream.call_id, None)
 
-    monkeypatch.setattr(WorkerNode, "close_tokens", forget)
+    monkeypatch.setattr(WorkerShell, "close_tokens", forget)
     assert "KeyError" in first_failure(breaking_streams)
 
 
