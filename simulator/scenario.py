@@ -114,13 +114,10 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
 def make_harsh_scenario(seed: int) -> Scenario:
     """More requests for the same pools, and far more faults of the network, reads, cache and steps."""
     scenario = make_scenario(seed, NUM_HARSH_REQUESTS)
-    requests = tuple(replace(client, others=()) for client in scenario.requests)  # so the seeds of found bugs replay
     verified = scenario.workers[0].transfer.verify_digests  # without digests, no check detects a corrupt block
     return replace(
         scenario,
         calm=False,
-        requests=requests,
-        router_deaths=(),
         workers=tuple(replace(spec, step_failure=0.01) for spec in scenario.workers),
         network=replace(scenario.network, slow_pair_share=0.2, loss=0.1, doubling=0.3),
         reads=replace(
@@ -150,14 +147,13 @@ def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tup
                 max_waiting=256 if calm else chance.choice((4, 256)),
             ),
             transfer=transfer,
-            worker=WorkerConfig(report_interval_s=0.1, idle_report_interval_s=0.4, max_pulls_waiting=32),
+            worker=WorkerConfig(report_interval_s=0.2, idle_report_interval_s=0.4, max_pulls_waiting=32),
             step_cost=STEP_COST,
-            step_spread=(0.7, 1.5),
+            step_noise=0.25,
             location=Location("one machine", memory_bytes_per_s=PROBED_BYTES_PER_S),
             probe_bytes=1 << 20,
             has_content=True,
             step_failure=step_failure,
-            polls_reports=True,
         )
         for role, index in names
     )

@@ -52,7 +52,8 @@ class SimulatedExecutor:
 
     def _start(self) -> None:
         world, spec, plan = self._world, self._spec, self._steps[0]
-        duration = spec.step_cost.seconds(work_of(plan)) * self._draw_noise()
+        noise = self._noise.lognormvariate(0.0, spec.step_noise) if spec.step_noise else 1.0
+        duration = spec.step_cost.seconds(work_of(plan)) * noise
         self.busy_s += duration
         if world.chance(spec.step_failure):
             world.counts["failed step"] += 1
@@ -62,12 +63,6 @@ class SimulatedExecutor:
             world.after(duration / 2, partial(self._compute, plan, duration / 2))
         else:
             world.after(duration, lambda: self._end(self._memory.run(plan)))
-
-    def _draw_noise(self) -> float:
-        spec = self._spec
-        if spec.step_spread is not None:
-            return self._world.random.uniform(*spec.step_spread)
-        return self._noise.lognormvariate(0.0, spec.step_noise) if spec.step_noise else 1.0
 
     def _fail(self) -> None:
         """The oldest step fails, and takes the step that was planned ahead with it."""

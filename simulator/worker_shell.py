@@ -72,8 +72,6 @@ class WorkerShell:
         self.machine = self._build_machine()
         self.view = WorkerMachineView(self.machine)
         self._timer = MachineTimer(world, self.machine, self._on_tick, clock_offset_s)
-        if spec.polls_reports:
-            world.after(spec.worker.report_interval_s, self._poll_report)
         world.after(spec.worker.idle_report_interval_s, self._report_idle)
 
     def _build_machine(self) -> PrefillMachine | DecodeMachine:
@@ -216,22 +214,16 @@ class WorkerShell:
     def _mark_changed(self) -> None:
         if not self._changed:
             self._changed = True
-            if not self.spec.polls_reports:
-                self._world.at(self._next_report_at, self._report_change)
-
-    def _poll_report(self) -> None:
-        if self.alive:
-            if self._changed and self._inbox is None:
-                self._publish()
-            self._world.after(self.spec.worker.report_interval_s, self._poll_report)
+            self._world.at(self._next_report_at, self._report_change)
 
     def _report_change(self) -> None:
-        if self._changed:
+        if self._changed and self._inbox is None and self.alive:
             self._publish()
+        self._changed = False  # a stopped process reports after its next event
 
     def _report_idle(self) -> None:
         if self.alive:
-            if self._inbox is None and (self.spec.polls_reports or self._world.now >= self._next_report_at):
+            if self._inbox is None and self._world.now >= self._next_report_at:
                 self._publish(unchanged=True)
             self._world.after(self.spec.worker.idle_report_interval_s, self._report_idle)
 

@@ -25,7 +25,6 @@ class WorkerSpec:
     # Costs
     known_cost: StepCost = PRIOR  # the worker's own estimate at its start
     step_noise: float = 0.0  # standard deviation of the logarithm of a step's time
-    step_spread: tuple[float, float] | None = None  # in place of `step_noise`: least and greatest factor
     link: LinkCost | None = None  # of reads; None: `ReadFaults.seconds_per_block`
     location: Location = field(default_factory=Location)
     probe_bytes: int = 0  # 0: no path is measured
@@ -33,4 +32,3 @@ class WorkerSpec:
     has_content: bool = False  # each slot of the KV is a number, so a wrong block gives a wrong token
     step_failure: float = 0.0  # probability
     memory_failure: float = 0.0  # probability that a step has no memory for one of its sequences
-    polls_reports: bool = False
