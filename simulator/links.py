@@ -16,9 +16,9 @@ from typing import Any
 from core.errors import TokenStreamEnded, WorkerUnavailable
 from core.paths import PeerJoined, PeerLeft
 from router.requests import events
+from simulator.line import Line, independent_line
 from simulator.network import Call, CallState, Network
 from simulator.router_shell import Arrived, RouterShell
-from simulator.stream import Stream
 from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
 
@@ -30,34 +30,37 @@ class StreamLinks:
     """One stream in each direction between a router and each worker. Nothing is lost."""
 
     def __init__(self, world: World, router: RouterShell, workers: Mapping[str, WorkerShell], delay_s: float) -> None:
-        self._workers, name = workers, router.name
-        self._to_workers = {key: Stream(world, name, key, delay_s, worker.post) for key, worker in workers.items()}
-        self._from_workers = {key: Stream(world, key, name, delay_s, router.post) for key in workers}
-        self._tokens = {key: Call(f"tokens of {name}", key, self._send_event) for key in workers}
+        self._workers, self._router, name = workers, router, router.name
+        self._to_worker = {key: independent_line(world, name, key, delay_s) for key in workers}
+        self._to_router = {key: independent_line(world, key, name, delay_s) for key in workers}
+        self._tokens = {key: self._new_call(f"tokens of {name}", key) for key in workers}
         for key, worker in workers.items():
             worker.token_streams[self._tokens[key].call_id] = self._tokens[key]
-            worker.subscribe(name, self._from_workers[key].send)
+            self._tokens[key].reply = partial(self._send_event, key)
+            worker.subscribe(name, partial(self._send_event, key, worker))
 
-    def _send_event(self, worker: WorkerShell, event: Any) -> None:
-        self._from_workers[worker.spec.worker_id].send(event)
+    def _new_call(self, call_id: str, worker_id: str) -> Call:
+        return Call(call_id, worker_id, self._to_worker[worker_id], self._to_router[worker_id])
+
+    def _send_event(self, worker_id: str, _: WorkerShell, event: Any) -> None:
+        self._to_router[worker_id].send(partial(self._router.post, event))
 
     def _answer(self, call: Call, worker: WorkerShell, result: Any) -> None:
-        self._send_event(worker, worker.returned(call, result))
+        self._send_event(call.worker_id, worker, worker.returned(call, result))
 
     def call(self, dispatch_id: str, worker_id: str, number: int, arrived: Arrived) -> None:
-        worker = self._workers[worker_id]
-        tokens = None if worker.is_prefill else self._tokens[worker_id]
-        call = Call(dispatch_id, worker_id, number=number, tokens=tokens)
+        worker, call = self._workers[worker_id], self._new_call(dispatch_id, worker_id)
+        call.number, call.tokens = number, None if worker.is_prefill else self._tokens[worker_id]
         call.reply = partial(self._answer, call)
-        self._to_workers[worker_id].send(arrived, partial(worker.accept, call))
+        call.to_worker.send(partial(worker.accept, call, arrived))
 
     def cancel(self, dispatch_id: str) -> None:
         for worker_id, worker in self._workers.items():
-            self._to_workers[worker_id].send(dispatch_id, worker.cancel)
+            self._to_worker[worker_id].send(partial(worker.cancel, dispatch_id))
 
     def update_peers(self, worker_id: str, changes: Sequence[PeerJoined | PeerLeft]) -> None:
         for change in changes:
-            self._to_workers[worker_id].send(change)
+            self._to_worker[worker_id].send(partial(self._workers[worker_id].post, change))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +76,7 @@ class BreakableLinks:
         self._calls: dict[tuple[str, str], Call] = {}  # (dispatch id, worker id) -> open here
         self._streams: dict[str, _ReportStream] = {}  # by worker id
         self._token_streams: dict[str, Call] = {}  # open here, by worker id
+        self._peer_lines: dict[str, Line] = {}  # by name of the worker's agent
 
     def close(self) -> None:
         """Each connection to a worker breaks."""
@@ -83,19 +87,15 @@ class BreakableLinks:
         self._calls.clear()
         self._streams.clear()
 
-    def _send(self, call: Call, deliver: Callable[[], None]) -> None:
-        """Send a message of this call or stream to its worker."""
-        call.travel(self._world, self._network, self._router.name, call.worker_id, deliver)
-
-    def _send_back(self, call: Call, deliver: Callable[[], None]) -> None:
-        call.travel(self._world, self._network, call.worker_id, self._router.name, deliver)
+    def _new_call(self, call_id: str, worker_id: str) -> Call:
+        name, network = self._router.name, self._network
+        return Call(call_id, worker_id, network.line(name, worker_id), network.line(worker_id, name))
 
     def update_peers(self, worker_id: str, changes: Sequence[PeerJoined | PeerLeft]) -> None:
         node = self._fleet[worker_id]
-        line = (f"peer updates to {node.agent.name}", "")
+        line = self._peer_lines.setdefault(node.agent.name, self._network.line(self._router.name, worker_id))
         for change in changes:
-            arrives_at = self._network.in_order(line, self._network.delay(self._router.name, worker_id))
-            self._world.at(arrives_at, partial(node.post, change))
+            line.send(partial(node.post, change))
 
     # ---- calls
 
@@ -106,7 +106,8 @@ class BreakableLinks:
             tokens = self._token_streams.get(worker_id)
             if tokens is None:
                 raise SimulationError(f"{dispatch_id} was sent to {worker_id}, which has no token stream")
-        call = Call(dispatch_id, worker_id, number=number, tokens=tokens)
+        call = self._new_call(dispatch_id, worker_id)
+        call.number, call.tokens = number, tokens
         call.reply = partial(self._on_answer, call)
         self._calls[(dispatch_id, worker_id)] = call
 
@@ -116,7 +117,7 @@ class BreakableLinks:
             elif not node.silent:
                 self._on_broken(call)
 
-        self._send(call, deliver)
+        call.to_worker.send(deliver)
 
     def cancel(self, dispatch_id: str) -> None:
         for key in [key for key in self._calls if key[0] == dispatch_id]:
@@ -130,7 +131,7 @@ class BreakableLinks:
             if node.alive:
                 node.cancel(call.call_id)
 
-        self._send(call, deliver)
+        call.to_worker.send(deliver)
 
     def _on_answer(self, call: Call, node: WorkerShell, result: Any) -> None:
         """Deliver an answer to the router after a delay. The answers of a killed worker may be lost."""
@@ -145,7 +146,7 @@ class BreakableLinks:
             self._close(call)
             self._router.post(node.returned(call, result))
 
-        self._send_back(call, deliver)
+        call.to_router.send(deliver)
 
     def _arrives(self, call: Call, node: WorkerShell) -> bool:
         """Whether a message of this call or stream reaches the router."""
@@ -174,7 +175,7 @@ class BreakableLinks:
         if known is not None and node.token_streams.get(known.call_id) is not None:
             then()
             return
-        stream = Call(f"tokens {self._world.num_events}", worker_id)
+        stream = self._new_call(f"tokens {self._world.num_events}", worker_id)
 
         def receive(message: events.StepTokens | None) -> None:
             if not self._router.alive or not self._arrives(stream, node):
@@ -186,7 +187,7 @@ class BreakableLinks:
                 then()
 
         def reply(_: WorkerShell, message: events.StepTokens | None) -> None:
-            self._send_back(stream, partial(receive, message))
+            stream.to_router.send(partial(receive, message))
 
         def arrive() -> None:
             if node.alive and not node.stopped and stream.caller is CallState.OPEN:
@@ -194,7 +195,7 @@ class BreakableLinks:
                 reply(node, None)  # the first message says that the stream is open
 
         stream.reply = reply
-        self._send(stream, arrive)
+        stream.to_worker.send(arrive)
 
     def break_tokens(self, worker_id: str) -> None:
         """The token stream of this worker breaks. Each end notices in its own time."""
@@ -221,7 +222,7 @@ class BreakableLinks:
             if node.alive:
                 node.close_tokens(stream)
 
-        self._send(stream, deliver)
+        stream.to_worker.send(deliver)
 
     def _on_tokens_broken(self, stream: Call) -> None:
         worker_id = stream.worker_id
@@ -249,11 +250,10 @@ class BreakableLinks:
             return
         node, stream, name = self._fleet[worker_id], _ReportStream(self._world.now), self._router.name
         self._streams[worker_id] = stream
-        line = (f"{node.agent.name} reports", str(self._world.num_events))
+        line = self._network.line(worker_id, name)
 
         def send(event: events.WorkerJoined | events.WorkerReported) -> None:
-            arrives_at = self._network.in_order(line, self._network.delay(worker_id, name))
-            self._world.at(arrives_at, partial(self._on_report, worker_id, stream, event))
+            line.send(partial(self._on_report, worker_id, stream, event))
 
         def open_stream() -> None:
             if not node.alive or node.stopped:
@@ -287,7 +287,7 @@ class BreakableLinks:
     def notice_death(self, node: WorkerShell) -> None:
         """Break the connections to a process that has ended."""
         for call in [call for call in self._calls.values() if node.calls.get(call.call_id) is call]:
-            self._send_back(call, partial(self._on_broken, call))
+            call.to_router.send(partial(self._on_broken, call))
         worker_id = node.spec.worker_id
         if self._fleet[worker_id] is node:
             self._streams.pop(worker_id, None)
