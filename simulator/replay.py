@@ -91,7 +91,7 @@ class Replay:
         return at_rate(requests, duration_s, workload.granularity_s, chance)
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> ReplayResult:
-        """`on_progress` gets the number of ended requests now and then.
+        """`on_progress` gets the number of ended requests now and then, and at the end.
 
         Raises `SimulationError` if a request has no end, or a worker keeps blocks after the last one; `AssertionError`
         if the check of a machine fails.
@@ -124,6 +124,7 @@ class Replay:
         self.world.run_until(self.world.now + SETTLE_S)
         self.check()
         self._check_left_clean()
+        on_progress(self.clients.num_ended)
         return self._result()
 
     def _is_done(self) -> bool:
