@@ -71,9 +71,7 @@ class Task:
             sticky=shape.sticky,
             seed=self.seed,
         )
-        result = Replay(workload, config).run(on_progress)
-        on_progress(len(workload.requests))
-        return result
+        return Replay(workload, config).run(on_progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,23 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cli import simulate_plot, simulate_report
 from core.config import RouterConfig, SchedulerConfig
 from core.errors import ConfigError
-from simulator import plot, report
 from simulator.costs import Costs, read_costs
 from simulator.processes import CountEnded
 from simulator.replay_config import ReplayConfig
 from simulator.runs import run_grid, run_seeds
-from simulator.sweep import Axis, answer, parse_sweep
+from simulator.sweep import WHOLE, Axis
 from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
 
 SYNTHETIC = "synthetic"
 ARRIVALS = ("trace", "poisson", "gamma")
 NUM_SYNTHETIC = 1000
 MAX_IN_FLIGHT = 1024  # of one worker
+AXES = (*WHOLE, "rate")
+MAX_POINTS = 4096
+MAX_WORKERS = 4096  # of each role
 
 
 def simulate(options: Mapping[str, Any], console: Console) -> None:
@@ -53,12 +57,12 @@ def _run(workload: Workload, config: ReplayConfig, options: Mapping[str, Any], c
     with _progress(console, num_seeds * len(workload.requests)) as count:
         results = run_seeds(workload, config, num_seeds, _num_processes(options), count)
     _print_load(workload, config, options, console)
-    console.print(report.times_table(results))
-    console.print(report.figures_table(results))
+    console.print(simulate_report.times_table(results))
+    console.print(simulate_report.figures_table(results))
     if options["json"]:
-        report.write_runs(options["json"], _shown(options), results)
+        simulate_report.write_runs(options["json"], _shown(options), results)
     if options["plot"]:
-        plot.plot_runs(options["plot"], results)
+        simulate_plot.plot_runs(options["plot"], results)
 
 
 def _sweep(
@@ -73,15 +77,15 @@ def _sweep(
             raise ConfigError(str(error)) from error
     points = [point for point, _ in grid]
     _print_load(workload, config, options, console)
-    console.print(report.grid_table(points))
+    console.print(simulate_report.grid_table(points))
     if len({point.rate for point in points}) > 1 and len({point.shape for point in points}) > 1:
-        console.print(report.rates_table(points))
-    for sentence in answer(points):
+        console.print(simulate_report.rates_table(points))
+    for sentence in simulate_report.answer(points):
         console.print(sentence, highlight=False)
     if options["json"]:
-        report.write_grid(options["json"], _shown(options), grid)
+        simulate_report.write_grid(options["json"], _shown(options), grid)
     if options["plot"]:
-        plot.plot_grid(options["plot"], points)
+        simulate_plot.plot_grid(options["plot"], points)
 
 
 # ---- options
@@ -97,12 +101,66 @@ def _axes(options: Mapping[str, Any]) -> tuple[Axis, ...]:
         raise typer.BadParameter(str(error), param_hint="--sweep") from error
 
 
+def parse_sweep(words: Sequence[str]) -> tuple[Axis, ...]:
+    """Axes from the words of `--sweep`. Raises `ValueError` that names the word.
+
+    prefill=1..16 decode=1..16        every pair of sizes of the two pools
+    rate=0.5..8:0.5                   rates in steps of 0.5 requests/s
+    prefill=1,2,4,8 rate=1..8         values by name, and both kinds of axis together
+    """
+    axes = tuple(_parse_axis(word) for word in words)
+    names = [axis.name for axis in axes]
+    if not axes:
+        raise ValueError("no axis: give values such as prefill=1..16")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{repeated} has two axes")
+    if (count := math.prod(len(axis.values) for axis in axes)) > MAX_POINTS:
+        raise ValueError(f"the axes make {count} simulations, at most {MAX_POINTS} are allowed")
+    return axes
+
+
+def _parse_axis(word: str) -> Axis:
+    name, equals, text = word.partition("=")
+    if not equals or name not in AXES:
+        raise ValueError(f"{word!r} is no axis: write one of {', '.join(AXES)}, then =, then values such as 1..16")
+    try:
+        values = sorted({value for part in text.split(",") for value in _parse_range(part)})
+    except InvalidOperation as error:
+        raise ValueError(f"{word!r}: write values such as 1..16, 0.5..8:0.5 or 1,2,4") from error
+    except ValueError as error:
+        raise ValueError(f"{word!r}: {error}") from error
+    least = 0 if name == "prefill" else 1 if name == "decode" else Decimal("0.000001")
+    if values[0] < least or (name in WHOLE and values[-1] > MAX_WORKERS):
+        limit = f" and at most {MAX_WORKERS}" if name in WHOLE else ""
+        raise ValueError(f"{word!r}: {name} must be at least {least}{limit}")
+    if name in WHOLE and any(value % 1 for value in values):
+        raise ValueError(f"{word!r}: {name} takes whole numbers")
+    return Axis(name, tuple(int(value) if name in WHOLE else float(value) for value in values))
+
+
+def _parse_range(text: str) -> list[Decimal]:
+    """`first..last:step`, with step 1 if it is missing, or one value. Decimals, so that 0.1 x 3 is 0.3."""
+    bounds, _, step_text = text.partition(":")
+    first_text, dots, last_text = bounds.partition("..")
+    if step_text and not dots:
+        raise InvalidOperation
+    first = Decimal(first_text)
+    last, step = Decimal(last_text) if dots else first, Decimal(step_text or 1)
+    if not all(value.is_finite() for value in (first, last, step)):
+        raise ValueError("values must be finite")
+    if step <= 0 or last < first:
+        raise ValueError("the step must be positive, and the last value not below the first")
+    if (last - first) / step >= MAX_POINTS:
+        raise ValueError(f"more than {MAX_POINTS} values")
+    return [first + step * index for index in range(int((last - first) / step) + 1)]
+
+
 def _check(options: Mapping[str, Any], axes: Sequence[Axis]) -> None:
     for name, value in options.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, is {value}")
     if options["plot"]:
-        plot.check_plot(options["plot"])
+        simulate_plot.check_plot(options["plot"])
     for name in ("json", "plot"):
         if options[name] and not options[name].resolve().parent.is_dir():
             raise ConfigError(f"--{name}: the directory of {options[name]} does not exist")

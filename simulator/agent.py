@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from core.config import TransferConfig
 from core.handoff import Abort, AbortReason, HandoffMessage, Ready, Release
 from core.paths import Lane
 from core.scheduling.block_pool import BlockPool, Column
@@ -33,6 +32,7 @@ from kv_transfer.protocol.events import (
 )
 from simulator.memory import WHOLE_BLOCK, Memory
 from simulator.network import Network
+from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
 
 
@@ -46,7 +46,7 @@ class ReadFaults:
 
 AgentEvents = MessageReceived | ReadFinished | ReadTimedOut | ReadFailed | PeerLost | PathProbed | ProbeFailed
 
-MEMORY_BYTES_PER_S = PROBED_BYTES_PER_S = 5e9
+PROBED_BYTES_PER_S = 5e9
 
 
 class SimulatedAgent:
@@ -57,14 +57,15 @@ class SimulatedAgent:
         name: str,
         pool: BlockPool,
         memory: Memory,
-        config: TransferConfig,
+        spec: WorkerSpec,
         post: Callable[[AgentEvents], None],
     ) -> None:
         self.name = name
         self.pool = pool
         self.memory = memory
-        self.alive = True
-        self._config = config
+        self.alive = True  # a peer learns of a death when it next sends a message or finishes a read
+        self._config, self._link, self._block_bytes = spec.transfer, spec.link, spec.layout.block_bytes
+        self._busy_until = 0.0  # with reads over its link
         self._post = post
         self._peers: set[str] = set()
         self._digests: dict[int, int] = {}  # of offered blocks
@@ -72,10 +73,6 @@ class SimulatedAgent:
     def join(self, world: World, network: Network, directory: dict[str, SimulatedAgent], faults: ReadFaults) -> None:
         self._world, self._network, self._directory, self._faults = world, network, directory, faults
         directory[self.name] = self
-
-    def die(self) -> None:
-        """A peer learns of the death when it next sends a message or finishes a read."""
-        self.alive = False
 
     def perform(self, action: AgentAction) -> None:
         if not self.alive:
@@ -162,8 +159,14 @@ class SimulatedAgent:
             world.after(duration, lambda: self._report(probed))
 
     def read_seconds(self, read: StartRead) -> float:
-        """The time of a read without faults."""
-        return self._faults.seconds_per_block * len(read.pairs) * self._world.random.uniform(0.5, 3.0)
+        """The time of a read without faults. Over a link, a read waits for earlier reads of its two agents."""
+        if self._link is None:
+            return self._faults.seconds_per_block * len(read.pairs) * self._world.random.uniform(0.5, 3.0)
+        owner = self._directory[read.peer]
+        begins_at = max(self._world.now, self._busy_until, owner._busy_until)
+        ends_at = begins_at + len(read.targets) * self._block_bytes / self._link.bytes_per_s
+        self._busy_until = owner._busy_until = ends_at
+        return ends_at - self._world.now + self._link.latency_s
 
     def _start_read(self, read: StartRead) -> None:
         world, faults = self._world, self._faults
@@ -187,7 +190,7 @@ class SimulatedAgent:
 
     def _copy(self, read: StartRead, first: int, end: int) -> None:
         """Copy pairs [first, end) unless one of the two workers has died; the end of the read reports a death."""
-        if not self.alive or not self._is_alive(read.peer):
+        if not self.memory.has_content or not self.alive or not self._is_alive(read.peer):
             return
         source = self._directory[read.peer]
         for index in range(first, end):

@@ -24,13 +24,12 @@ from core.errors import (
 from core.lifecycle import FinishReason, ServiceRole
 from core.paths import PathState
 from core.request import Request
-from core.scheduling.block_pool import Column
 from router.requests.events import Deliver, Outcome
 from router.requests.machine import RouterMachine
 from router.requests.routed_request import request_id_of
 from simulator.memory import expected_output
-from simulator.node import WorkerNode
 from simulator.scenario import ClientRequest, Scenario
+from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError, World
 
 TOLERANCE_S = 0.001  # of a timer after a deadline
@@ -82,7 +81,8 @@ class Oracle:
 
     # ---- what the client does
 
-    def expect(self, client: ClientRequest, now: float) -> None:
+    def expect(self, client: ClientRequest) -> None:
+        now = self._world.now
         call = _CallRecord(client, now)
         for request in client.choices:
             self._expect(call, request, now)
@@ -107,16 +107,13 @@ class Oracle:
     def has_ended(self, request_id: str) -> bool:
         return self._requests[request_id].ended
 
-    def stop_matched(self, request_id: str) -> None:
-        self._requests[request_id].stop_matched = True
-
     def dispatched(self, dispatch_id: str, worker_id: str) -> None:
         self._requests[request_id_of(dispatch_id)].call.dispatched(dispatch_id, worker_id, self._world.now)
 
     # ---- what the client receives
 
-    def delivered(self, deliver: Deliver) -> int:
-        """Returns the number of tokens that the client has received."""
+    def delivered(self, deliver: Deliver) -> bool:
+        """Returns whether a stop string matches now. The one of a call belongs to its first choice."""
         request_id, index, got = deliver.request_id, deliver.first_index, list(deliver.token_ids)
         expected = self._requests[request_id]
         if expected.ended:
@@ -133,10 +130,14 @@ class Oracle:
             raise self._fail(request_id, "asked for log-probabilities and got a token without")
         expected.num_delivered += len(got)
         expected.call.num_delivered += len(got)
-        return expected.num_delivered
+        client = expected.call.client
+        if client.stop_after is None or expected.request is not client.request or expected.stop_matched:
+            return False
+        expected.stop_matched = expected.num_delivered >= client.stop_after
+        return expected.stop_matched
 
-    def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
-        expected = self._end(request_id, now)
+    def finished(self, request_id: str, outcome: Outcome) -> None:
+        expected = self._end(request_id)
         if outcome.num_output_tokens != expected.num_delivered:
             raise self._fail(
                 request_id, f"usage counts {outcome.num_output_tokens} tokens, {expected.num_delivered} were delivered"
@@ -152,13 +153,13 @@ class Oracle:
         """The router is dead: the connection of every open request breaks."""
         for request_id, expected in self._requests.items():
             if not expected.ended:
-                self._end(request_id, self._world.now)
+                self._end(request_id)
                 self._world.counts["failed with its router"] += 1
 
     def refused(self, request_id: str, error: TandemError) -> None:
         call = self._requests[request_id].call
         num_others = sum(not other.ended for other in self._requests.values() if other.call is not call)
-        self._end(request_id, self._world.now)
+        self._end(request_id)
         too_large = isinstance(error, InvalidRequest) and call.client.oversized
         too_many = (
             isinstance(error, QueueFull) and num_others + len(call.client.choices) > self._scenario.router.max_queued
@@ -167,20 +168,20 @@ class Oracle:
             raise self._fail(request_id, f"was refused: {error!r}")
         self._world.counts["refused"] += 1
 
-    def failed(self, request_id: str, error: TandemError, now: float) -> None:
-        expected = self._end(request_id, now)
-        if not self._may_fail(expected, error, now):
+    def failed(self, request_id: str, error: TandemError) -> None:
+        expected = self._end(request_id)
+        if not self._may_fail(expected, error):
             raise self._fail(request_id, f"failed without cause: {error!r}")
         self._world.counts[f"failed {type(error).__name__}"] += 1
 
-    def _may_fail(self, expected: _Expected, error: TandemError, now: float) -> bool:
+    def _may_fail(self, expected: _Expected, error: TandemError) -> bool:
         """Each kind of error needs its cause. A call with a delivered token is never refused."""
         call, client = expected.call, expected.call.client
         match error:
             case RequestCancelled():
                 return expected.cancelled
             case DeadlineExceeded():
-                return now >= expected.deadline and client.may_time_out
+                return self._world.now >= expected.deadline and client.may_time_out
             case InvalidRequest():
                 return client.oversized
             case QueueFull():
@@ -208,8 +209,8 @@ class Oracle:
         dispatched = [pair for workers in call.newest.values() for pair in workers.items()]
         return any(self._world.had_trouble(worker_id, since) for worker_id, since in dispatched)
 
-    def _end(self, request_id: str, now: float) -> _Expected:
-        expected = self._requests[request_id]
+    def _end(self, request_id: str) -> _Expected:
+        expected, now = self._requests[request_id], self._world.now
         if expected.ended:
             raise self._fail(request_id, "ended twice")
         if now > expected.deadline + TOLERANCE_S:
@@ -218,7 +219,7 @@ class Oracle:
         return expected
 
 
-def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
+def check_paths(seed: int, nodes: Iterable[WorkerShell]) -> None:
     """Without faults, every decode worker has a fine path to every prefill worker."""
     nodes = list(nodes)
     for reader in (node for node in nodes if node.spec.role is ServiceRole.DECODE):
@@ -228,7 +229,7 @@ def check_paths(seed: int, nodes: Iterable[WorkerNode]) -> None:
             raise SimulationError(f"seed {seed}: {reader.agent.name} has fine paths to {fine}, not to {owners}")
 
 
-def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNode]) -> None:
+def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerShell]) -> None:
     """After the end of all requests and leases, no worker and no router has a trace of them."""
     if router.view.num_queued or router.view.num_in_flight:
         raise SimulationError(f"seed {seed}: the router still has open requests")
@@ -238,8 +239,7 @@ def check_left_clean(seed: int, router: RouterMachine, nodes: Iterable[WorkerNod
                 f"seed {seed}: the router still counts {list(record.dispatched)} on {record.worker_id}"
             )
     for node in nodes:
-        ledger = node.pool.ledger()
-        kept = {column.value: ledger[column] for column in (Column.HELD, Column.LEASED, Column.INCOMING)}
+        kept = node.kept_blocks
         if any(kept.values()) or not node.machine.idle or node.calls:
             raise SimulationError(f"seed {seed}: {node.agent.name} still has {kept}, calls {list(node.calls)}")
         known, held = set(node.pool.registered_hashes()), router.workers.index.held(node.spec.worker_id)

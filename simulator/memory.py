@@ -21,6 +21,7 @@ from core.step import NO_FAILURES, SampledToken, ScheduledChunk, StepOutput, Ste
 
 VOCAB_SIZE = 64
 EOS_TOKEN_IDS = frozenset({0})
+OUTPUT_TOKEN = SampledToken(2**32 - 1)  # without content; in no prompt of a trace
 
 WHOLE_BLOCK = slice(None)
 _MASK = 2**64 - 1
@@ -63,6 +64,8 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
 
 class Memory:
     """The pool of one worker: block id -> the contents of its slots."""
+
+    has_content = True
 
     def __init__(self, num_blocks: int, block_size: int, garbage: int) -> None:
         """`garbage`: seed of the content of unwritten memory; differs for each start of each worker."""
@@ -118,3 +121,16 @@ class Memory:
 
     def _slot(self, chunk: ScheduledChunk, position: int) -> int:
         return self._blocks[chunk.sequence.block_table[position // self.block_size]][position % self.block_size]
+
+
+class BlankMemory(Memory):
+    """Blocks without content: each new token is the same."""
+
+    has_content = False
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def run(self, plan: StepPlan, failing: Mapping[str, TandemError] = NO_FAILURES) -> StepOutput:
+        sampled = {chunk.sequence.sequence_id: OUTPUT_TOKEN for chunk in plan.chunks if chunk.samples}
+        return StepOutput(plan.step_id, sampled, failing)

@@ -10,11 +10,17 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from core.handoff import HandoffMessage
-from simulator.world import World
+from simulator.line import LONGEST, SHORTEST, Line
+from simulator.world import SimulationError, World
+
+if TYPE_CHECKING:
+    from simulator.worker_shell import WorkerShell
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +39,17 @@ class Network:
         self._world = world
         self.faults = faults
         self._base_delay: dict[tuple[str, str], float] = {}
-        self._arrives_last: dict[tuple[str, str], float] = {}
+        self._lines: dict[tuple[str, str], Line] = {}  # of notifications
+
+    def line(self, source: str, target: str) -> Line:
+        return Line(self._world, partial(self.delay, source, target))
 
     def delay(self, source: str, target: str) -> float:
         pair = (source, target)
         if pair not in self._base_delay:
             is_slow = self._world.chance(self.faults.slow_pair_share)
             self._base_delay[pair] = self.faults.delay_s * (SLOWNESS if is_slow else 1.0)
-        return self._base_delay[pair] * self._world.random.uniform(0.5, 2.5)
+        return self._base_delay[pair] * self._world.random.uniform(SHORTEST, LONGEST)
 
     def notify(self, source: str, target: str, message: HandoffMessage, deliver: Callable[[], None]) -> None:
         """Send one hand-off message, unless it gets lost."""
@@ -54,15 +63,10 @@ class Network:
             self._world.counts["doubled notification"] += 1
             late = self._world.now + 10 * self.delay(source, target)
             self._world.at(late, deliver)
-        self._world.at(self.in_order((source, target), self.delay(source, target)), deliver)
+        line = self._lines.setdefault((source, target), self.line(source, target))
+        line.send(deliver)
         if self._base_delay[(source, target)] > self.faults.delay_s:
             self._world.trouble(source, target)
-
-    def in_order(self, stream: tuple[str, str], delay_s: float) -> float:
-        """The arrival time of a message that enters `stream` now."""
-        when = max(self._world.now + delay_s, self._arrives_last.get(stream, 0.0))
-        self._arrives_last[stream] = when
-        return when
 
 
 class CallState(Enum):
@@ -70,22 +74,22 @@ class CallState(Enum):
     ENDED = "ended"  # by its answer, an error or a cancel
 
 
+def _not_connected(worker: WorkerShell, result: Any) -> None:
+    raise SimulationError(f"{worker.spec.worker_id} answers {result}, but is not connected")
+
+
 @dataclass(slots=True, eq=False)
 class Call:
-    """One gRPC call, with the state at each end. Messages of different calls overtake each other."""
+    """One gRPC call, or one token stream. Messages of different calls overtake each other."""
 
     call_id: str
     worker_id: str
+    to_worker: Line
+    to_router: Line
+    reply: Callable[[WorkerShell, Any], None] = _not_connected  # sends an answer, or the tokens of a stream
     caller: CallState = CallState.OPEN
-    worker: CallState = CallState.OPEN
     cut: bool = False  # the last answers were lost when the worker died
+    is_broken: bool = False  # a token stream; its ends notice later
     number: int = 0  # of a decode call
     tokens: Call | None = None  # the StreamTokens call of a decode call
     num_tokens: int = 0  # of a decode call, put on the token stream
-    _arrives_last: dict[str, float] = field(default_factory=dict)
-
-    def travel(self, world: World, network: Network, source: str, target: str, deliver: Callable[[], None]) -> None:
-        """Send one message of the stream. Messages in one direction stay in order."""
-        when = max(world.now + network.delay(source, target), self._arrives_last.get(target, 0.0))
-        self._arrives_last[target] = when
-        world.at(when, deliver)

@@ -16,14 +16,16 @@ from functools import partial
 from core.config import TransferConfig
 from core.lifecycle import ServiceRole, Stage
 from core.request import Request, SamplingParams
-from core.scheduling.block_pool import Column
 from simulator.agent import ReadFaults, SimulatedAgent
+from simulator.links import StreamLinks
 from simulator.network import Network, NetworkFaults
 from simulator.replay_config import ReplayConfig
 from simulator.replay_result import PERCENTS, GapHistogram, ReplayResult, RequestRecord, rising, worst_tenth_mean
-from simulator.replay_router import ReplayRouter, Served
-from simulator.replay_worker import ReplayWorker, ReplayWorkerSpec
+from simulator.router_shell import RouterShell
+from simulator.served import Served, ServedRequests
 from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens, poisson_arrivals
+from simulator.worker_shell import WorkerShell
+from simulator.worker_spec import WorkerSpec
 from simulator.workloads import Workload
 from simulator.world import SimulationError, World
 
@@ -37,26 +39,27 @@ PROGRESS_S = 1.0  # ... and between two reports of progress
 class Replay:
     def __init__(self, workload: Workload, config: ReplayConfig) -> None:
         self.config = config
-        self.world = World(config.seed, max_events=MAX_EVENTS)
+        self.world = World(config.seed, max_events=MAX_EVENTS, is_checked=False)
         self.network = Network(self.world, NetworkFaults(delay_s=config.message_delay_s))
-        self.workers = {spec.worker_id: ReplayWorker(self.world, spec) for spec in self._specs()}
+        self.workers = {spec.worker_id: WorkerShell(self.world, spec) for spec in self._specs()}
         agents: dict[str, SimulatedAgent] = {}
         for worker in self.workers.values():
             worker.agent.join(self.world, self.network, agents, ReadFaults())
-        self.routers = [
-            ReplayRouter(f"router-{number}", self.world, config, self.workers, self._count_end)
-            for number in range(config.num_routers)
-        ]
+        self.clients = ServedRequests(self.world)
+        self.routers = [self._router(f"router-{number}") for number in range(config.num_routers)]
         self.trace = self._arrivals(workload)
-        self.served: list[Served] = []
-        self._num_ended = 0
 
-    def _specs(self) -> list[ReplayWorkerSpec]:
+    def _router(self, name: str) -> RouterShell:
+        router = RouterShell(name, self.world, self.config.router, self.clients, self.config.new_policy)
+        router.links = StreamLinks(self.world, router, self.workers, self.config.message_delay_s)
+        return router
+
+    def _specs(self) -> list[WorkerSpec]:
         config = self.config
         pools = [(ServiceRole.PREFILL, config.num_prefill, config.prefill_pool_tokens, config.prefill_cost)]
         pools += [(ServiceRole.DECODE, config.num_decode, config.decode_pool_tokens, config.decode_cost)]
         return [
-            ReplayWorkerSpec(
+            WorkerSpec(
                 worker_id=f"{role.value}-{number}",
                 role=role,
                 num_blocks=num_tokens // config.layout.block_size,
@@ -65,9 +68,9 @@ class Replay:
                 transfer=TransferConfig(verify_digests=False, min_bytes_per_s=config.link.bytes_per_s / 1000),
                 worker=config.worker,
                 step_cost=step_cost,
+                known_cost=step_cost,  # as after the warm-up of an engine
                 step_noise=config.step_noise,
                 link=config.link,
-                joins_steps=config.join_steps,
             )
             for role, count, num_tokens, step_cost in pools
             for number in range(count)
@@ -88,7 +91,7 @@ class Replay:
         return at_rate(requests, duration_s, workload.granularity_s, chance)
 
     def run(self, on_progress: Callable[[int], None] = lambda _: None) -> ReplayResult:
-        """`on_progress` gets the number of ended requests now and then.
+        """`on_progress` gets the number of ended requests now and then, and at the end.
 
         Raises `SimulationError` if a request has no end, or a worker keeps blocks after the last one; `AssertionError`
         if the check of a machine fails.
@@ -116,14 +119,16 @@ class Replay:
         timeout_s = self.config.router.default_timeout_s
         self.world.run_until(START_S + self.trace[-1].arrives_at + timeout_s + SETTLE_S, done=self._is_done)
         if not self._is_done():
-            raise SimulationError(f"seed {self.config.seed}: {len(self.trace) - self._num_ended} requests have no end")
+            num_open = len(self.trace) - self.clients.num_ended
+            raise SimulationError(f"seed {self.config.seed}: {num_open} requests have no end")
         self.world.run_until(self.world.now + SETTLE_S)
         self.check()
         self._check_left_clean()
+        on_progress(self.clients.num_ended)
         return self._result()
 
     def _is_done(self) -> bool:
-        return self._num_ended == len(self.trace)
+        return self.clients.num_ended == len(self.trace)
 
     def _arrive(self, number: int, choice: int) -> None:
         traced = self.trace[number]
@@ -133,10 +138,9 @@ class Replay:
             num_prompt_tokens=traced.num_tokens,
             sampling=SamplingParams(max_tokens=traced.num_output_tokens, ignore_eos=True),
         )
-        self.served.append(self.routers[choice].arrive(request))
-
-    def _count_end(self) -> None:
-        self._num_ended += 1
+        router = self.routers[choice]
+        self.clients.expect(request, router.name)
+        router.arrive(request, self.config.router.default_timeout_s)
 
     # ---- the laws
 
@@ -153,17 +157,15 @@ class Replay:
 
     def _check_left_clean(self) -> None:
         for worker in self.workers.values():
-            ledger = worker.pool.ledger()
-            used = {column.value: ledger[column] for column in (Column.HELD, Column.LEASED, Column.INCOMING)}
-            if any(used.values()) or not worker.machine.idle:
-                raise SimulationError(
-                    f"seed {self.config.seed}: {worker.worker_id} keeps {used} after the last request"
-                )
+            kept = worker.kept_blocks
+            if any(kept.values()) or not worker.machine.idle:
+                name = worker.spec.worker_id
+                raise SimulationError(f"seed {self.config.seed}: {name} keeps {kept} after the last request")
 
     # ---- the result
 
     def _report_progress(self, on_progress: Callable[[int], None]) -> None:
-        on_progress(self._num_ended)
+        on_progress(self.clients.num_ended)
         self.world.after(PROGRESS_S, partial(self._report_progress, on_progress))
 
     def _sample_pools(self) -> None:
@@ -172,7 +174,7 @@ class Replay:
         self.world.after(SAMPLE_S, self._sample_pools)
 
     def _result(self) -> ReplayResult:
-        config, served = self.config, self.served
+        config, served = self.config, self.clients.all
         outcomes = [one.outcome for one in served if one.outcome is not None]
         gaps = GapHistogram()
         for one in served:
@@ -191,15 +193,15 @@ class Replay:
             prefill_queue_s=rising(o.prefill.queue_s for o in outcomes if o.prefill is not None),
             router_queue_s=rising(o.timeline.seconds_in(Stage.QUEUE) for o in outcomes),
             transfer_exposed_s=rising(o.decode.transfer_exposed_s for o in outcomes if o.decode is not None),
-            prefill_busy=self._of_pool(ServiceRole.PREFILL, lambda worker: worker.busy_s / duration_s),
-            decode_busy=self._of_pool(ServiceRole.DECODE, lambda worker: worker.busy_s / duration_s),
+            prefill_busy=self._of_pool(ServiceRole.PREFILL, lambda worker: worker.executor.busy_s / duration_s),
+            decode_busy=self._of_pool(ServiceRole.DECODE, lambda worker: worker.executor.busy_s / duration_s),
             prefill_used=self._of_pool(ServiceRole.PREFILL, lambda worker: worker.mean_used),
             decode_used=self._of_pool(ServiceRole.DECODE, lambda worker: worker.mean_used),
             requests_by_router=tuple(sum(one.router == router.name for one in served) for router in self.routers),
             num_events=self.world.num_events,
         )
 
-    def _of_pool(self, role: ServiceRole, figure: Callable[[ReplayWorker], float]) -> tuple[float, ...]:
+    def _of_pool(self, role: ServiceRole, figure: Callable[[WorkerShell], float]) -> tuple[float, ...]:
         return tuple(figure(worker) for worker in self.workers.values() if worker.spec.role is role)
 
 

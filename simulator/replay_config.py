@@ -40,7 +40,6 @@ class ReplayConfig:
     slo_ttft_s: float = 1.0
     slo_tpot_s: float = 0.05
     new_policy: Callable[[], Policy] | None = None  # called once for each router; None = the production policy
-    join_steps: bool = True  # handle steps of decodes together; the result is the same
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     router: RouterConfig = field(default_factory=partial(RouterConfig, max_in_flight_per_worker=1024))
     scheduler: SchedulerConfig = field(

@@ -20,9 +20,7 @@ class SeededRun:
     config: ReplayConfig
 
     def run(self, on_progress: CountEnded) -> ReplayResult:
-        result = Replay(self.workload, self.config).run(on_progress)
-        on_progress(result.num_requests)
-        return result
+        return Replay(self.workload, self.config).run(on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class GridRun:
     config: ReplayConfig
 
     def run(self, on_progress: CountEnded) -> GridResult:
-        result = SeededRun(self.workload, self.config).run(on_progress)
+        result = Replay(self.workload, self.config).run(on_progress)
         point = Point(
             num_prefill=self.config.num_prefill,
             num_decode=self.config.num_decode,

@@ -9,23 +9,26 @@ or exceed every pool. One seed in five is calm: it has no faults, so every reque
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from core.config import RouterConfig, SchedulerConfig, TransferConfig
+from core.config import RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from core.cost.step_cost import StepCost
+from core.handoff import Location
 from core.kv_layout import KVLayout
 from core.lifecycle import ServiceRole
 from core.request import Request, SamplingParams
-from simulator.agent import ReadFaults
+from simulator.agent import PROBED_BYTES_PER_S, ReadFaults
 from simulator.memory import VOCAB_SIZE
 from simulator.network import NetworkFaults
-from simulator.node import WorkerSpec
+from simulator.worker_spec import WorkerSpec
 
 NUM_REQUESTS = 50
 NUM_HARSH_REQUESTS = 90
 ARRIVALS_S = 3.0
 BLOCK_SIZES = (4, 8)
 PATIENT_TIMEOUT_S = 60.0
+STEP_COST = StepCost(step_s=0.004, sequence_s=0.0002, context_s=0.0, token_s=0.0002, pair_s=0.0)
+SLOW_STEP_COST = replace(STEP_COST, sequence_s=0.002, token_s=0.002)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,9 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         max_read_attempts=2,
         verify_digests=calm or chance.random() < 0.7,
     )
-    workers = _with_slow_prefill(seed, _with_block_sizes(seed, _workers(chance, calm, transfer)))
-    workers = workers if calm else _with_little_memory(seed, workers)
+    workers = _workers(chance, calm, transfer)
     largest = min(spec.layout.block_size * spec.num_blocks for spec in workers)
+    prefixes = [_tokens(chance, chance.randint(8, largest // 3)) for _ in range(4)]
     return Scenario(
         seed=seed,
         calm=calm,
@@ -101,92 +104,61 @@ def make_scenario(seed: int, num_requests: int = NUM_REQUESTS) -> Scenario:
         router=_router_config(chance, calm),
         network=NetworkFaults(delay_s=chance.choice((0.0002, 0.002))) if calm else _network_faults(chance),
         reads=ReadFaults() if calm else _read_faults(chance, transfer),
-        requests=tuple(_with_choices(seed, _requests(chance, num_requests, largest))),
-        faults=() if calm else (*_faults(chance, workers), *_token_stream_losses(seed, workers)),
-        router_deaths=() if calm else _router_deaths(seed),
+        requests=tuple(_request(chance, number, prefixes, largest) for number in range(num_requests)),
+        faults=() if calm else (*_faults(chance, workers), *_token_stream_losses(chance, workers)),
+        router_deaths=() if calm else _router_deaths(chance),
     )
 
 
 def make_harsh_scenario(seed: int) -> Scenario:
     """More requests for the same pools, and far more faults of the network, reads, cache and steps."""
     scenario = make_scenario(seed, NUM_HARSH_REQUESTS)
-    requests = tuple(replace(client, others=()) for client in scenario.requests)  # so the seeds of found bugs replay
     verified = scenario.workers[0].transfer.verify_digests  # without digests, no check detects a corrupt block
     return replace(
         scenario,
         calm=False,
-        requests=requests,
-        router_deaths=(),
         workers=tuple(replace(spec, step_failure=0.01) for spec in scenario.workers),
         network=replace(scenario.network, slow_pair_share=0.2, loss=0.1, doubling=0.3),
-        reads=replace(
-            scenario.reads,
-            slow=0.1,
-            broken=0.05,
-            corrupted=0.1 if verified else 0.0,
-        ),
+        reads=replace(scenario.reads, slow=0.1, broken=0.05, corrupted=0.1 if verified else 0.0),
     )
 
 
 def _workers(chance: random.Random, calm: bool, transfer: TransferConfig) -> tuple[WorkerSpec, ...]:
-    layout = KVLayout("simulated", "float32", 1, 1, chance.choice(BLOCK_SIZES), 1)
+    """The decode pool may have another block size. Slow prefill workers make half-pulled prompts compete for blocks."""
+    prefill_size = chance.choice(BLOCK_SIZES)
+    decode_size = sum(BLOCK_SIZES) - prefill_size if chance.random() < 0.25 else prefill_size
     num_tokens = chance.choice((96, 96, 160, 320))  # of one pool
+    has_slow_prefill = chance.random() < 0.33
     step_failure = 0.0 if calm or chance.random() < 0.6 else 0.004
+    memory_failure = 0.0 if calm or chance.random() < 0.75 else 0.004
     names = [(ServiceRole.PREFILL, index) for index in range(chance.choice((0, 1, 1, 2, 2, 3)))]
     names += [(ServiceRole.DECODE, index) for index in range(chance.choice((1, 1, 2, 2)))]
-    return tuple(
-        WorkerSpec(
+    workers = []
+    for role, index in names:
+        is_slow = has_slow_prefill and role is ServiceRole.PREFILL
+        block_size = prefill_size if role is ServiceRole.PREFILL else decode_size
+        spec = WorkerSpec(
             worker_id=f"{role.value}-{index}",
             role=role,
-            num_blocks=num_tokens // layout.block_size,
-            layout=layout,
+            num_blocks=num_tokens // block_size,
+            layout=KVLayout("simulated", "float32", 1, 1, block_size, 1),
             scheduler=SchedulerConfig(
-                max_batched_tokens=chance.choice((16, 32, 64)),
+                max_batched_tokens=16 if is_slow else chance.choice((16, 32, 64)),
                 max_running=chance.choice((4, 8, 16)),
-                max_waiting=256 if calm else chance.choice((4, 256)),
+                max_waiting=256 if calm else chance.choice((3, 256)),
             ),
             transfer=transfer,
+            worker=WorkerConfig(report_interval_s=0.2, idle_report_interval_s=0.4, max_pulls_waiting=32),
+            step_cost=SLOW_STEP_COST if is_slow else STEP_COST,
+            step_noise=0.25,
+            location=Location("one machine", memory_bytes_per_s=PROBED_BYTES_PER_S),
+            probe_bytes=1 << 20,
+            has_content=True,
             step_failure=step_failure,
+            memory_failure=memory_failure,
         )
-        for role, index in names
-    )
-
-
-def _with_block_sizes(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
-    """In one world of four, the decode pool has another block size than the prefill pool."""
-    if random.Random(f"unequal blocks of {seed}").random() > 0.25:  # a separate generator: older seeds replay unchanged
-        return workers
-    (other,) = {*BLOCK_SIZES} - {workers[0].layout.block_size}
-    return tuple(
-        replace(
-            spec,
-            num_blocks=spec.num_blocks * spec.layout.block_size // other,
-            layout=replace(spec.layout, block_size=other),
-        )
-        if spec.role is ServiceRole.DECODE
-        else spec
-        for spec in workers
-    )
-
-
-def _with_slow_prefill(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
-    """In one world of three, prefill workers compute short chunks slowly, so that half-pulled prompts compete for the
-    blocks of decode workers."""
-    if random.Random(f"slow prefill of {seed}").random() > 0.33:  # a separate generator: other worlds stay the same
-        return workers
-    return tuple(
-        replace(spec, token_s=0.002, scheduler=replace(spec.scheduler, max_batched_tokens=16))
-        if spec.role is ServiceRole.PREFILL
-        else spec
-        for spec in workers
-    )
-
-
-def _with_little_memory(seed: int, workers: tuple[WorkerSpec, ...]) -> tuple[WorkerSpec, ...]:
-    """In one world of four, devices have no memory for some sequences."""
-    if random.Random(f"little memory of {seed}").random() > 0.25:  # a separate generator: other worlds stay the same
-        return workers
-    return tuple(replace(spec, memory_failure=0.004) for spec in workers)
+        workers.append(spec)
+    return tuple(workers)
 
 
 def _router_config(chance: random.Random, calm: bool) -> RouterConfig:
@@ -214,39 +186,50 @@ def _read_faults(chance: random.Random, transfer: TransferConfig) -> ReadFaults:
     return ReadFaults(
         seconds_per_block=chance.choice((0.0002, 0.004)),
         slow=chance.choice((0.0, 0.05)),
-        broken=chance.choice((0.0, 0.03)),
+        broken=chance.choice((0.0, 0.05)),
         # Without digests, no check detects a corrupt block.
         corrupted=chance.choice((0.0, 0.02, 0.1)) if transfer.verify_digests else 0.0,
     )
 
 
-def _requests(chance: random.Random, count: int, pool_tokens: int) -> list[ClientRequest]:
-    prefixes = [_tokens(chance, chance.randint(8, pool_tokens // 3)) for _ in range(4)]
-    requests = []
-    for number in range(count):
-        prompt = chance.choice(prefixes) if chance.random() < 0.6 else []
-        prompt = prompt[: chance.choice((len(prompt), len(prompt), chance.randint(0, 40)))]
-        prompt = prompt + _tokens(chance, chance.choice((1, 3, chance.randint(1, pool_tokens // 4))))
-        max_tokens = chance.choice((1, 2, 8, chance.randint(1, 30)))
-        oversized = chance.random() < 0.02
-        arrives_at = 0.3 + chance.uniform(0.0, ARRIVALS_S)
-        request = Request(
-            request_id=f"r{number}",
-            token_ids=tuple(prompt),
-            num_prompt_tokens=len(prompt),
-            sampling=SamplingParams(
-                max_tokens=max_tokens + 2 * pool_tokens if oversized else max_tokens,
-                seed=chance.randint(0, 99),
-                ignore_eos=chance.random() < 0.6,
-                stop_token_ids=frozenset({7}) if chance.random() < 0.2 else frozenset(),
-                num_logprobs=0 if chance.random() < 0.25 else None,
-            ),
-            priority=chance.choice((0, 0, 0, -1, 1)),
-            cache_salt=chance.choice(("", "", "", "tenant")),
+def _request(chance: random.Random, number: int, prefixes: list[list[int]], pool_tokens: int) -> ClientRequest:
+    prompt = chance.choice(prefixes) if chance.random() < 0.6 else []
+    prompt = prompt[: chance.choice((len(prompt), len(prompt), chance.randint(0, 40)))]
+    prompt = prompt + _tokens(chance, chance.choice((1, 3, chance.randint(1, pool_tokens // 4))))
+    max_tokens = chance.choice((1, 2, 8, chance.randint(1, 30)))
+    oversized = chance.random() < 0.02
+    request = Request(
+        request_id=f"r{number}",
+        token_ids=tuple(prompt),
+        num_prompt_tokens=len(prompt),
+        sampling=SamplingParams(
+            max_tokens=max_tokens + 2 * pool_tokens if oversized else max_tokens,
+            seed=chance.randint(0, 99),
+            ignore_eos=chance.random() < 0.6,
+            stop_token_ids=frozenset({7}) if chance.random() < 0.2 else frozenset(),
+            num_logprobs=0 if chance.random() < 0.25 else None,
+        ),
+        priority=chance.choice((0, 0, 0, -1, 1)),
+        cache_salt=chance.choice(("", "", "", "tenant")),
+    )
+    num_others = chance.choice((1, 2, 5)) if chance.random() < 0.1 else 0
+    arrives_at = 0.3 + chance.uniform(0.0, ARRIVALS_S)
+    client = ClientRequest(
+        request, arrives_at, PATIENT_TIMEOUT_S, oversized=oversized, others=other_choices(request, num_others)
+    )
+    return _with_variations(chance, client)
+
+
+def other_choices(first: Request, count: int) -> tuple[Request, ...]:
+    """Further choices of a call, which differ from the first one only in their seed."""
+    return tuple(
+        replace(
+            first,
+            request_id=f"{first.request_id}.{choice}",
+            sampling=replace(first.sampling, seed=first.sampling.seed + choice),
         )
-        client = ClientRequest(request, arrives_at, PATIENT_TIMEOUT_S, oversized=oversized)
-        requests.append(_with_variations(chance, client))
-    return requests
+        for choice in range(1, count + 1)
+    )
 
 
 def _with_variations(chance: random.Random, client: ClientRequest) -> ClientRequest:
@@ -259,22 +242,6 @@ def _with_variations(chance: random.Random, client: ClientRequest) -> ClientRequ
     if draw < 0.30:
         return replace(client, stop_after=chance.randint(1, 10))
     return client
-
-
-def _with_choices(seed: int, clients: list[ClientRequest]) -> Iterator[ClientRequest]:
-    """Some requests have several choices, which differ only in their seed."""
-    chance = random.Random(f"choices of {seed}")  # a separate generator, so that older seeds replay unchanged
-    for client in clients:
-        count = chance.choice((1, 2, 5)) if chance.random() < 0.1 else 0
-        first = client.request
-        yield replace(
-            client,
-            others=tuple(
-                replace(first, request_id=f"{first.request_id}.{choice}",
-                        sampling=replace(first.sampling, seed=first.sampling.seed + choice))
-                for choice in range(1, count + 1)
-            ),
-        )  # fmt: skip
 
 
 def _tokens(chance: random.Random, count: int) -> list[int]:
@@ -294,21 +261,18 @@ def _faults(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Faul
     ]
 
 
-def _token_stream_losses(seed: int, workers: tuple[WorkerSpec, ...]) -> list[Fault]:
+def _token_stream_losses(chance: random.Random, workers: tuple[WorkerSpec, ...]) -> list[Fault]:
     """In one world of three, token streams break."""
-    chance = random.Random(f"token streams of {seed}")  # separate, so that everything else of a seed stays the same
-    if chance.random() < 0.67:
-        return []
     names = [spec.worker_id for spec in workers if spec.role is ServiceRole.DECODE]
+    count = chance.choice((1, 2, 5)) if chance.random() < 0.33 else 0
     return [
         Fault("loses its token stream", chance.choice(names), at=chance.uniform(0.4, ARRIVALS_S + 0.5), duration_s=0.0)
-        for _ in range(chance.choice((1, 2, 5)))
+        for _ in range(count)
     ]
 
 
-def _router_deaths(seed: int) -> tuple[RouterDeath, ...]:
+def _router_deaths(chance: random.Random) -> tuple[RouterDeath, ...]:
     """In one world of four, the router dies once."""
-    chance = random.Random(f"router of {seed}")  # separate, so that everything else of a seed stays the same
     if chance.random() < 0.75:
         return ()
     return (RouterDeath(at=chance.uniform(0.5, ARRIVALS_S + 0.5), duration_s=chance.choice((0.05, 0.4))),)

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from router.requests.events import ClientCancelled
 from simulator.agent import SimulatedAgent
 from simulator.checks import Oracle, check_left_clean, check_paths
+from simulator.links import RECONNECT_S, BreakableLinks
 from simulator.network import Network
-from simulator.node import WorkerNode, WorkerSpec
-from simulator.router_node import RECONNECT_S, RouterNode
-from simulator.scenario import Fault, RouterDeath, Scenario, make_harsh_scenario, make_scenario
+from simulator.router_shell import RouterShell
+from simulator.scenario import ClientRequest, Fault, RouterDeath, Scenario, make_harsh_scenario, make_scenario
+from simulator.worker_shell import WorkerShell
+from simulator.worker_spec import WorkerSpec
 from simulator.world import SimulationError, World
 
 LATEST_END_S = 100.0
@@ -37,10 +40,11 @@ class Simulation:
         self.world = World(scenario.seed, print_line)
         self.network = Network(self.world, scenario.network)
         self.oracle = Oracle(self.world, scenario)
-        self.fleet: dict[str, WorkerNode] = {}  # newest incarnation of each worker, dead or alive
+        self.fleet: dict[str, WorkerShell] = {}  # newest incarnation of each worker, dead or alive
         self._agents: dict[str, SimulatedAgent] = {}  # by name, also dead ones
-        self._ended: list[WorkerNode] = []
-        self.router = RouterNode(self.world, self.network, scenario.router, self.oracle, self.fleet)
+        self._ended: list[WorkerShell] = []
+        self.router = RouterShell("router", self.world, scenario.router, self.oracle)
+        self.router.links = self.links = BreakableLinks(self.world, self.router, self.network, self.fleet)
 
     def run(self) -> Result:
         """Raises `SimulationError` at the first broken rule, or if a machine raises an exception."""
@@ -56,11 +60,11 @@ class Simulation:
         world, scenario = self.world, self.scenario
         for spec in scenario.workers:
             self._start(spec)
-            self.router.keep_connected(spec.worker_id)
+            self.links.keep_connected(spec.worker_id)
         for client in scenario.requests:
-            world.at(client.arrives_at, partial(self.router.arrive, client))
+            world.at(client.arrives_at, partial(self._arrive, client))
             if client.cancel_at is not None:
-                world.at(client.cancel_at, partial(self.router.cancel, client))
+                world.at(client.cancel_at, partial(self._cancel, client))
         for fault in scenario.faults:
             world.at(fault.at, partial(self._inject, fault))
         for death in scenario.router_deaths:
@@ -80,10 +84,27 @@ class Simulation:
         return Result(scenario.seed, world.counts, world.log_hash, world.num_events, ended_at)
 
     def _start(self, spec: WorkerSpec) -> None:
-        node = WorkerNode(self.world, self.network, spec, incarnation=self.world.random.getrandbits(64))
+        chance = self.world.random
+        node = WorkerShell(self.world, spec, chance.getrandbits(64), clock_offset_s=chance.uniform(0.0, 1000.0))
         node.agent.join(self.world, self.network, self._agents, self.scenario.reads)
         self.fleet[spec.worker_id] = node
         self.world.note(f"{node.agent.name} starts")
+
+    # ---- clients
+
+    def _arrive(self, client: ClientRequest) -> None:
+        self.oracle.expect(client)
+        if self.router.alive:
+            self.router.arrive(client.request, client.timeout_s, client.others)
+        else:
+            self.oracle.lose_router()
+
+    def _cancel(self, client: ClientRequest) -> None:
+        """Cancel every choice of the call in turn, as `RouterShell.close` of the router does."""
+        cancelled = [choice.request_id for choice in client.choices if self.oracle.cancelled(choice.request_id)]
+        for request_id in cancelled:
+            if not self.oracle.has_ended(request_id):
+                self.router.post(ClientCancelled(request_id))
 
     # ---- faults
 
@@ -106,9 +127,9 @@ class Simulation:
                 node.stop()
                 world.after(fault.duration_s, partial(self._resume, node))
             case "loses its report stream":
-                self.router.subscribe(fault.worker_id)
+                self.links.subscribe(fault.worker_id)
             case "loses its token stream":
-                self.router.break_tokens(fault.worker_id)
+                self.links.break_tokens(fault.worker_id)
             case _:
                 raise SimulationError(f"unknown fault {fault.kind}")
 
@@ -117,16 +138,18 @@ class Simulation:
         self.world.note(f"the router dies for {death.duration_s} s")
         self.world.trouble(*self.fleet, until=self.world.now + death.duration_s + RECONNECT_S)
         self.router.die()
+        self.oracle.lose_router()
+        self.links.close()
         self.world.after(death.duration_s, self.router.start)
 
-    def _remove_dead(self, node: WorkerNode, restart_after_s: float) -> None:
+    def _remove_dead(self, node: WorkerShell, restart_after_s: float) -> None:
         self._ended.append(node)
         self.world.trouble(node.spec.worker_id, until=math.inf)  # until the router knows the next incarnation
         if not node.silent:
-            self.world.after(0.05, partial(self.router.notice_death, node))
+            self.world.after(0.05, partial(self.links.notice_death, node))
         self.world.after(restart_after_s, partial(self._start, node.spec))
 
-    def _end_when_drained(self, node: WorkerNode, restart_after_s: float) -> None:
+    def _end_when_drained(self, node: WorkerShell, restart_after_s: float) -> None:
         if not node.alive:
             return
         self.world.trouble(node.spec.worker_id)
@@ -137,13 +160,13 @@ class Simulation:
         else:
             self.world.after(0.05, partial(self._end_when_drained, node, restart_after_s))
 
-    def _resume(self, node: WorkerNode) -> None:
+    def _resume(self, node: WorkerShell) -> None:
         self.world.note(f"{node.agent.name} resumes")
         node.resume()
 
     # ---- counting
 
-    def _count(self, nodes: list[WorkerNode]) -> None:
+    def _count(self, nodes: list[WorkerShell]) -> None:
         counts = self.world.counts
         for node in nodes:
             transfers = node.machine.transfers.counters

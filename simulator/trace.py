@@ -1,21 +1,16 @@
-"""Request traces in the format of Mooncake: arrival times, lengths and block ids instead of text.
+"""The requests of a trace: arrival times, lengths and block ids instead of text.
 
-Each line of a trace is a JSON object: `timestamp` in ms, `input_length`, `output_length` and `hash_ids`. A hash id
-names the content of one block of 512 tokens and of all blocks before it; the last block of a prompt may be partial.
-Token i of block h becomes the token id 512 h + i. So two prompts have a common prefix of tokens exactly where they have
-a common prefix of hash ids.
+A hash id names the content of one block of tokens and of all blocks before it; the last block of a prompt may be
+partial. Token i of block h of 512 tokens becomes the token id 512 h + i. So two prompts have a common prefix of tokens
+exactly where they have a common prefix of hash ids.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
-
-TOKENS_PER_HASH_ID = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +19,7 @@ class TraceRequest:
     hash_ids: tuple[int, ...]
     num_tokens: int  # of the prompt
     num_output_tokens: int
-    tokens_per_hash_id: int = TOKENS_PER_HASH_ID
+    tokens_per_hash_id: int = 512
     session: int | None = None  # None: the trace does not tell
 
     @property
@@ -36,43 +31,6 @@ class TraceRequest:
         size = self.tokens_per_hash_id
         blocks = (range(hash_id * size, (hash_id + 1) * size) for hash_id in self.hash_ids)
         return tuple(chain.from_iterable(blocks))[: self.num_tokens]
-
-
-def read_trace(path: Path, limit: int | None = None, divisor: int = 1, output_divisor: int = 1) -> list[TraceRequest]:
-    """The first `limit` requests, by time. Prompts and blocks are divided by `divisor`, so hit ratios stay the same.
-
-    Raises `ValueError` naming the line of a malformed trace, and for a divisor that does not divide a block.
-    """
-    if divisor < 1 or TOKENS_PER_HASH_ID % divisor:
-        raise ValueError(f"divisor must divide {TOKENS_PER_HASH_ID}, is {divisor}")
-    if output_divisor < 1:
-        raise ValueError(f"output_divisor must be at least 1, is {output_divisor}")
-    requests: list[TraceRequest] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if len(requests) == limit:
-                break
-            try:
-                requests.append(_request(json.loads(line), divisor, output_divisor))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
-    return sorted(requests, key=lambda request: request.arrives_at)
-
-
-def _request(fields: dict[str, object], divisor: int, output_divisor: int) -> TraceRequest:
-    hash_ids, size = fields["hash_ids"], TOKENS_PER_HASH_ID // divisor
-    if not isinstance(hash_ids, list) or not all(isinstance(hash_id, int) for hash_id in hash_ids):
-        raise ValueError("hash_ids must be a list of integers")
-    num_tokens = max(1, int(str(fields["input_length"])) // divisor)
-    if not hash_ids or num_tokens > len(hash_ids) * size:
-        raise ValueError(f"{len(hash_ids)} hash_ids are too few for input_length {fields['input_length']}")
-    return TraceRequest(
-        arrives_at=float(str(fields["timestamp"])) / 1e3,
-        hash_ids=tuple(hash_ids),
-        num_tokens=num_tokens,
-        num_output_tokens=max(1, int(str(fields["output_length"])) // output_divisor),
-        tokens_per_hash_id=size,
-    )
 
 
 def at_rate(

@@ -19,14 +19,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from simulator.trace import TraceRequest, read_trace
+from simulator.trace import TraceRequest
 
 _T = TypeVar("_T", int, float)
 
 GRANULARITY_S = 3.0  # of the times in the traces of Mooncake
-AZURE_TOKENS_PER_BLOCK = 512
+MOONCAKE_TOKENS_PER_BLOCK = AZURE_TOKENS_PER_BLOCK = 512
 AGENT_TOKENS_PER_BLOCK = 16
-AGENT_SESSIONS_PER_S = 0.1
 SYNTHETIC_TOKENS_PER_BLOCK = 16
 
 
@@ -44,8 +43,16 @@ class Workload:
 
 
 def mooncake(path: Path, limit: int | None = None, divisor: int = 1, output_divisor: int = 1) -> Workload:
-    """See `read_trace`. Raises `ValueError` naming file, line and field, and `OSError`."""
-    return Workload(path.stem, read_trace(path, limit, divisor, output_divisor), GRANULARITY_S)
+    """The first `limit` rows. Prompts and blocks are divided by `divisor`, so hit ratios stay the same.
+
+    Raises `ValueError` naming file, line and field, or for a divisor that does not divide a block of 512 tokens, and
+    `OSError`.
+    """
+    _require_divisors(divisor, output_divisor, MOONCAKE_TOKENS_PER_BLOCK)
+    size = MOONCAKE_TOKENS_PER_BLOCK // divisor
+    requests = [_traced(where, row, size, divisor, output_divisor) for where, row in _json_rows(path, limit)]
+    requests.sort(key=lambda request: request.arrives_at)
+    return Workload(path.stem, requests, GRANULARITY_S)
 
 
 def azure(path: Path, limit: int | None = None, divisor: int = 1, output_divisor: int = 1) -> Workload:
@@ -70,7 +77,7 @@ def azure(path: Path, limit: int | None = None, divisor: int = 1, output_divisor
 
 def agent_sessions(
     path: Path,
-    sessions_per_s: float = AGENT_SESSIONS_PER_S,
+    sessions_per_s: float = 0.1,
     seed: int = 0,
     limit: int | None = None,
     divisor: int = 1,
@@ -81,9 +88,7 @@ def agent_sessions(
     `divisor` divides prompts and blocks, so hit ratios stay the same. Raises `ValueError` naming file, line and field,
     or for a divisor that does not divide a block of 16 tokens, and `OSError`.
     """
-    _require_divisors(divisor, output_divisor)
-    if AGENT_TOKENS_PER_BLOCK % divisor:
-        raise ValueError(f"divisor must divide {AGENT_TOKENS_PER_BLOCK}, is {divisor}")
+    _require_divisors(divisor, output_divisor, AGENT_TOKENS_PER_BLOCK)
     if sessions_per_s <= 0:
         raise ValueError(f"sessions_per_s must be positive, is {sessions_per_s:g}")
     chance, size = random.Random(f"sessions of {seed}"), AGENT_TOKENS_PER_BLOCK // divisor
@@ -94,15 +99,8 @@ def agent_sessions(
         session = _number(where, row, "session", int)
         if session not in starts:
             last_start = starts[session] = last_start + chance.expovariate(sessions_per_s)
-        hash_ids = row.get("hash_ids")
-        if not isinstance(hash_ids, list) or not all(type(hash_id) is int for hash_id in hash_ids):
-            raise ValueError(f"{where}: hash_ids must be a list of integers, is {hash_ids!r:.40}")
-        num_tokens = max(1, _number(where, row, "input_length", int) // divisor)
-        if num_tokens > len(hash_ids) * size:
-            raise ValueError(f"{where}: {len(hash_ids)} hash_ids are too few for input_length {row['input_length']}")
-        at = starts[session] + _number(where, row, "timestamp", float) / 1e3
-        num_output = max(1, _number(where, row, "output_length", int) // output_divisor)
-        requests.append(TraceRequest(at, tuple(hash_ids), num_tokens, num_output, size, session))
+        request = _traced(where, row, size, divisor, output_divisor)
+        requests.append(replace(request, arrives_at=starts[session] + request.arrives_at, session=session))
     return Workload(path.stem, _from_zero(requests))
 
 
@@ -178,6 +176,21 @@ def _json_rows(path: Path, limit: int | None) -> Iterator[tuple[str, Mapping[str
             yield f"{path}, line {number}", row
 
 
+def _traced(
+    where: str, row: Mapping[str, object], tokens_per_block: int, divisor: int, output_divisor: int
+) -> TraceRequest:
+    """A row with `timestamp` in ms, `input_length`, `output_length` and `hash_ids`."""
+    hash_ids = row.get("hash_ids")
+    if not isinstance(hash_ids, list) or not all(type(hash_id) is int for hash_id in hash_ids):
+        raise ValueError(f"{where}: hash_ids must be a list of integers, is {hash_ids!r:.40}")
+    num_tokens = max(1, _number(where, row, "input_length", int) // divisor)
+    if num_tokens > len(hash_ids) * tokens_per_block:
+        raise ValueError(f"{where}: {len(hash_ids)} hash_ids are too few for input_length {row['input_length']}")
+    at = _number(where, row, "timestamp", float) / 1e3
+    num_output = max(1, _number(where, row, "output_length", int) // output_divisor)
+    return TraceRequest(at, tuple(hash_ids), num_tokens, num_output, tokens_per_block)
+
+
 def _number(where: str, row: Mapping[str, object], field: str, parse: Callable[[str], _T]) -> _T:
     if row.get(field) is None:
         raise ValueError(f"{where}: {field} is missing")
@@ -187,10 +200,12 @@ def _number(where: str, row: Mapping[str, object], field: str, parse: Callable[[
         raise ValueError(f"{where}: {field} is {row[field]!r:.40}") from error
 
 
-def _require_divisors(divisor: int, output_divisor: int) -> None:
+def _require_divisors(divisor: int, output_divisor: int, tokens_per_block: int = 0) -> None:
     for name, value in (("divisor", divisor), ("output_divisor", output_divisor)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, is {value}")
+    if tokens_per_block % divisor:
+        raise ValueError(f"divisor must divide {tokens_per_block}, is {divisor}")
 
 
 def _from_zero(requests: list[TraceRequest]) -> list[TraceRequest]:

@@ -39,7 +39,8 @@ from benchmarks.goodput.systems import Answer, Row, System, fleet, vllm
 from benchmarks.report import Line, Report
 from benchmarks.routers import TRACE
 from simulator.replay_result import RequestRecord, goodput90, percentile, rising, worst_tenth_mean
-from simulator.trace import TraceRequest, read_trace
+from simulator.trace import TraceRequest
+from simulator.workloads import mooncake
 
 TTFT_FACTOR, TTFT_PERCENT = 1.5, 90
 TAIL_S = 60.0  # after the last arrival; a request without its end by then has failed
@@ -180,7 +181,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.trace.is_file():
         sys.exit(f"no trace at {arguments.trace}: {(__doc__ or '').splitlines()[-2]}")
-    trace = read_trace(arguments.trace, arguments.requests, arguments.input_divisor, arguments.output_divisor)
+    divisors = arguments.input_divisor, arguments.output_divisor
+    trace = mooncake(arguments.trace, arguments.requests, *divisors).requests
     long_prompt = sorted(trace, key=lambda r: r.num_tokens)[len(trace) * TTFT_PERCENT // 100]
     report = Report("goodput")
     limits = Limits(arguments.ttft_limit or 1.0, arguments.tpot_limit)

@@ -128,9 +128,7 @@ class PolicyRun:
 
     def run(self, on_progress: CountEnded) -> ReplayResult:
         config = CASES[self.case].config(self.policy, self.seed)
-        result = Replay(self._workload(), config).run(on_progress)
-        on_progress(self.num_requests)
-        return result
+        return Replay(self._workload(), config).run(on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +154,4 @@ class DynamoRun:
         config = replay_config(self.num_workers, self.pool_tokens, OURS, 2.0, load=None, seed=0)
         if not self.is_split:
             config = replace(config, num_prefill=0, decode_pool_tokens=self.pool_tokens)
-        result = Replay(conversation(self.traces, self.limit), config).run(on_progress)
-        on_progress(self.num_requests)
-        return result
+        return Replay(conversation(self.traces, self.limit), config).run(on_progress)

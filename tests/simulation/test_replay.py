@@ -58,7 +58,7 @@ def test_every_request_completes_with_all_its_tokens(num_routers: int, sticky: b
     assert [record.num_output_tokens for record in result.requests] == [
         request.num_output_tokens for request in replay.trace
     ]
-    assert all(served.arrived_at < served.first_token_at <= served.last_token_at for served in replay.served)
+    assert all(served.arrived_at < served.first_token_at <= served.last_token_at for served in replay.clients.all)
     assert sum(result.requests_by_router) == 48
     assert min(result.requests_by_router) > 0
 

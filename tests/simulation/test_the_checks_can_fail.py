@@ -25,9 +25,9 @@ from router.requests.machine import RouterMachine
 from router.requests.routed_request import RoutedRequest
 from simulator.agent import ReadFaults
 from simulator.network import Call, NetworkFaults
-from simulator.node import WorkerNode
-from simulator.scenario import ClientRequest, Fault, Scenario, make_scenario
+from simulator.scenario import Fault, Scenario, make_scenario, other_choices
 from simulator.simulation import run_scenario
+from simulator.worker_shell import WorkerShell
 from simulator.world import SimulationError
 
 MAX_SEEDS = 30
@@ -119,10 +119,10 @@ def test_a_router_that_waits_for_a_broken_token_stream_is_caught(monkeypatch: py
 
 
 def test_a_worker_that_keeps_the_calls_of_a_broken_token_stream_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: WorkerNode, stream: Call) -> None:
+    def forget(self: WorkerShell, stream: Call) -> None:
         self.token_streams.pop(stream.call_id, None)
 
-    monkeypatch.setattr(WorkerNode, "close_tokens", forget)
+    monkeypatch.setattr(WorkerShell, "close_tokens", forget)
     assert "KeyError" in first_failure(breaking_streams)
 
 
@@ -232,17 +232,12 @@ def test_a_router_that_fails_a_request_without_cause_is_caught_in_worlds_with_fa
 
 def crowded(scenario: Scenario) -> Scenario:
     """Everybody asks for four choices, and workers let few wait."""
-
-    def ask_for_four(client: ClientRequest) -> ClientRequest:
-        others = (replace(client.request, request_id=f"{client.request.request_id}.{choice}") for choice in (1, 2, 3))
-        return replace(client, others=tuple(others))
-
     return replace(
         scenario,
         calm=False,
         workers=tuple(replace(s, scheduler=replace(s.scheduler, max_waiting=2)) for s in scenario.workers),
         router=replace(scenario.router, max_queued=1024, max_in_flight_per_worker=64, max_attempts=2),
-        requests=tuple(map(ask_for_four, scenario.requests)),
+        requests=tuple(replace(client, others=other_choices(client.request, 3)) for client in scenario.requests),
     )
 
 

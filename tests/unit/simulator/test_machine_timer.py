@@ -1,12 +1,13 @@
-"""The timer of a machine in virtual time, and the stream of messages of a replay."""
+"""The timer of a machine in virtual time, and a line of messages."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 from core.machine import Tick
+from simulator.line import independent_line
 from simulator.machine_timer import MachineTimer
-from simulator.stream import Stream
 from simulator.world import World
 
 
@@ -76,25 +77,33 @@ def test_a_stopped_timer_is_silent_until_the_next_update() -> None:
     assert clock.ticks == [106.0]  # late: the deadline has passed
 
 
-def test_the_messages_of_a_stream_arrive_in_order_within_2_and_a_half_delays() -> None:
+def test_the_messages_of_a_line_arrive_in_order_within_2_and_a_half_delays() -> None:
     world = World(3)
     arrived: list[tuple[int, float]] = []
-    stream = Stream(world, "a", "b", 0.01, lambda number: arrived.append((number, world.now)))
+
+    def arrive(number: int) -> None:
+        arrived.append((number, world.now))
+
+    line = independent_line(world, "a", "b", 0.01)
     for number in range(50):
-        stream.send(number)
+        line.send(partial(arrive, number))
     world.run_until(1.0)
     assert [number for number, _ in arrived] == list(range(50))
     assert all(0.005 <= at <= 0.025 for _, at in arrived)
     assert all(earlier <= later for (_, earlier), (_, later) in pairwise(arrived))
 
 
-def test_the_delays_of_a_stream_depend_on_its_ends_and_the_seed_alone() -> None:
+def test_the_delays_of_a_line_depend_on_its_ends_and_the_seed_alone() -> None:
     def delays(seed: int, target: str, draws: int) -> list[float]:
         world = World(seed)
         for _ in range(draws):
             world.random.random()
-        stream = Stream(world, "a", target, 0.01, print)
-        return [stream.arrival(float(number)) for number in range(3)]
+        arrived: list[float] = []
+        line = independent_line(world, "a", target, 0.01)
+        for number in range(3):
+            world.at(float(number), partial(line.send, lambda: arrived.append(world.now)))
+        world.run_until(4.0)
+        return arrived
 
     assert delays(0, "b", 0) == delays(0, "b", 5)
     assert delays(0, "b", 0) != delays(1, "b", 0)

@@ -1,61 +1,24 @@
-"""Traces in the format of Mooncake: token ids that share prefixes as the hash ids do, rates, an infinite cache."""
+"""Requests of a trace: token ids that share prefixes as the hash ids do, rates, an infinite cache."""
 
 from __future__ import annotations
 
-import json
 import random
 from itertools import pairwise, takewhile
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens, read_trace
-
-LINE = {"timestamp": 3000, "input_length": 1000, "output_length": 9, "hash_ids": [7, 8]}
-
-
-def written(directory: Path, *lines: object) -> Path:
-    path = directory / "trace.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
+from simulator.trace import TraceRequest, at_rate, infinite_cache_tokens
 
 
 def common_prefix(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def test_divided_prompts_keep_their_hash_ids(tmp_path: Path) -> None:
-    (request,) = read_trace(written(tmp_path, LINE), divisor=32, output_divisor=4)
-    assert request == TraceRequest(3.0, (7, 8), 31, 2, tokens_per_hash_id=16)
+def test_a_block_may_have_any_size() -> None:
+    request = TraceRequest(3.0, (7, 8), 31, 2, tokens_per_hash_id=16)
     assert request.token_ids() == (*range(7 * 16, 8 * 16), *range(8 * 16, 8 * 16 + 15))
-
-
-def test_a_limit_takes_the_first_lines(tmp_path: Path) -> None:
-    path = written(tmp_path, *(LINE | {"timestamp": at} for at in (0, 1000, 2000)))
-    assert [request.arrives_at for request in read_trace(path, limit=2)] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"hash_ids": [7]}, "too few"),
-        ({"hash_ids": "7"}, "list of integers"),
-        ({"hash_ids": [], "input_length": 0}, "too few"),
-        ({"input_length": "many"}, "many"),
-        ({"timestamp": None}, "None"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path: Path, changed: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"line 2: .*{message}"):
-        read_trace(written(tmp_path, LINE, LINE | changed))
-
-
-@pytest.mark.parametrize("divisor", [0, 3, 1024])
-def test_a_divisor_must_divide_a_block(tmp_path: Path, divisor: int) -> None:
-    with pytest.raises(ValueError, match="divisor must divide 512"):
-        read_trace(written(tmp_path, LINE), divisor=divisor)
 
 
 def test_the_turns_of_a_conversation_are_known_by_their_second_block() -> None:

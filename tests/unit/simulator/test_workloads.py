@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from simulator.trace import TraceRequest
-from simulator.workloads import Synthetic, Workload, agent_sessions, azure, synthetic
+from simulator.workloads import Synthetic, Workload, agent_sessions, azure, mooncake, synthetic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:50.9951690,600,109
@@ -66,6 +66,24 @@ def test_a_malformed_row_of_azure_is_named(tmp_path: Path, changed: tuple[str, s
         azure(azure_file(tmp_path, AZURE.replace(*changed)))
 
 
+# ---- Mooncake
+
+
+def test_divided_prompts_keep_their_blocks(tmp_path: Path) -> None:
+    line = {"timestamp": 3000, "input_length": 1000, "output_length": 9, "hash_ids": [7, 8]}
+    path = written(tmp_path, line, line | {"timestamp": 1000}, line | {"timestamp": 0})
+    requests = mooncake(path, limit=2, divisor=32, output_divisor=4).requests
+    assert requests == [TraceRequest(at, (7, 8), 31, 2, tokens_per_hash_id=16) for at in (1.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("divisor", "message"), [(0, "must be at least 1"), (3, "must divide 512"), (1024, "must divide 512")]
+)
+def test_a_divisor_must_divide_a_block(tmp_path: Path, divisor: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"divisor {message}, is {divisor}"):
+        mooncake(written(tmp_path, TURN), divisor=divisor)
+
+
 # ---- agent sessions
 
 
@@ -91,8 +109,6 @@ def test_sessions_begin_at_the_given_rate_as_the_seed_decides(tmp_path: Path) ->
 def test_divided_sessions_keep_their_blocks(tmp_path: Path) -> None:
     (request,) = agent_sessions(written(tmp_path, TURN), divisor=4, output_divisor=3).requests
     assert (request.num_tokens, request.num_output_tokens, request.tokens_per_hash_id) == (10, 3, 4)
-    with pytest.raises(ValueError, match="divisor must divide 16"):
-        agent_sessions(written(tmp_path, TURN), divisor=3)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
-"""Tables and JSON of simulations."""
+"""Tables, sentences and JSON of simulations."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
-from simulator.replay_result import ReplayResult, percentile
+from simulator.replay_result import WANTED_ATTAINMENT, ReplayResult, percentile
 from simulator.runs import GridResult
-from simulator.sweep import Point, answer, highest_rates, pareto_front
+from simulator.sweep import Point, fewest_workers, highest_rates, pareto_front
 
 Figure = Callable[[ReplayResult], float]
 PERCENTS = (50, 90, 99)
@@ -73,6 +74,44 @@ def fronts(points: Sequence[Point]) -> list[bool]:
         for index in pareto_front([(points[i].num_workers, points[i].goodput) for i in indexes]):
             on_front[indexes[index]] = True
     return on_front
+
+
+def answer(points: Sequence[Point]) -> list[str]:
+    """The conclusion of the grid: a sentence about the highest rate if only rates differ, else one for each rate."""
+    by_rate: defaultdict[float, list[Point]] = defaultdict(list)
+    for point in sorted(points, key=lambda point: point.rate):
+        by_rate[point.rate].append(point)
+    shapes = highest_rates(points)
+    if len(shapes) == 1 and len(by_rate) > 1:
+        return [_rate_sentence(next(iter(shapes.values())), points)]
+    return [_workers_sentence(f"{rate:.4g} requests/s", found) for rate, found in by_rate.items()]
+
+
+def _rate_sentence(rate: float, points: Sequence[Point]) -> str:
+    rates = [point.rate for point in points]
+    if not rate:
+        return f"goodput90 is below {min(rates):.4g} requests/s, the lowest simulated rate."
+    if rate == max(rates):
+        return f"goodput90 is at least {rate:.4g} requests/s, the highest simulated rate."
+    return f"goodput90 is {rate:.3g} requests/s: the highest rate with attainment {WANTED_ATTAINMENT:g}."
+
+
+def _workers_sentence(rate: str, points: Sequence[Point]) -> str:
+    best = fewest_workers(points)
+    if best is None:
+        top = max(points, key=lambda point: (point.attainment, -point.num_workers))
+        return (
+            f"At {rate} no simulated size of the pools reaches attainment {WANTED_ATTAINMENT:g}; "
+            f"{_shape(top)} come nearest with {top.attainment:.3f}."
+        )
+    return (
+        f"At {rate} the fewest workers that reach attainment {WANTED_ATTAINMENT:g} are {best.num_workers}: "
+        f"{_shape(best)}, with {best.attainment:.3f}."
+    )
+
+
+def _shape(point: Point) -> str:
+    return f"{point.num_prefill} prefill and {point.num_decode} decode"
 
 
 def write_runs(path: Path, options: dict[str, object], results: Sequence[ReplayResult]) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cli.simulate_report import fronts
 from core.errors import ConfigError
 from simulator.replay_result import WANTED_ATTAINMENT, ReplayResult, goodput90
-from simulator.report import fronts
 from simulator.sweep import Point, fewest_workers, highest_rates
 
 if TYPE_CHECKING:
