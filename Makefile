@@ -72,7 +72,7 @@ bench-engine: setup  ## Measure the engine beside vLLM and llama.cpp on one core
 
 bench-peers: setup  ## Install vLLM's CPU build, llama.cpp and Dynamo under the user's cache (7 minutes)
 	$(BIN)/tandem pull
-	$(BIN)/python -m benchmarks.engine.install_peers
+	$(BIN)/python -m benchmarks.install_peers
 
 bench-quantization: setup  ## Measure int8 and int4 weights beside bfloat16: make bench-quantization TEXT=wiki.test.txt
 	$(BIN)/tandem pull

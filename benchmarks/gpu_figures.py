@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_sections.harness import FORMAT, SECTIONS
-from benchmarks.report import Line, number
+from benchmarks.report import line_of, table
 from core.cost.step_cost import StepWork
 from model_files.builtin_configs import RANDOM_CONFIGS
 
@@ -107,23 +107,11 @@ def _section(section: dict[str, Any]) -> str:
     parts = [f"#### {SECTIONS[section['name']].title[:1].upper()}{SECTIONS[section['name']].title[1:]}"]
     if section["status"] != "complete":
         parts.append(f"The section ended early: {section['status']}. {section['error']}".rstrip())
-    if section["lines"]:
-        rows = ["| measure | value | floor or peer | share | goal | |", "|---|---|---|---|---|---|"]
-        parts.append("\n".join(rows + [_row(line) for line in section["lines"]]))
-    else:
-        parts.append("No figure.")
+    parts.append(
+        table([line_of(line).row() for line in section["lines"]]).rstrip() if section["lines"] else "No figure."
+    )
     parts += [f"- {note}" for note in section["notes"]]
     return "\n\n".join(parts)
-
-
-def _row(line: dict[str, Any]) -> str:
-    known = Line(**{name: value for name, value in line.items() if name in Line.__slots__})
-    beside = f"floor {number(known.floor)}" if known.floor is not None else ""
-    if known.peer:
-        beside = f"{known.peer} {number(known.peer_value) or NOT_MEASURED}"
-    share = number(known.share_of_floor if known.floor is not None else known.ratio)
-    verdict = {None: "", True: "holds", False: "missed"}[known.holds]
-    return f"| {known.measure} | {number(known.value)} {known.unit} | {beside} | {share} | {known.goal} | {verdict} |"
 
 
 def draw_pools() -> str:

@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.engine.figures import WEIGHT_BYTES, num_weights
+from benchmarks.processes import serving
 from benchmarks.report import Line, Report
-from benchmarks.tandem_serve import serving
 from core.config import EngineConfig
 from model_files.model_source import load_config, resolve_model
 from tandem_client import AsyncClient

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.child_process import ChildProcess
-from benchmarks.engine import install_peers, programs
-from benchmarks.tandem_serve import serving
+from benchmarks.engine import programs
+from benchmarks.processes import ChildProcess, serving
 from simulator.trace import TraceRequest
 from tandem_client import AsyncClient, CallFailed
 from tandem_client.stubs import inference_pb2
@@ -124,25 +123,24 @@ def fleet(flags: Sequence[str], checkout: Path | None = None) -> Iterator[Fleet]
 class VllmEngine:
     def __init__(self, process: ChildProcess) -> None:
         self._process = process
-        process.answer()  # ready
 
     def serve(self, row: Row) -> list[Answer]:
         requests = [
             {"at": request.arrives_at, "prompt": prompt_of(request), "max_tokens": request.num_output_tokens}
             for request in row.requests
         ]
-        answer = self._process.ask({"requests": requests, "timeout_s": row.timeout_s})
-        return [Answer(times) for times in answer["times"]]
+        return [Answer(times) for times in self._process.call("serve", requests=requests, timeout_s=row.timeout_s)]
 
 
 @contextlib.contextmanager
 def vllm() -> Iterator[VllmEngine]:
     """vLLM on both cores, with its defaults. Raises `RuntimeError` if it is not installed, `ChildEnded` if it ends."""
-    launch = programs.launch_vllm_replay(CORES)
-    if launch is None:
-        raise RuntimeError(f"vLLM is not installed in {install_peers.vllm_dir()}: run `make bench-peers`")
-    process = ChildProcess("vLLM", launch.command, launch.environment, launch.directory)
+    start = programs.serving_vllm(CORES)
+    if start is None:
+        raise RuntimeError("vLLM is not installed: run `make bench-peers`")
+    process = start(None)
     try:
+        process.wait_until_ready()
         yield VllmEngine(process)
     finally:
         process.stop()
