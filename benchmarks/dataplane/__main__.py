@@ -16,7 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from benchmarks.dataplane import dynamo, load, python_parts
+from benchmarks.dataplane import decisions, dynamo, load, steps, tokenizing
 from benchmarks.dataplane.cpu_limits import can_limit, limited, pinned_to
 from benchmarks.dataplane.http2_load import Connection
 from benchmarks.dataplane.load import Counter, Measured
@@ -231,7 +231,9 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
     "ages": ages,
     "pair": pair,
     "requests": requests,
-    "python": python_parts.measure,
+    "steps": steps.measure,
+    "decisions": decisions.measure,
+    "tokenizing": tokenizing.measure,
 }
 
 
