@@ -3,8 +3,8 @@
 Each section is a process of its own with a deadline. DIR/gpu.json is written anew when a section ends, so a run that is
 cut short keeps the sections before. DIR/gpu.log has the messages of the libraries. The run needs Python 3.11, torch,
 triton and numpy, and of Tandem core, engine, kv_transfer and model_files alone; nixl is used if it is installed.
-`--rehearse` runs the same sections on a CPU with tiny shapes: a test of this program, not a measurement. `make gpu-docs
-JSON=DIR/gpu.json` draws the figures into docs/gpu.md. `python -m pytest tests/gpu` checks results on a GPU.
+`--rehearse` runs the same sections on a CPU with tiny shapes: a test of this program, not a measurement. DIR/gpu.md
+has the tables for docs/gpu.md. `python -m pytest tests/gpu` checks results on a GPU.
 """
 
 from __future__ import annotations

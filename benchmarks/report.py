@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,11 +115,6 @@ class Report:
 def line_json(line: Line) -> dict[str, Any]:
     """The fields, and what follows from them."""
     return asdict(line) | {"ratio": line.ratio, "share_of_floor": line.share_of_floor, "holds": line.holds}
-
-
-def line_of(values: Mapping[str, Any]) -> Line:
-    """The line of `line_json`."""
-    return Line(**{name: value for name, value in values.items() if name in Line.__slots__})
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

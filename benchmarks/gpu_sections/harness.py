@@ -1,7 +1,7 @@
 """Runs the sections of benchmarks/gpu.py, one process after the other, and keeps their figures.
 
     section     appends JSON objects to a file, one a line: {"line": ...} {"note": ...} {"machine": ...} {"error": ...}
-    harness     kills the section at its deadline, and writes gpu.json after each section
+    harness     kills the section at its deadline, and writes gpu.json and gpu.md after each section
 
 A section may also use the time that the sections before it have left. Figures that a section wrote before its deadline
 are kept. This module imports no torch: a process that holds the device would disturb the sections.
@@ -22,42 +22,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.report import Line, line_json
+from benchmarks.report import Line, line_json, table
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMAT = 2  # of gpu.json
 SOURCES = ("core", "model_files", "engine", "kv_transfer", "benchmarks")
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """A section: its part of the time, its title and its goal in docs/gpu.md."""
+    """A section: its part of the time, and its title."""
 
     seconds: float
     title: str
-    goal: str = ""
 
 
 SECTIONS = {
     "rates": About(60, "rates of the device; decode attention over both layouts of the pool"),
-    "kernels": About(
-        60,
-        "products with fp8 weights and attention over fp8 KV, beside the same in bfloat16",
-        "products 1.5 x with 1 and 32 rows, decode attention 1.4 x",
-    ),
-    "decode": About(
-        180,
-        "decode of an 8B model in bfloat16, 1, 32 and 128 sequences of 2,048 and 8,192 tokens",
-        "step on the device at least 0.8 of the bandwidth's floor, served step 0.7",
-    ),
-    "prefill": About(
-        90, "prompts of 2,048 and 8,192 tokens of an 8B model", "at least 0.6 of the matrix rate (causal FLOP)"
-    ),
-    "hand_off": About(
-        90,
-        "blocks of an 8B model between two processes: runs and shuffled blocks; the lane",
-        "mapped pool at least 0.7 of a copy on the device",
-    ),
+    "kernels": About(60, "products with fp8 weights and attention over fp8 KV, beside the same in bfloat16"),
+    "decode": About(180, "decode of an 8B model in bfloat16, 1, 32 and 128 sequences of 2,048 and 8,192 tokens"),
+    "prefill": About(90, "prompts of 2,048 and 8,192 tokens of an 8B model"),
+    "hand_off": About(90, "blocks of an 8B model between two processes: runs and shuffled blocks; the lane"),
 }
 
 
@@ -107,7 +91,7 @@ class SectionResult:
 def run_sections(run: Run, names: Sequence[str]) -> int:
     """Run the sections in order. Returns 0 if all are complete; a missed goal is a figure, not a failure."""
     run.out.mkdir(parents=True, exist_ok=True)
-    head = {"format": FORMAT, "commit": run.commit or commit_of(ROOT), "source": source_digest(ROOT)}
+    head = {"commit": run.commit or commit_of(ROOT), "source": source_digest(ROOT)}
     head |= {"started": time.strftime("%F %T %Z"), "device": "cpu" if run.rehearse else "cuda"}
     results = {name: SectionResult(name) for name in names}
     scale = run.seconds / sum(SECTIONS[name].seconds for name in names)
@@ -116,7 +100,7 @@ def run_sections(run: Run, names: Sequence[str]) -> int:
         for name, result in results.items():
             deadline += SECTIONS[name].seconds * scale
             run_child(run, result, deadline - time.monotonic(), log)
-            write_json(run.out / "gpu.json", head, list(results.values()))
+            write(run.out, head, list(results.values()))
             show(result)
     return 0 if all(result.status == "complete" for result in results.values()) else 1
 
@@ -147,13 +131,28 @@ def run_child(run: Run, result: SectionResult, allowed_s: float, log: IO[str]) -
     result.seconds = time.monotonic() - start
 
 
-def write_json(path: Path, head: dict[str, Any], results: Sequence[SectionResult]) -> None:
-    """Replace the file at once: a run that is cut short leaves a whole file."""
+def write(out: Path, head: dict[str, Any], results: Sequence[SectionResult]) -> None:
+    """Replace gpu.json and gpu.md at once: a run that is cut short leaves whole files."""
     machine = next((result.machine for result in results if result.machine), {})
     content = head | {"machine": machine, "sections": [result.as_json() for result in results]}
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    for name, text in (("gpu.json", json.dumps(content, indent=1) + "\n"), ("gpu.md", page(head, machine, results))):
+        new = out / "new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(out / name)
+
+
+def page(head: dict[str, Any], machine: dict[str, str], results: Sequence[SectionResult]) -> str:
+    """The tables for docs/gpu.md."""
+    about = ", ".join(f"{name} {value}" for name, value in machine.items())
+    parts = [f"{head['started']}, commit {head['commit']}: {about}"]
+    for result in results:
+        title = SECTIONS[result.name].title
+        ended = "" if result.status == "complete" else f": {result.status}. {result.error}".rstrip()
+        parts.append(f"#### {title[:1].upper()}{title[1:]}{ended}")
+        if result.lines:
+            parts.append(table([line.row() for line in result.lines]).rstrip())
+        parts += [f"- {note}" for note in result.notes]
+    return "\n\n".join(parts) + "\n"
 
 
 def show(result: SectionResult) -> None:
