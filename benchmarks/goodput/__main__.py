@@ -141,8 +141,9 @@ def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]
             report.add(Line(f"rate {rate:g}: TBT10 p90 of 1P1D", tbt10[0], "ms", "vLLM", tbt10[1], least_ratio=4.0))
     sweeps = {name: goodput90([(rate, median(name, rate, "attainment")) for rate in rates]) for name in systems}
     for name in systems:
-        peer = ("vLLM", sweeps["vllm"], 2.0) if name == "1P1D" and "vllm" in systems else ("", None, None)
-        report.add(Line(f"goodput90 of {name}", sweeps[name], "requests/s", *peer[:2], least_ratio=peer[2]))
+        peer = "vLLM" if name == "1P1D" and "vllm" in systems else ""
+        theirs, least_ratio = (sweeps["vllm"], 2.0) if peer else (None, None)
+        report.add(Line(f"goodput90 of {name}", sweeps[name], "requests/s", peer, theirs, least_ratio=least_ratio))
 
 
 def main() -> None:

@@ -46,12 +46,6 @@ def test_a_benchmark_that_is_too_slow_for_a_test_starts_and_lists_its_options(tm
     assert "usage" in done.stdout
 
 
-def test_the_readme_lists_the_targets_of_the_makefile() -> None:
-    readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"^(bench[a-z-]*|soak):", (ROOT / "Makefile").read_text(), re.MULTILINE):
-        assert f"| `make {target}" in readme
-
-
 def test_the_hand_off_is_timed_beside_process_vm_readv(tmp_path: Path) -> None:
     options = ["--transports", "nixl", "--parts", "unequal", "--repeats", "1", "--pool-mb", "16"]
     done = run_benchmark(tmp_path, "benchmarks.transfer", *options)
