@@ -33,6 +33,10 @@ START_TIMEOUT_S = 90.0
 POLL_S = 0.5
 
 
+class Refused(RuntimeError):
+    """The server answered a request of the load with an error."""
+
+
 def is_installed() -> bool:
     return install_peers.is_installed(install_peers.dynamo_dir()) and install_peers.is_installed(
         install_peers.vllm_weights()
@@ -118,7 +122,7 @@ class EventClient:
             raise RuntimeError("the server closed a connection")
         data = self._tail + received
         if b"HTTP/1.1 " in data and b"HTTP/1.1 200" not in data:
-            raise RuntimeError(f"the server refuses the load: {data[:500].decode(errors='replace')}")
+            raise Refused(f"the server refuses the load: {data[:500].decode(errors='replace')}")
         self.num_events += data.count(EVENT)
         # The end of the data may hold the start of an event or of the response's end, but no whole event.
         ended = b"\r\n0\r\n\r\n" in data

@@ -142,8 +142,8 @@ def report_rows(report: Report, results: dict[tuple[str, float], list[RowResult]
     sweeps = {name: goodput90([(rate, median(name, rate, "attainment")) for rate in rates]) for name in systems}
     for name in systems:
         peer = "vLLM" if name == "1P1D" and "vllm" in systems else ""
-        theirs, least_ratio = (sweeps["vllm"], 2.0) if peer else (None, None)
-        report.add(Line(f"goodput90 of {name}", sweeps[name], "requests/s", peer, theirs, least_ratio=least_ratio))
+        line = Line(f"goodput90 of {name}", sweeps[name], "requests/s", peer)
+        report.add(replace(line, peer_value=sweeps["vllm"], least_ratio=2.0) if peer else line)
 
 
 def main() -> None:
